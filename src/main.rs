@@ -1,0 +1,3 @@
+//! The `longstraw` command.
+
+fn main() {}
