@@ -159,7 +159,7 @@ impl std::fmt::Display for Bytes {
             0x4000_0000..0x100_0000_0000 => ("GiB", 30),
             _ => ("TiB", 40),
         };
-        let hundredths = u128::from(self.0) * 100 >> shift;
+        let hundredths = (u128::from(self.0) * 100) >> shift;
         write!(f, "{}.{:02} {unit}", hundredths / 100, hundredths % 100)
     }
 }
