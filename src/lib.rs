@@ -7,3 +7,15 @@
 // Row 0.
 pub mod failure;
 pub mod units;
+pub mod watch;
+
+// Row 2.
+pub mod tensor;
+pub mod world;
+
+// Row 3.
+pub mod layout;
+pub mod pages;
+
+// Row 4.
+pub mod exchange;

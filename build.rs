@@ -1,0 +1,37 @@
+//! Compiles the C++ boundary against the same libtorch that `tch` links, and lets the binary find it without
+//! `LD_LIBRARY_PATH`.
+
+use std::path::{Path, PathBuf};
+
+fn main() {
+    for watched in ["src/tensor/boundary.cpp", "build.rs"] {
+        println!("cargo:rerun-if-changed={watched}");
+    }
+    println!("cargo:rerun-if-env-changed=LIBTORCH");
+    let libtorch = PathBuf::from(std::env::var("LIBTORCH").unwrap_or_else(|_| ".deps/libtorch".into()));
+    let include = libtorch.join("include");
+    assert!(
+        include.join("torch/csrc/api/include/torch/all.h").exists(),
+        "no libtorch at {}: run `make deps`, or set LIBTORCH to a folder with include/ and lib/",
+        libtorch.display()
+    );
+    cc::Build::new()
+        .cpp(true)
+        .std("c++20")
+        .include(&include)
+        .include(include.join("torch/csrc/api/include"))
+        .file("src/tensor/boundary.cpp")
+        .opt_level(2)
+        .warnings(false)
+        .compile("longstraw_boundary");
+    // Both the folder of links and what the links point at: libraries that libtorch itself needs lie beside the latter.
+    for name in ["libtorch_cpu.so", "libc10.so", "libtorch.so"] {
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder_of(&libtorch.join("lib").join(name)).display());
+    }
+    println!("cargo:rustc-link-arg=-Wl,--as-needed");
+}
+
+fn folder_of(library: &Path) -> PathBuf {
+    let real = library.canonicalize().unwrap_or_else(|_| library.to_path_buf());
+    real.parent().map_or_else(|| real.clone(), Path::to_path_buf)
+}

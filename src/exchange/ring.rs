@@ -1,0 +1,72 @@
+//! Page runs of all ranks, one after another past every rank.
+//!
+//! ```text
+//!   step      0     1     2     3        rank r holds run (r − step) mod R; while it computes on that run, the run
+//!   rank 0   [0]   [3]   [2]   [1]       leaves for rank r+1 and the next one arrives from rank r−1. A rank never
+//!   rank 1   [1]   [0]   [3]   [2]       holds more than two runs that are not its own.
+//! ```
+
+use tch::Tensor;
+
+use crate::layout::Run;
+use crate::tensor::boundary::storage_bytes;
+use crate::tensor::bytes;
+use crate::units::{Rank, as_dim};
+use crate::watch::{Held, Ledger, Purpose};
+use crate::world::Axis;
+
+/// A run on its way, with its bytes counted while this rank holds it.
+struct Travelling {
+    planes: Vec<Tensor>,
+    _held: Option<Held>,
+}
+
+/// Shows `visit` every rank's run, this rank's own first, then from the next lower rank on round the ring. `run_of`
+/// tells which run of a rank travels; `own` are this rank's filled rows of it, one tensor a plane, contiguous on CPU.
+/// `visit` is not called for a run without rows, but the ring turns all the same.
+///
+/// # Errors
+/// The first error of `visit`; the ring has been completed by then, so that no rank is left waiting.
+pub fn ring<E>(
+    axis: &Axis,
+    ledger: &Ledger,
+    own: Vec<Tensor>,
+    run_of: impl Fn(Rank) -> Run,
+    mut visit: impl FnMut(&Run, &[Tensor]) -> Result<(), E>,
+) -> Result<(), E> {
+    let (me, size) = (axis.rank().0, axis.size());
+    let mut holding = Travelling { planes: own, _held: None };
+    let mut outcome = Ok(());
+    for step in 0..size {
+        let run = run_of(Rank((me + size - step) % size));
+        let mut compute = |planes: &[Tensor]| {
+            if outcome.is_ok() && run.rows().0 > 0 {
+                outcome = visit(&run, planes);
+            }
+        };
+        if step + 1 == size {
+            compute(&holding.planes);
+            break;
+        }
+        let next_rows = as_dim(run_of(Rank((me + 2 * size - step - 1) % size)).rows().0);
+        let mut next = arriving(&holding.planes, next_rows, ledger);
+        let leaving: Vec<&[u8]> = holding.planes.iter().map(bytes::view).collect();
+        axis.ring_step(&leaving, next.planes.iter_mut().map(bytes::view_mut).collect(), || compute(&holding.planes));
+        holding = next;
+    }
+    outcome
+}
+
+/// Buffers for the run that comes next.
+fn arriving(like: &[Tensor], rows: i64, ledger: &Ledger) -> Travelling {
+    let planes: Vec<Tensor> = like
+        .iter()
+        .map(|plane| {
+            let mut shape = plane.size();
+            shape[0] = rows;
+            Tensor::empty(shape, (plane.kind(), plane.device()))
+        })
+        .collect();
+    let held = ledger.hold(Purpose::Foreign, planes.iter().map(storage_bytes).sum());
+    Travelling { planes, _held: Some(held) }
+}

@@ -1,0 +1,126 @@
+//! What a stretch of queries sees of a stretch of keys, as rectangles that a kernel can serve.
+//!
+//! Alignment is by position, so queries that are the tail of a longer range (an answer behind its prompt) see all of
+//! what lies before them: bottom-right alignment, by construction.
+
+use std::ops::Range;
+
+use crate::tensor::attention::Visible;
+
+/// Most rows and most keys of a rectangle that needs a mask: bounds the scratch of its scores.
+const MASKED_ROWS: i64 = 256;
+const MASKED_KEYS: i64 = 1024;
+
+/// A rectangle of queries and keys, as offsets into the two stretches.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Tile {
+    /// Query rows.
+    pub rows: Range<i64>,
+    /// Keys.
+    pub keys: Range<i64>,
+    /// What the rows see of the keys.
+    pub visible: Visible,
+}
+
+/// Rectangles of `queries` × `keys` (both positions) in which something is visible, in a fixed order. With a window a
+/// query sees itself and the `window` − 1 positions before it.
+#[must_use]
+pub fn tiles(queries: Range<i64>, keys: Range<i64>, window: Option<i64>) -> Vec<Tile> {
+    let keys_stop = keys.end.min(queries.end);
+    if queries.is_empty() || keys.start >= keys_stop {
+        return Vec::new();
+    }
+    match window {
+        None => causal(&queries, keys.start..keys_stop),
+        Some(window) => banded(&queries, &(keys.start..keys_stop), window),
+    }
+}
+
+fn causal(queries: &Range<i64>, keys: Range<i64>) -> Vec<Tile> {
+    let mut found = Vec::new();
+    let mut push = |rows: Range<i64>, columns: Range<i64>, visible| {
+        if !rows.is_empty() && !columns.is_empty() {
+            let rows = rows.start - queries.start..rows.end - queries.start;
+            found.push(Tile { rows, keys: columns.start - keys.start..columns.end - keys.start, visible });
+        }
+    };
+    // Keys before the first query are seen by every row; the rest forms a square, and rows below it see all of it.
+    let square = keys.start.max(queries.start)..keys.end;
+    push(queries.clone(), keys.start..keys.end.min(queries.start), Visible::All);
+    push(square.clone(), square.clone(), Visible::Causal);
+    push(square.end..queries.end, square, Visible::All);
+    found
+}
+
+fn banded(queries: &Range<i64>, keys: &Range<i64>, window: i64) -> Vec<Tile> {
+    let mut found = Vec::new();
+    for row in (queries.start..queries.end).step_by(usize::try_from(MASKED_ROWS).unwrap_or(1)) {
+        let row_end = (row + MASKED_ROWS).min(queries.end);
+        let seen = (row - window + 1).max(keys.start)..row_end.min(keys.end);
+        for key in seen.clone().step_by(usize::try_from(MASKED_KEYS).unwrap_or(1)) {
+            let key_end = (key + MASKED_KEYS).min(seen.end);
+            // Wholly visible iff the first row sees the last key and the last row still sees the first key.
+            let whole = key_end - 1 <= row && row_end - 1 - key < window;
+            let visible = if whole { Visible::All } else { Visible::Band { offset: row - key, window } };
+            found.push(Tile {
+                rows: row - queries.start..row_end - queries.start,
+                keys: key - keys.start..key_end - keys.start,
+                visible,
+            });
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Visibility of every pair, by the definition, against what the tiles say.
+    fn check(queries: Range<i64>, keys: Range<i64>, window: Option<i64>) {
+        let mut seen = std::collections::BTreeMap::new();
+        for tile in tiles(queries.clone(), keys.clone(), window) {
+            for row in tile.rows.clone() {
+                for key in tile.keys.clone() {
+                    let (i, j) = (row - tile.rows.start, key - tile.keys.start);
+                    let visible = match tile.visible {
+                        Visible::All => true,
+                        Visible::Causal => j <= i,
+                        Visible::Band { offset, window } => (0..window).contains(&(i + offset - j)),
+                    };
+                    if visible {
+                        *seen.entry((queries.start + row, keys.start + key)).or_insert(0) += 1;
+                    }
+                }
+            }
+        }
+        for i in queries.clone() {
+            for j in keys.clone() {
+                let expected = i32::from(j <= i && window.is_none_or(|window| i - j < window));
+                assert_eq!(
+                    seen.get(&(i, j)).copied().unwrap_or(0),
+                    expected,
+                    "{queries:?} {keys:?} {window:?} {i} {j}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_visible_pair_lies_in_exactly_one_tile_and_no_hidden_one_is_seen() {
+        for queries in [0..1, 0..5, 3..9, 7..8, 10..20] {
+            for keys in [0..1, 0..5, 2..4, 3..9, 5..12, 12..30] {
+                for window in [None, Some(1), Some(3), Some(7), Some(100)] {
+                    check(queries.clone(), keys.clone(), window);
+                }
+            }
+        }
+        check(1000..1600, 0..1600, Some(700));
+    }
+
+    #[test]
+    fn an_answer_of_two_sees_its_whole_prompt_of_128() {
+        let tile = &tiles(128..130, 0..128, None)[..];
+        assert_eq!(tile, [Tile { rows: 0..2, keys: 0..128, visible: Visible::All }]);
+    }
+}

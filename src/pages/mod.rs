@@ -1,0 +1,296 @@
+//! Page state in host memory, and its way to the device and back.
+//!
+//! A layer's state of a rank's pages lies in slabs: one independent allocation for each plane (keys, values, …) of each
+//! run of pages, exactly `pages × page_size` rows, never a view of something larger. A phase stages one layer at a time;
+//! when it lets go, the staging buffers are overwritten with NaN on CPU, so that a tensor that outlives its stage, or a
+//! buffer that two users share, shows itself at once instead of carrying another layer's values.
+
+mod hidden;
+
+use tch::{Kind, Tensor};
+
+pub use hidden::{HiddenPool, Slot, StagedHidden};
+
+use crate::failure::{Classified, Exit};
+use crate::layout::{PromptLayout, Run};
+use crate::tensor::boundary::{Purse, storage_bytes, within};
+use crate::tensor::element_bytes;
+use crate::units::{Bytes, LayerIndex, Pages, Rank, Tokens, from_dim};
+use crate::watch::{Held, Ledger, Purpose};
+
+/// What can be wrong with page state.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// State that was captured under one adapter version meets another.
+    #[error("page state of {held} was asked for as {wanted}: capture the prompt again after an update")]
+    Stale {
+        /// What the pages hold.
+        held: Stamp,
+        /// What was asked for.
+        wanted: Stamp,
+    },
+    /// A slab is larger or smaller than its pages.
+    #[error("layer {layer}: page storage is {stored}, {pages} pages are {expected}")]
+    Storage {
+        /// The layer.
+        layer: LayerIndex,
+        /// Bytes behind its slabs.
+        stored: Bytes,
+        /// Pages that this rank owns.
+        pages: Pages,
+        /// What they should take.
+        expected: Bytes,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::Bug
+    }
+}
+
+/// Which adapters a prompt was captured under.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Stamp {
+    /// The policy's name: `policy` or `reference`.
+    pub policy: &'static str,
+    /// Its version: updates made so far.
+    pub version: u64,
+}
+
+impl std::fmt::Display for Stamp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} version {}", self.policy, self.version)
+    }
+}
+
+/// Where pages wait while another layer computes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Residency {
+    /// In host memory; a layer's pages are copied to the device while it computes.
+    Host,
+    /// On the device, where they were made.
+    Device,
+}
+
+/// One run of pages of one layer: a tensor for each plane of the mixer's state, `pages × page_size` rows long.
+#[derive(Debug)]
+pub struct Slab {
+    /// Which pages.
+    pub run: Run,
+    /// State planes, each with rows first.
+    pub planes: Vec<Tensor>,
+}
+
+impl Slab {
+    /// Empty planes for `run`, one for each shape of a row.
+    #[must_use]
+    pub fn zeros(run: Run, page_size: Tokens, rows: &[PlaneRow], device: tch::Device) -> Self {
+        let rows_held = crate::units::as_dim(run.pages.0 * page_size.0);
+        let planes = rows
+            .iter()
+            .map(|row| {
+                let shape: Vec<i64> = std::iter::once(rows_held).chain(row.shape.iter().copied()).collect();
+                Tensor::zeros(shape, (row.kind, device))
+            })
+            .collect();
+        Slab { run, planes }
+    }
+
+    /// The planes' filled rows.
+    #[must_use]
+    pub fn filled(&self) -> Vec<Tensor> {
+        self.planes.iter().map(|plane| plane.narrow(0, 0, self.run.rows().dim())).collect()
+    }
+}
+
+/// One row of one plane.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct PlaneRow {
+    /// Its shape.
+    pub shape: Vec<i64>,
+    /// Its dtype.
+    pub kind: Kind,
+}
+
+impl PlaneRow {
+    /// Bytes of one row.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.shape.iter().map(|&dim| from_dim(dim)).product::<u64>() * element_bytes(self.kind))
+    }
+}
+
+/// The captured state of one prompt on one rank.
+#[derive(Debug)]
+pub struct PagePool {
+    layout: PromptLayout,
+    rank: Rank,
+    residency: Residency,
+    stamp: Stamp,
+    layers: Vec<Vec<Slab>>,
+    ledger: Ledger,
+    held: Vec<Held>,
+}
+
+impl PagePool {
+    /// An empty pool; layers are pushed from the first one up.
+    #[must_use]
+    pub fn new(layout: PromptLayout, rank: Rank, residency: Residency, stamp: Stamp, ledger: Ledger) -> Self {
+        PagePool { layout, rank, residency, stamp, layers: Vec::new(), ledger, held: Vec::new() }
+    }
+
+    /// Takes over the next layer's slabs, which were made on the device.
+    pub fn push(&mut self, slabs: Vec<Slab>) {
+        let kept: Vec<Slab> = match self.residency {
+            Residency::Device => slabs,
+            Residency::Host => slabs.iter().map(to_host).collect(),
+        };
+        let bytes = kept.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+        self.held.push(self.ledger.hold(Purpose::Pages, bytes));
+        self.layers.push(kept);
+    }
+
+    /// One layer's pages on the device, until the stage is dropped.
+    ///
+    /// # Errors
+    /// When the pages were captured under other adapters than `wanted`.
+    pub fn stage(&self, layer: LayerIndex, wanted: &Stamp) -> Result<Staged, Error> {
+        if *wanted != self.stamp {
+            return Err(Error::Stale { held: self.stamp.clone(), wanted: wanted.clone() });
+        }
+        let poison = self.residency == Residency::Host;
+        let copy = |plane: &Tensor| if poison { plane.copy() } else { plane.shallow_clone() };
+        let slabs: Vec<Slab> = self.layers[layer.0]
+            .iter()
+            .map(|slab| Slab { run: slab.run, planes: slab.planes.iter().map(copy).collect() })
+            .collect();
+        let staged =
+            if poison { slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum() } else { Bytes(0) };
+        Ok(Staged { slabs, poison, _held: self.ledger.hold(Purpose::Stage, staged) })
+    }
+
+    /// Compares real storage with pages × page bytes, layer by layer, and returns the sum.
+    ///
+    /// # Errors
+    /// When a layer's storage is not exactly what its pages need.
+    pub fn audit(&self, rows: &[PlaneRow]) -> Result<Bytes, Error> {
+        let pages = self.layout.pages_of(self.rank);
+        let page_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0 * self.layout.page_size().0;
+        let expected = Bytes(pages.0 * page_bytes);
+        let mut total = Bytes(0);
+        for (index, slabs) in self.layers.iter().enumerate() {
+            let stored = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+            if stored != expected {
+                return Err(Error::Storage { layer: LayerIndex(index), stored, pages, expected });
+            }
+            total += stored;
+        }
+        Ok(total)
+    }
+
+    /// Whether any plane still hangs on an autograd graph; none may.
+    #[must_use]
+    pub fn has_graph(&self) -> bool {
+        self.layers.iter().flatten().flat_map(|slab| &slab.planes).any(Tensor::requires_grad)
+    }
+
+    /// Under which adapters the prompt was captured.
+    #[must_use]
+    pub fn stamp(&self) -> &Stamp {
+        &self.stamp
+    }
+}
+
+/// Copies a slab's planes to host memory, exactly sized, and lets go of the device's buffers.
+fn to_host(slab: &Slab) -> Slab {
+    let planes = slab.planes.iter().map(|plane| within(Purse::Host, || plane.detach().copy())).collect();
+    poison(&slab.planes);
+    Slab { run: slab.run, planes }
+}
+
+fn poison(planes: &[Tensor]) {
+    for plane in planes {
+        if plane.device() == tch::Device::Cpu && plane.numel() > 0 {
+            let _ = plane.detach().fill_(f64::NAN);
+        }
+    }
+}
+
+/// One layer's pages on the device. Dropping it overwrites the buffers.
+#[derive(Debug)]
+pub struct Staged {
+    /// The rank's runs, in position order.
+    pub slabs: Vec<Slab>,
+    poison: bool,
+    _held: Held,
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        if self.poison {
+            self.slabs.iter().for_each(|slab| poison(&slab.planes));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(residency: Residency) -> (PagePool, Vec<PlaneRow>) {
+        let layout = PromptLayout::new(Tokens(130), Tokens(64), 1, Tokens(1));
+        let rows =
+            vec![PlaneRow { shape: vec![2, 4], kind: Kind::Float }, PlaneRow { shape: vec![3], kind: Kind::BFloat16 }];
+        let stamp = Stamp { policy: "policy", version: 3 };
+        let mut pool = PagePool::new(layout.clone(), Rank(0), residency, stamp, Ledger::default());
+        for layer in 0..2i64 {
+            let slabs = layout.chunks_of(Rank(0)).map(|run| {
+                let slab = Slab::zeros(run, Tokens(64), &rows, tch::Device::Cpu);
+                slab.planes.iter().for_each(|plane| {
+                    let _ = plane.shallow_clone().fill_(layer + 1);
+                });
+                slab
+            });
+            pool.push(slabs.into());
+        }
+        (pool, rows)
+    }
+
+    #[test]
+    fn page_storage_is_pages_times_bytes_exactly() {
+        for residency in [Residency::Host, Residency::Device] {
+            let (pool, rows) = pool(residency);
+            assert_eq!(pool.audit(&rows).unwrap(), Bytes(2 * 3 * 64 * (2 * 4 * 4 + 3 * 2)));
+        }
+    }
+
+    #[test]
+    fn a_view_of_a_larger_buffer_is_not_a_page() {
+        let (mut pool, rows) = pool(Residency::Device);
+        let larger = Tensor::zeros([400, 2, 4], (Kind::Float, tch::Device::Cpu));
+        pool.layers[1][0].planes[0] = larger.narrow(0, 0, 128);
+        assert!(matches!(pool.audit(&rows), Err(Error::Storage { layer: LayerIndex(1), .. })));
+    }
+
+    #[test]
+    fn a_tensor_that_outlives_its_stage_turns_to_nan_and_the_pool_does_not() {
+        let (pool, _) = pool(Residency::Host);
+        let stamp = pool.stamp().clone();
+        let staged = pool.stage(LayerIndex(0), &stamp).unwrap();
+        let outlives = staged.slabs[0].planes[0].shallow_clone();
+        assert!((outlives.sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
+        drop(staged);
+        assert!(outlives.sum(Kind::Float).double_value(&[]).is_nan());
+        let again = pool.stage(LayerIndex(0), &stamp).unwrap();
+        assert!((again.slabs[0].planes[0].sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn pages_of_another_adapter_version_are_refused() {
+        let (pool, _) = pool(Residency::Host);
+        let refused = pool.stage(LayerIndex(0), &Stamp { policy: "policy", version: 4 });
+        assert!(refused.unwrap_err().to_string().contains("policy version 3"));
+        assert!(pool.stage(LayerIndex(0), &Stamp { policy: "reference", version: 3 }).is_err());
+    }
+}

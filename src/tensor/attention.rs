@@ -1,0 +1,160 @@
+//! Attention of one rectangle of queries and keys: (out, log-sum-exp) forward, (dq, dk, dv) backward.
+//!
+//! Rectangles are merged by the caller, so a query's out and log-sum-exp here cover the rectangle's keys only. The
+//! library's CPU kernel serves rectangles that are wholly visible or causal squares; a rectangle that a window or an
+//! odd edge cuts goes through plain matrix products under a mask.
+//!
+//! Shapes: t queries, s keys, h query heads, g key/value heads (h a multiple of g), d head width.
+
+use tch::{Kind, Tensor};
+
+use super::accumulation;
+
+/// Which keys of a rectangle a query sees.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Visible {
+    /// Every query sees every key.
+    All,
+    /// Queries and keys cover the same positions; a query sees itself and what lies before.
+    Causal,
+    /// Query i, key j, both counted from their rectangle's edge: visible iff 0 <= i + offset - j < window.
+    Band {
+        /// First query's position minus first key's position.
+        offset: i64,
+        /// How many positions a query sees, itself included.
+        window: i64,
+    },
+}
+
+/// Partial attention of one rectangle.
+#[derive(Debug)]
+pub struct Partial {
+    /// Output over these keys, in the queries' dtype, [t, h, d].
+    pub out_thd: Tensor,
+    /// Log-sum-exp over these keys, in the accumulation dtype, [t, h]; −∞ where no key is visible.
+    pub lse_th: Tensor,
+}
+
+/// Gradients of one rectangle.
+#[derive(Debug)]
+pub struct Gradients {
+    /// [t, h, d]
+    pub dq_thd: Tensor,
+    /// [s, g, d]
+    pub dk_sgd: Tensor,
+    /// [s, g, d]
+    pub dv_sgd: Tensor,
+}
+
+/// [n, heads, d] as the kernels' [1, heads, n, d]; no copy.
+fn heads_first(x_nhd: &Tensor) -> Tensor {
+    x_nhd.transpose(0, 1).unsqueeze(0)
+}
+
+fn rows_first(x_1hnd: &Tensor) -> Tensor {
+    x_1hnd.squeeze_dim(0).transpose(0, 1)
+}
+
+/// Attention of one rectangle, no graph.
+#[must_use]
+pub fn forward(q_thd: &Tensor, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visible, scale: f64) -> Partial {
+    match visible {
+        Visible::All | Visible::Causal => {
+            let (out, lse) = Tensor::internal_scaled_dot_product_flash_attention_for_cpu(
+                &heads_first(q_thd),
+                &heads_first(k_sgd),
+                &heads_first(v_sgd),
+                0.0,
+                visible == Visible::Causal,
+                None::<&Tensor>,
+                scale,
+            );
+            Partial { out_thd: rows_first(&out), lse_th: lse.squeeze_dim(0).transpose(0, 1) }
+        }
+        Visible::Band { offset, window } => {
+            let scores = banded_scores(q_thd, k_sgd, offset, window, scale);
+            let lse_gmt = scores.logsumexp([-1i64], false);
+            let p = exp_or_zero(&(&scores - lse_gmt.unsqueeze(-1)));
+            let v_g1sd = v_sgd.to_kind(p.kind()).transpose(0, 1).unsqueeze(1);
+            let out_gmtd = p.matmul(&v_g1sd);
+            Partial { out_thd: ungroup(&out_gmtd).to_kind(q_thd.kind()), lse_th: lse_gmt.flatten(0, 1).transpose(0, 1) }
+        }
+    }
+}
+
+/// What a rectangle's backward needs of its queries: everything merged over *all* rectangles of the query.
+#[derive(Debug)]
+pub struct Merged<'a> {
+    /// Queries, [t, h, d].
+    pub q_thd: &'a Tensor,
+    /// Merged output, in the queries' dtype, [t, h, d].
+    pub out_thd: &'a Tensor,
+    /// Merged log-sum-exp, in the accumulation dtype, [t, h].
+    pub lse_th: &'a Tensor,
+    /// Gradient of the merged output, [t, h, d].
+    pub dout_thd: &'a Tensor,
+}
+
+/// Backward of one rectangle with the merged out and log-sum-exp, which makes it exact.
+#[must_use]
+pub fn backward(merged: &Merged, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visible, scale: f64) -> Gradients {
+    match visible {
+        Visible::All | Visible::Causal => {
+            let (dq, dk, dv) = Tensor::internal_scaled_dot_product_flash_attention_for_cpu_backward(
+                &heads_first(merged.dout_thd),
+                &heads_first(merged.q_thd),
+                &heads_first(k_sgd),
+                &heads_first(v_sgd),
+                &heads_first(merged.out_thd),
+                &merged.lse_th.transpose(0, 1).unsqueeze(0).contiguous(),
+                0.0,
+                visible == Visible::Causal,
+                None::<&Tensor>,
+                scale,
+            );
+            Gradients { dq_thd: rows_first(&dq), dk_sgd: rows_first(&dk), dv_sgd: rows_first(&dv) }
+        }
+        Visible::Band { offset, window } => {
+            let groups = k_sgd.size()[1];
+            let acc = accumulation(k_sgd.kind());
+            let scores = banded_scores(merged.q_thd, k_sgd, offset, window, scale);
+            let lse_gmt = merged.lse_th.transpose(0, 1).unflatten(0, [groups, -1]);
+            let p = exp_or_zero(&(scores - lse_gmt.unsqueeze(-1)));
+            let q = group(merged.q_thd, groups).to_kind(acc);
+            let dout = group(merged.dout_thd, groups).to_kind(acc);
+            let delta = (group(merged.out_thd, groups).to_kind(acc) * &dout).sum_dim_intlist(-1i64, true, acc);
+            let (k, v) = (k_sgd.to_kind(acc).transpose(0, 1), v_sgd.to_kind(acc).transpose(0, 1));
+            let ds = &p * (dout.matmul(&v.unsqueeze(1).transpose(-1, -2)) - delta) * scale;
+            let dq = ds.matmul(&k.unsqueeze(1));
+            let dk = ds.transpose(-1, -2).matmul(&q).sum_dim_intlist(1i64, false, acc);
+            let dv = p.transpose(-1, -2).matmul(&dout).sum_dim_intlist(1i64, false, acc);
+            Gradients { dq_thd: ungroup(&dq), dk_sgd: dk.transpose(0, 1), dv_sgd: dv.transpose(0, 1) }
+        }
+    }
+}
+
+/// [t, h, d] as [g, h/g, t, d]: query head h belongs to key head h / (heads per group).
+fn group(x_thd: &Tensor, groups: i64) -> Tensor {
+    x_thd.transpose(0, 1).unflatten(0, [groups, -1])
+}
+
+fn ungroup(x_gmtd: &Tensor) -> Tensor {
+    x_gmtd.flatten(0, 1).transpose(0, 1)
+}
+
+/// Scores [g, m, t, s] in the accumulation dtype, −∞ outside the band.
+fn banded_scores(q_thd: &Tensor, k_sgd: &Tensor, offset: i64, window: i64, scale: f64) -> Tensor {
+    let acc = accumulation(q_thd.kind());
+    let (t, s, device) = (q_thd.size()[0], k_sgd.size()[0], q_thd.device());
+    let q = group(q_thd, k_sgd.size()[1]).to_kind(acc);
+    let k = k_sgd.to_kind(acc).transpose(0, 1).unsqueeze(1);
+    let ahead = Tensor::arange(t, (Kind::Int64, device)).unsqueeze(1) + offset
+        - Tensor::arange(s, (Kind::Int64, device)).unsqueeze(0);
+    let hidden = ahead.lt(0).logical_or(&ahead.ge(window));
+    (q.matmul(&k.transpose(-1, -2)) * scale).masked_fill(&hidden, f64::NEG_INFINITY)
+}
+
+/// exp, and 0 for the NaN that −∞ − −∞ gives: a query without visible keys.
+fn exp_or_zero(x: &Tensor) -> Tensor {
+    x.exp().nan_to_num(0.0, None, None)
+}

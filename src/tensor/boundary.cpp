@@ -1,0 +1,93 @@
+// What tch does not bind: backward with given output gradients, real storage sizes, and a CPU allocator that counts.
+// Every function catches, copies the message and returns non-zero; no exception crosses into Rust.
+#include <ATen/ATen.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kTags = 2;  // 0: device (graphs, scratch, stages), 1: host pool
+std::atomic<int64_t> live[kTags], peak[kTags];
+std::atomic<int> current_tag{0};
+c10::Allocator* base = nullptr;
+
+struct Counted {
+  c10::DataPtr inner;
+  int64_t bytes;
+  int tag;
+};
+
+void release(void* context) {
+  auto* counted = static_cast<Counted*>(context);
+  live[counted->tag].fetch_sub(counted->bytes);
+  delete counted;
+}
+
+struct CountingAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const int tag = current_tag.load();
+    auto* counted = new Counted{base->allocate(bytes), static_cast<int64_t>(bytes), tag};
+    const int64_t now = live[tag].fetch_add(counted->bytes) + counted->bytes;
+    int64_t seen = peak[tag].load();
+    while (now > seen && !peak[tag].compare_exchange_weak(seen, now)) {
+    }
+    void* data = counted->inner.get();
+    return {data, counted, &release, counted->inner.device()};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+CountingAllocator counting;
+
+void keep(const char* what, char* message, size_t capacity) {
+  if (capacity == 0) return;
+  const size_t length = std::min(std::strlen(what), capacity - 1);
+  std::memcpy(message, what, length);
+  message[length] = 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int longstraw_backward(at::Tensor** outputs, at::Tensor** gradients, size_t count, char* message, size_t capacity) {
+  try {
+    std::vector<at::Tensor> outs, grads;
+    for (size_t i = 0; i < count; ++i) {
+      outs.push_back(*outputs[i]);
+      grads.push_back(*gradients[i]);
+    }
+    torch::autograd::backward(outs, grads);
+    return 0;
+  } catch (const std::exception& error) {
+    keep(error.what(), message, capacity);
+    return 1;
+  }
+}
+
+uint64_t longstraw_storage_bytes(at::Tensor* tensor) { return tensor->storage().nbytes(); }
+
+void longstraw_count_install() {
+  if (base == nullptr) {
+    base = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(&counting, 100);
+  }
+}
+
+void longstraw_count_tag(int tag) { current_tag.store(tag); }
+
+int64_t longstraw_count_live(int tag) { return live[tag].load(); }
+
+int64_t longstraw_count_peak(int tag) { return peak[tag].load(); }
+
+void longstraw_count_reset_peak() {
+  for (int tag = 0; tag < kTags; ++tag) peak[tag].store(live[tag].load());
+}
+}

@@ -1,0 +1,113 @@
+//! Safe faces of the C++ boundary.
+
+use std::ffi::{c_char, c_int};
+
+use tch::Tensor;
+
+use super::Error;
+use crate::units::Bytes;
+
+unsafe extern "C" {
+    fn longstraw_backward(
+        outputs: *const *mut torch_tensor,
+        gradients: *const *mut torch_tensor,
+        count: usize,
+        message: *mut c_char,
+        capacity: usize,
+    ) -> c_int;
+    fn longstraw_storage_bytes(tensor: *mut torch_tensor) -> u64;
+    fn longstraw_count_install();
+    fn longstraw_count_tag(tag: c_int);
+    fn longstraw_count_live(tag: c_int) -> i64;
+    fn longstraw_count_peak(tag: c_int) -> i64;
+    fn longstraw_count_reset_peak();
+}
+
+/// An `at::Tensor` as C++ sees it; `tch` keeps one behind every `Tensor`.
+#[repr(C)]
+#[allow(non_camel_case_types)]
+struct torch_tensor {
+    _opaque: [u8; 0],
+}
+
+/// Pulls `gradients` through `outputs`; leaf gradients add up in the leaves' `.grad`.
+///
+/// Pairs whose output carries no graph are left out: a constant has nothing to pull.
+///
+/// # Errors
+/// When libtorch refuses, for example because shapes differ.
+pub fn backward(pairs: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
+    let live: Vec<_> = pairs.iter().filter(|(output, _)| output.requires_grad()).collect();
+    if live.is_empty() {
+        return Ok(());
+    }
+    let outputs: Vec<_> = live.iter().map(|(output, _)| output.as_ptr().cast_mut().cast()).collect();
+    let gradients: Vec<_> = live.iter().map(|(_, gradient)| gradient.as_ptr().cast_mut().cast()).collect();
+    let mut message = vec![0u8; 2048];
+    // SAFETY: both arrays hold `live.len()` pointers to tensors that outlive the call, and the callee writes at most
+    // `message.len()` bytes, a terminating zero included.
+    let status = unsafe {
+        longstraw_backward(outputs.as_ptr(), gradients.as_ptr(), live.len(), message.as_mut_ptr().cast(), message.len())
+    };
+    if status == 0 {
+        return Ok(());
+    }
+    let end = message.iter().position(|&byte| byte == 0).unwrap_or(message.len());
+    let message = String::from_utf8_lossy(&message[..end]).lines().next().unwrap_or_default().to_owned();
+    Err(Error::Torch { operation: "backward", message })
+}
+
+/// Bytes of the allocation behind a tensor, which is larger than the tensor's own if it is a view.
+#[must_use]
+pub fn storage_bytes(tensor: &Tensor) -> Bytes {
+    // SAFETY: the pointer is a live tensor's, and the callee only reads its storage's size.
+    Bytes(unsafe { longstraw_storage_bytes(tensor.as_ptr().cast_mut().cast()) })
+}
+
+/// Which purse an allocation on the CPU is counted in.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Purse {
+    /// Graphs, scratch, stages, weights: what would lie on the device.
+    Device = 0,
+    /// Pages and saved hidden states in host memory.
+    Host = 1,
+}
+
+/// Bytes that the counting CPU allocator has handed out.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Counted {
+    /// Bytes alive now.
+    pub live: Bytes,
+    /// The most that were alive since the last reset.
+    pub peak: Bytes,
+}
+
+/// Makes every later CPU allocation of libtorch counted. Call once, before the first tensor.
+pub fn count_allocations() {
+    // SAFETY: registers an allocator of static lifetime; calling it again does nothing.
+    unsafe { longstraw_count_install() }
+}
+
+/// Runs `work` with its allocations counted in `purse`.
+pub fn within<T>(purse: Purse, work: impl FnOnce() -> T) -> T {
+    // SAFETY: sets an atomic of static lifetime.
+    unsafe { longstraw_count_tag(purse as c_int) };
+    let result = work();
+    // SAFETY: as above.
+    unsafe { longstraw_count_tag(Purse::Device as c_int) };
+    result
+}
+
+/// What the counting allocator has handed out in `purse`.
+#[must_use]
+pub fn counted(purse: Purse) -> Counted {
+    // SAFETY: both read an atomic of static lifetime.
+    let (live, peak) = unsafe { (longstraw_count_live(purse as c_int), longstraw_count_peak(purse as c_int)) };
+    Counted { live: Bytes(u64::try_from(live).unwrap_or(0)), peak: Bytes(u64::try_from(peak).unwrap_or(0)) }
+}
+
+/// Forgets peaks: from here on the peak starts at what is alive now.
+pub fn forget_peaks() {
+    // SAFETY: writes atomics of static lifetime.
+    unsafe { longstraw_count_reset_peak() }
+}

@@ -1,0 +1,62 @@
+//! The libtorch boundary: what `tch` binds is used directly, the rest goes through a small C++ file.
+//!
+//! `unsafe` lives here and in `world` only.
+
+pub mod attention;
+pub mod boundary;
+pub mod bytes;
+
+use tch::Kind;
+
+use crate::failure::{Classified, Exit};
+
+/// What can go wrong at the libtorch boundary.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// libtorch refused an operation.
+    #[error("libtorch refused {operation}: {message}")]
+    Torch {
+        /// What was asked of it.
+        operation: &'static str,
+        /// Its own words.
+        message: String,
+    },
+    /// Bytes and tensor differ in size.
+    #[error("{bytes} bytes cannot fill a tensor of {wanted} bytes")]
+    Size {
+        /// How many bytes were given.
+        bytes: u64,
+        /// How many the tensor holds.
+        wanted: u64,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::Bug
+    }
+}
+
+/// The dtype that sums are kept in: max(float32, `kind`).
+#[must_use]
+pub fn accumulation(kind: Kind) -> Kind {
+    match kind {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
+/// Bytes of one element.
+///
+/// # Panics
+/// For dtypes that no tensor of longstraw has.
+#[must_use]
+pub fn element_bytes(kind: Kind) -> u64 {
+    match kind {
+        Kind::Double | Kind::Int64 => 8,
+        Kind::Float | Kind::Int => 4,
+        Kind::BFloat16 | Kind::Half => 2,
+        Kind::Bool | Kind::Uint8 | Kind::Int8 => 1,
+        other => unreachable!("longstraw makes no tensor of {other:?}"),
+    }
+}

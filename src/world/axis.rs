@@ -1,0 +1,275 @@
+//! One communicator with collectives over bytes that never exceed a C int.
+
+use std::cell::Cell;
+
+use mpi::datatype::{Partition, PartitionMut};
+use mpi::request;
+use mpi::topology::{Communicator, SimpleCommunicator};
+use mpi::traits::{CommunicatorCollectives, Destination, Root, Source};
+
+use crate::units::Rank;
+
+/// Some ranks in a fixed order, and the collectives among them.
+pub struct Axis {
+    communicator: SimpleCommunicator,
+    /// Most bytes that one rank sends in one MPI call.
+    round_bytes: Cell<usize>,
+}
+
+impl Axis {
+    pub(super) fn new(communicator: SimpleCommunicator) -> Self {
+        let size = usize::try_from(communicator.size()).unwrap_or(1);
+        // Receive displacements are C ints too, so the limit is shared by all ranks.
+        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)) }
+    }
+
+    pub(super) fn split(&self, index: usize) -> Axis {
+        let part = self.communicator.split_by_color(super::color(index));
+        Axis::new(part.expect("every rank names a color"))
+    }
+
+    pub(super) fn communicator(&self) -> &SimpleCommunicator {
+        &self.communicator
+    }
+
+    /// This rank's index on the axis.
+    #[must_use]
+    pub fn rank(&self) -> Rank {
+        Rank(usize::try_from(self.communicator.rank()).unwrap_or(0))
+    }
+
+    /// Ranks on the axis.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        usize::try_from(self.communicator.size()).unwrap_or(1)
+    }
+
+    /// Most bytes that one rank sends in one MPI call.
+    #[must_use]
+    pub fn round_bytes(&self) -> usize {
+        self.round_bytes.get()
+    }
+
+    /// Makes rounds smaller, so that tests can see several of them. All ranks must agree.
+    pub fn set_round_bytes(&self, bytes: usize) {
+        self.round_bytes.set(bytes.clamp(1, (1 << 30) / self.size()));
+    }
+
+    /// Waits until every rank of the axis has come here.
+    pub fn barrier(&self) {
+        super::barrier(&self.communicator);
+    }
+
+    /// Every rank's bytes, one after another in rank order, on every rank. `counts[r]` is what rank r sends.
+    ///
+    /// # Panics
+    /// When `send` is not as long as this rank's count says.
+    #[must_use]
+    pub fn all_gather(&self, send: &[u8], counts: &[usize]) -> Vec<u8> {
+        let me = self.rank().0;
+        assert_eq!((send.len(), counts.len()), (counts[me], self.size()), "this rank sends what it announced");
+        let ends = ends(counts);
+        let mut gathered = vec![0u8; ends.last().copied().unwrap_or(0)];
+        for round in Rounds::over(counts.iter().copied().max().unwrap_or(0), self.round_bytes()) {
+            let part: Vec<_> = counts.iter().map(|&count| round.of(count)).collect();
+            let (sizes, displacements) = table(&part);
+            let mut received = vec![0u8; sizes.iter().map(|&size| index(size)).sum()];
+            let mut partition = PartitionMut::new(&mut received, &sizes[..], &displacements[..]);
+            self.communicator.all_gather_varcount_into(&send[part[me].clone()], &mut partition);
+            for (rank, range) in part.iter().enumerate() {
+                let start = ends[rank] - counts[rank] + range.start;
+                let from = index(displacements[rank]);
+                gathered[start..start + range.len()].copy_from_slice(&received[from..from + range.len()]);
+            }
+        }
+        gathered
+    }
+
+    /// Slice r of `send` goes to rank r; what arrives lies in rank order. All ranks know all counts.
+    ///
+    /// # Panics
+    /// When the counts do not add up to the bytes.
+    #[must_use]
+    pub fn all_to_all(&self, send: &[u8], send_counts: &[usize], receive_counts: &[usize], most: usize) -> Vec<u8> {
+        assert_eq!(send.len(), send_counts.iter().sum::<usize>(), "this rank sends what it announced");
+        let (send_ends, receive_ends) = (ends(send_counts), ends(receive_counts));
+        let mut arrived = vec![0u8; receive_ends.last().copied().unwrap_or(0)];
+        for round in Rounds::over(most, self.round_bytes()) {
+            let out: Vec<_> = send_counts.iter().map(|&count| round.of(count)).collect();
+            let into: Vec<_> = receive_counts.iter().map(|&count| round.of(count)).collect();
+            let packed: Vec<u8> = (0..out.len())
+                .flat_map(|rank| {
+                    let start = send_ends[rank] - send_counts[rank];
+                    send[start + out[rank].start..start + out[rank].end].iter().copied()
+                })
+                .collect();
+            let ((out_sizes, out_at), (in_sizes, in_at)) = (table(&out), table(&into));
+            let mut received = vec![0u8; in_sizes.iter().map(|&size| index(size)).sum()];
+            let partition = Partition::new(&packed, &out_sizes[..], &out_at[..]);
+            let mut target = PartitionMut::new(&mut received, &in_sizes[..], &in_at[..]);
+            self.communicator.all_to_all_varcount_into(&partition, &mut target);
+            for (rank, range) in into.iter().enumerate() {
+                let start = receive_ends[rank] - receive_counts[rank] + range.start;
+                let from = index(in_at[rank]);
+                arrived[start..start + range.len()].copy_from_slice(&received[from..from + range.len()]);
+            }
+        }
+        arrived
+    }
+
+    /// One step of a ring: the buffers of `send` go to the next rank and those of `receive` fill from the previous one
+    /// while `work` runs. Both sides know all sizes.
+    pub fn ring_step<T>(&self, send: &[&[u8]], receive: Vec<&mut [u8]>, work: impl FnOnce() -> T) -> T {
+        let size = i32::try_from(self.size()).unwrap_or(1);
+        let rank = self.communicator.rank();
+        let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+        let limit = self.round_bytes();
+        request::scope(|scope| {
+            let arriving: Vec<_> = receive
+                .into_iter()
+                .flat_map(|buffer| buffer.chunks_mut(limit))
+                .map(|part| self.communicator.process_at_rank(previous).immediate_receive_into(scope, part))
+                .collect();
+            let leaving: Vec<_> = send
+                .iter()
+                .flat_map(|buffer| buffer.chunks(limit))
+                .map(|part| self.communicator.process_at_rank(next).immediate_send(scope, part))
+                .collect();
+            let result = work();
+            for request in arriving {
+                request.wait();
+            }
+            for request in leaving {
+                request.wait();
+            }
+            result
+        })
+    }
+
+    /// Rank 0's bytes, on every rank.
+    pub fn broadcast(&self, bytes: &mut [u8]) {
+        for part in bytes.chunks_mut(self.round_bytes()) {
+            self.communicator.process_at_rank(0).broadcast_into(part);
+        }
+    }
+
+    /// Every rank's bytes on rank 0, one after another in rank order; nothing elsewhere. All ranks send equally many,
+    /// at most one round.
+    #[must_use]
+    pub fn gather_round(&self, send: &[u8]) -> Vec<u8> {
+        let root = self.communicator.process_at_rank(0);
+        if self.rank() == Rank(0) {
+            let mut all = vec![0u8; send.len() * self.size()];
+            root.gather_into_root(send, &mut all[..]);
+            all
+        } else {
+            root.gather_into(send);
+            Vec::new()
+        }
+    }
+
+    /// One number of every rank, on every rank.
+    #[must_use]
+    pub fn gather_numbers(&self, value: u64) -> Vec<u64> {
+        let mut all = vec![0u64; self.size()];
+        self.communicator.all_gather_into(&value, &mut all[..]);
+        all
+    }
+
+    /// One float of every rank, on every rank.
+    #[must_use]
+    pub fn gather_floats(&self, value: f64) -> Vec<f64> {
+        let mut all = vec![0f64; self.size()];
+        self.communicator.all_gather_into(&value, &mut all[..]);
+        all
+    }
+
+    pub(super) fn gather_codes(&self, value: i32) -> Vec<i32> {
+        let mut all = vec![0i32; self.size()];
+        self.communicator.all_gather_into(&value, &mut all[..]);
+        all
+    }
+
+    /// One text of every rank, on every rank.
+    #[must_use]
+    pub fn gather_texts(&self, text: &str) -> Vec<String> {
+        let lengths = self.gather_numbers(text.len() as u64);
+        let counts: Vec<_> = lengths.iter().map(|&length| crate::units::as_index(length)).collect();
+        let all = self.all_gather(text.as_bytes(), &counts);
+        let ends = ends(&counts);
+        ends.iter()
+            .zip(&counts)
+            .map(|(&end, &count)| String::from_utf8_lossy(&all[end - count..end]).into_owned())
+            .collect()
+    }
+}
+
+/// Parts of a message, so that none exceeds a limit.
+#[derive(Clone, Copy)]
+struct Round {
+    index: usize,
+    limit: usize,
+}
+
+impl Round {
+    /// This round's part of a message of `count` bytes.
+    fn of(self, count: usize) -> std::ops::Range<usize> {
+        (self.index * self.limit).min(count)..((self.index + 1) * self.limit).min(count)
+    }
+}
+
+struct Rounds;
+
+impl Rounds {
+    /// As many rounds as the longest message needs, and at least one: every rank enters every collective.
+    fn over(longest: usize, limit: usize) -> impl Iterator<Item = Round> {
+        (0..longest.div_ceil(limit).max(1)).map(move |index| Round { index, limit })
+    }
+}
+
+fn ends(counts: &[usize]) -> Vec<usize> {
+    counts
+        .iter()
+        .scan(0, |sum, &count| {
+            *sum += count;
+            Some(*sum)
+        })
+        .collect()
+}
+
+/// Sizes and displacements of a round as C ints.
+fn table(parts: &[std::ops::Range<usize>]) -> (Vec<i32>, Vec<i32>) {
+    let sizes: Vec<i32> = parts.iter().map(|part| bounded(part.len())).collect();
+    let displacements = sizes
+        .iter()
+        .scan(0i32, |sum, &size| {
+            let at = *sum;
+            *sum += size;
+            Some(at)
+        })
+        .collect();
+    (sizes, displacements)
+}
+
+fn bounded(count: usize) -> i32 {
+    i32::try_from(count).expect("a round is at most 2^30 bytes")
+}
+
+fn index(count: i32) -> usize {
+    usize::try_from(count).expect("a count is not negative")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounds_cover_a_message_once_and_an_empty_one_still_takes_a_round() {
+        for (count, longest, limit) in [(10, 10, 3), (0, 10, 3), (10, 10, 10), (10, 10, 11), (0, 0, 4)] {
+            let parts: Vec<_> = Rounds::over(longest, limit).map(|round| round.of(count)).collect();
+            assert!(!parts.is_empty());
+            assert_eq!(parts.iter().map(ExactSizeIterator::len).sum::<usize>(), count);
+            assert!(parts.windows(2).all(|two| two[0].end == two[1].start));
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! The MPI boundary: start, axes, bounded collectives over bytes, and the abort discipline.
+//!
+//! Every collective is entered by every rank of its axis, also with nothing to send. Counts on the wire are C ints, so
+//! each call moves at most [`Axis::round_bytes`] from a rank and repeats until all is moved. A rank that fails prints
+//! its site and aborts the world: a rank that merely returned would leave the others waiting for ever.
+
+mod axis;
+
+use std::io::Write as _;
+
+use mpi::Threading;
+use mpi::environment::Universe;
+use mpi::topology::{Color, Communicator, SimpleCommunicator};
+use mpi::traits::CommunicatorCollectives;
+
+pub use axis::Axis;
+
+use crate::failure::{Classified, Exit, Failure};
+use crate::units::Rank;
+use crate::watch::Board;
+
+/// What can be wrong with the world itself.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// MPI could not be started.
+    #[error("MPI is already running or could not be started in this process")]
+    Start,
+    /// N processes each believe they are alone.
+    #[error(
+        "this process is rank 0 of 1, but {variable} says that {tasks} were started: each of them believes it is \
+         alone; start with `srun --mpi=pmix` or `mpirun` of the MPI that longstraw was built with"
+    )]
+    Alone {
+        /// Which variable of the launcher says so.
+        variable: &'static str,
+        /// How many processes it names.
+        tasks: u64,
+    },
+    /// The world cannot be cut into context-parallel groups.
+    #[error("{ranks} ranks cannot be cut into context-parallel groups of {cp_size}: start a multiple of {cp_size}")]
+    Uneven {
+        /// Ranks in the world.
+        ranks: u64,
+        /// Ranks that share one prompt.
+        cp_size: u64,
+    },
+    /// Ranks hold different values where one was expected.
+    #[error("ranks disagree about {what}: rank {first} has {first_value}, rank {other} has {other_value}")]
+    Disagree {
+        /// What was compared.
+        what: &'static str,
+        /// The lowest rank.
+        first: Rank,
+        /// Its value.
+        first_value: String,
+        /// The first rank that differs.
+        other: Rank,
+        /// Its value.
+        other_value: String,
+    },
+    /// Another rank failed; that rank says why.
+    #[error("rank {rank} failed with exit code {code}")]
+    Elsewhere {
+        /// The rank that failed.
+        rank: Rank,
+        /// Its exit code.
+        code: i32,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        match self {
+            Error::Uneven { .. } => Exit::Config,
+            _ => Exit::Disagree,
+        }
+    }
+}
+
+/// All ranks of the run, and this process's place among them.
+pub struct World {
+    _universe: Universe,
+    /// All ranks.
+    pub all: Axis,
+    /// The ranks that share this rank's prompt (context parallel).
+    pub cp: Axis,
+    /// Index of this rank's prompt group (data parallel).
+    pub dp_index: usize,
+    /// How many prompt groups run side by side.
+    pub dp_size: usize,
+    board: Board,
+}
+
+/// How many processes the launcher says it has started, and the variable that says so.
+#[derive(Clone, Copy, Debug)]
+pub struct Launcher {
+    /// The variable.
+    pub variable: &'static str,
+    /// Its value.
+    pub tasks: u64,
+}
+
+impl World {
+    /// Starts MPI and makes every later panic end the whole job. `cp_size` of `None` is the world.
+    ///
+    /// # Errors
+    /// When MPI does not start, when the launcher says that more processes were started than MPI knows of, or when the
+    /// world is no multiple of `cp_size`.
+    pub fn start(launcher: Option<Launcher>, board: Board) -> Result<Self, Failure> {
+        let (universe, _) = mpi::initialize_with_threading(Threading::Funneled).ok_or(Error::Start)?;
+        let all = Axis::new(universe.world());
+        board.set_rank(all.rank());
+        abort_on_panic(board.clone());
+        if let Some(Launcher { variable, tasks }) = launcher.filter(|told| all.size() == 1 && told.tasks > 1) {
+            return Err(Error::Alone { variable, tasks }.into());
+        }
+        let cp = all.split(0);
+        Ok(World { _universe: universe, all, cp, dp_index: 0, dp_size: 1, board })
+    }
+
+    /// Cuts the world into groups of `cp_size` consecutive ranks.
+    ///
+    /// # Errors
+    /// When the world is no multiple of `cp_size`.
+    pub fn cut(&mut self, cp_size: usize) -> Result<(), Failure> {
+        let ranks = self.all.size();
+        if cp_size == 0 || !ranks.is_multiple_of(cp_size) {
+            return Err(Error::Uneven { ranks: ranks as u64, cp_size: cp_size as u64 }.into());
+        }
+        self.dp_index = self.all.rank().0 / cp_size;
+        self.dp_size = ranks / cp_size;
+        self.cp = self.all.split(self.dp_index);
+        Ok(())
+    }
+
+    /// Ends an attempt that every rank makes: all succeed, or all fail. The lowest rank that failed keeps its own
+    /// failure, the others get [`Error::Elsewhere`], so one message is printed and every rank can leave in order.
+    ///
+    /// # Errors
+    /// When the attempt failed on any rank.
+    pub fn agree<T>(&self, attempt: Result<T, Failure>) -> Result<T, Failure> {
+        let code = attempt.as_ref().err().map_or(0, |failure| failure.exit().code());
+        let codes = self.all.gather_codes(code);
+        let Some(rank) = codes.iter().position(|&code| code != 0) else { return attempt };
+        match attempt {
+            Err(failure) if rank == self.all.rank().0 => Err(failure),
+            _ => Err(Error::Elsewhere { rank: Rank(rank), code: codes[rank] }.into()),
+        }
+    }
+
+    /// Compares a short text over all ranks.
+    ///
+    /// # Errors
+    /// On every rank, when any rank's text differs from rank 0's.
+    pub fn same(&self, what: &'static str, value: &str) -> Result<(), Failure> {
+        let all = self.all.gather_texts(value);
+        match all.iter().position(|other| *other != all[0]) {
+            None => Ok(()),
+            Some(other) => Err(Error::Disagree {
+                what,
+                first: Rank(0),
+                first_value: all[0].clone(),
+                other: Rank(other),
+                other_value: all[other].clone(),
+            }
+            .into()),
+        }
+    }
+
+    /// Prints the failure with this rank's site and ends the whole job with its exit code. Never returns.
+    pub fn abort(&self, failure: Failure) -> ! {
+        let failure = failure.at(self.board.site());
+        say(&format!("longstraw: {failure}"));
+        abort_world(failure.exit())
+    }
+
+    /// Where this rank is.
+    #[must_use]
+    pub fn board(&self) -> &Board {
+        &self.board
+    }
+
+    /// Ranks on this machine, for the share of cores a rank may use, and this rank's index among them.
+    #[must_use]
+    pub fn on_this_machine(&self) -> (Rank, usize) {
+        let local = self.all.communicator().split_shared(0);
+        let index = usize::try_from(local.rank()).unwrap_or(0);
+        (Rank(index), usize::try_from(local.size()).unwrap_or(1))
+    }
+}
+
+/// Ends the whole job at once.
+fn abort_world(exit: Exit) -> ! {
+    SimpleCommunicator::world().abort(exit.code())
+}
+
+/// Writes a line to standard error and makes sure that it has left the process before an abort.
+fn say(line: &str) {
+    let mut stderr = std::io::stderr().lock();
+    // A closed standard error leaves nowhere to complain to; the exit code still tells.
+    let _ = writeln!(stderr, "{line}").and_then(|()| stderr.flush());
+}
+
+/// Makes a panic on any thread print its site and end the whole job.
+fn abort_on_panic(board: Board) {
+    std::panic::set_hook(Box::new(move |panic| {
+        say(&format!("longstraw: {}: bug: {panic}", board.site()));
+        abort_world(Exit::Bug)
+    }));
+}
+
+fn color(index: usize) -> Color {
+    Color::with_value(i32::try_from(index).unwrap_or(i32::MAX))
+}
+
+fn barrier(communicator: &SimpleCommunicator) {
+    communicator.barrier();
+}
