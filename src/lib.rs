@@ -19,3 +19,18 @@ pub mod pages;
 
 // Row 4.
 pub mod exchange;
+pub mod handoff;
+pub mod objective;
+
+// Row 5.
+pub mod model;
+
+// Row 6.
+pub mod capture;
+pub mod finalize;
+pub mod optimizer;
+pub mod replay;
+pub mod score;
+
+// Row 8.
+pub mod parity;

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 pub use ring::ring;
 
-use crate::tensor::{bytes, element_bytes};
+use crate::tensor::{element_bytes, views};
 use crate::units::{Tokens, as_index, from_dim};
 use crate::world::Axis;
 
@@ -29,7 +29,7 @@ fn incoming(received: &[u8], rows: u64, like: &Tensor) -> Tensor {
     let mut shape = like.size();
     shape[0] = crate::units::as_dim(rows);
     let mut x = Tensor::empty(shape, (like.kind(), Device::Cpu));
-    bytes::view_mut(&mut x).copy_from_slice(received);
+    views::view_mut(&mut x).copy_from_slice(received);
     x.to_device(like.device())
 }
 
@@ -41,7 +41,7 @@ pub fn gather_rows(axis: &Axis, x: &Tensor, counts: &[Tokens]) -> Tensor {
     let row = row_bytes(x);
     let sizes: Vec<_> = counts.iter().map(|count| count.index() * row).collect();
     let sent = outgoing(x);
-    let received = axis.all_gather(bytes::view(&sent), &sizes);
+    let received = axis.all_gather(views::view(&sent), &sizes);
     incoming(&received, counts.iter().map(|count| count.0).sum(), x)
 }
 
@@ -58,7 +58,7 @@ pub fn return_rows(axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor
     let receive_sizes = vec![own.index() * row; axis.size()];
     let most = send_sizes.iter().copied().max().unwrap_or(0);
     let sent = outgoing(parts);
-    let received = axis.all_to_all(bytes::view(&sent), &send_sizes, &receive_sizes, most);
+    let received = axis.all_to_all(views::view(&sent), &send_sizes, &receive_sizes, most);
     let size = own.index() * row;
     (0..axis.size()).map(|rank| incoming(&received[rank * size..(rank + 1) * size], own.0, parts)).collect()
 }
@@ -103,16 +103,16 @@ pub fn sum_over_ranks(axis: &Axis, x: &mut Tensor) {
     let kind = x.kind();
     let width = as_index(element_bytes(kind));
     let round = (axis.round_bytes() / width).max(1) * width;
-    for part in bytes::view_mut(x).chunks_mut(round) {
+    for part in views::view_mut(x).chunks_mut(round) {
         let gathered = axis.gather_round(part);
         if !gathered.is_empty() {
             let mut all = Tensor::empty(
                 [crate::units::as_dim(axis.size() as u64), crate::units::as_dim((part.len() / width) as u64)],
                 (kind, Device::Cpu),
             );
-            bytes::view_mut(&mut all).copy_from_slice(&gathered);
+            views::view_mut(&mut all).copy_from_slice(&gathered);
             let rows: Vec<Tensor> = (0..all.size()[0]).map(|rank| all.get(rank)).collect();
-            part.copy_from_slice(bytes::view(&sum_in_order(&rows).contiguous()));
+            part.copy_from_slice(views::view(&sum_in_order(&rows).contiguous()));
         }
         axis.broadcast(part);
     }

@@ -10,7 +10,7 @@ use tch::Tensor;
 
 use crate::layout::Run;
 use crate::tensor::boundary::storage_bytes;
-use crate::tensor::bytes;
+use crate::tensor::views;
 use crate::units::{Rank, as_dim};
 use crate::watch::{Held, Ledger, Purpose};
 use crate::world::Axis;
@@ -50,8 +50,8 @@ pub fn ring<E>(
         }
         let next_rows = as_dim(run_of(Rank((me + 2 * size - step - 1) % size)).rows().0);
         let mut next = arriving(&holding.planes, next_rows, ledger);
-        let leaving: Vec<&[u8]> = holding.planes.iter().map(bytes::view).collect();
-        axis.ring_step(&leaving, next.planes.iter_mut().map(bytes::view_mut).collect(), || compute(&holding.planes));
+        let leaving: Vec<&[u8]> = holding.planes.iter().map(views::view).collect();
+        axis.ring_step(&leaving, next.planes.iter_mut().map(views::view_mut).collect(), || compute(&holding.planes));
         holding = next;
     }
     outcome

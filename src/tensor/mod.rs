@@ -5,6 +5,7 @@
 pub mod attention;
 pub mod boundary;
 pub mod bytes;
+pub mod views;
 
 use tch::Kind;
 

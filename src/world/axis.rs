@@ -73,9 +73,11 @@ impl Axis {
         for round in Rounds::over(counts.iter().copied().max().unwrap_or(0), self.round_bytes()) {
             let part: Vec<_> = counts.iter().map(|&count| round.of(count)).collect();
             let (sizes, displacements) = table(&part);
-            let mut received = vec![0u8; sizes.iter().map(|&size| index(size)).sum()];
+            let mut received = solid(sizes.iter().map(|&size| index(size)).sum());
+            let mut sent = solid(0);
+            sent.extend_from_slice(&send[part[me].clone()]);
             let mut partition = PartitionMut::new(&mut received, &sizes[..], &displacements[..]);
-            self.communicator.all_gather_varcount_into(&send[part[me].clone()], &mut partition);
+            self.communicator.all_gather_varcount_into(&sent[..], &mut partition);
             for (rank, range) in part.iter().enumerate() {
                 let start = ends[rank] - counts[rank] + range.start;
                 let from = index(displacements[rank]);
@@ -97,15 +99,14 @@ impl Axis {
         for round in Rounds::over(most, self.round_bytes()) {
             let out: Vec<_> = send_counts.iter().map(|&count| round.of(count)).collect();
             let into: Vec<_> = receive_counts.iter().map(|&count| round.of(count)).collect();
-            let packed: Vec<u8> = (0..out.len())
-                .flat_map(|rank| {
-                    let start = send_ends[rank] - send_counts[rank];
-                    send[start + out[rank].start..start + out[rank].end].iter().copied()
-                })
-                .collect();
+            let mut packed = solid(0);
+            for (rank, range) in out.iter().enumerate() {
+                let start = send_ends[rank] - send_counts[rank];
+                packed.extend_from_slice(&send[start + range.start..start + range.end]);
+            }
             let ((out_sizes, out_at), (in_sizes, in_at)) = (table(&out), table(&into));
-            let mut received = vec![0u8; in_sizes.iter().map(|&size| index(size)).sum()];
-            let partition = Partition::new(&packed, &out_sizes[..], &out_at[..]);
+            let mut received = solid(in_sizes.iter().map(|&size| index(size)).sum());
+            let partition = Partition::new(&packed[..], &out_sizes[..], &out_at[..]);
             let mut target = PartitionMut::new(&mut received, &in_sizes[..], &in_at[..]);
             self.communicator.all_to_all_varcount_into(&partition, &mut target);
             for (rank, range) in into.iter().enumerate() {
@@ -225,6 +226,14 @@ impl Rounds {
     fn over(longest: usize, limit: usize) -> impl Iterator<Item = Round> {
         (0..longest.div_ceil(limit).max(1)).map(move |index| Round { index, limit })
     }
+}
+
+/// Zeros in memory of their own. An empty vector points at address 1, which is what Open MPI calls `MPI_IN_PLACE`: a
+/// rank with nothing to send would be taken for one whose data lies in the receive buffer.
+fn solid(bytes: usize) -> Vec<u8> {
+    let mut buffer = Vec::with_capacity(bytes.max(1));
+    buffer.resize(bytes, 0);
+    buffer
 }
 
 fn ends(counts: &[usize]) -> Vec<usize> {

@@ -79,7 +79,6 @@ impl Classified for Error {
 
 /// All ranks of the run, and this process's place among them.
 pub struct World {
-    _universe: Universe,
     /// All ranks.
     pub all: Axis,
     /// The ranks that share this rank's prompt (context parallel).
@@ -89,6 +88,8 @@ pub struct World {
     /// How many prompt groups run side by side.
     pub dp_size: usize,
     board: Board,
+    // Last, because fields are dropped in order: communicators must be freed before MPI is finalized.
+    _universe: Universe,
 }
 
 /// How many processes the launcher says it has started, and the variable that says so.
@@ -115,7 +116,7 @@ impl World {
             return Err(Error::Alone { variable, tasks }.into());
         }
         let cp = all.split(0);
-        Ok(World { _universe: universe, all, cp, dp_index: 0, dp_size: 1, board })
+        Ok(World { all, cp, dp_index: 0, dp_size: 1, board, _universe: universe })
     }
 
     /// Cuts the world into groups of `cp_size` consecutive ranks.

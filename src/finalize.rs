@@ -1,0 +1,74 @@
+//! Finalize: one sum of every adapter gradient over all ranks, one norm, one clip.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::exchange::sum_over_ranks;
+use crate::failure::{Classified, Exit, Failure};
+use crate::handoff::{LocalGrads, ReducedGrads};
+use crate::model::lora::Adapters;
+use crate::world::Axis;
+
+/// What can be wrong with the sum.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A gradient is NaN or infinite.
+    #[error(
+        "the gradient of {tensor} is not finite after the sum over ranks (norm of all: {norm}); no update was made"
+    )]
+    NotFinite {
+        /// The first adapter tensor with such a value.
+        tensor: String,
+        /// Norm of all gradients.
+        norm: f64,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::NotFinite
+    }
+}
+
+/// Takes what backward passes have left in the adapters' `.grad`, and leaves nothing there.
+pub fn take(adapters: &Adapters) -> LocalGrads {
+    LocalGrads(
+        adapters
+            .tensors()
+            .map(|tensor| {
+                let mut gradient = tensor.grad();
+                if !gradient.defined() {
+                    return tensor.detach().zeros_like();
+                }
+                let taken = gradient.copy();
+                let _ = gradient.zero_();
+                taken
+            })
+            .collect(),
+    )
+}
+
+/// Sums over `all` ranks in rank order, so that every rank holds the same bits, and clips to `norm_max` (0: no clip).
+///
+/// # Errors
+/// When a sum is not finite; every rank sees the same sum, so all fail together.
+pub fn run(all: &Axis, local: LocalGrads, adapters: &Adapters, norm_max: f64) -> Result<ReducedGrads, Failure> {
+    let LocalGrads(gradients) = local;
+    let flat: Vec<Tensor> = gradients.iter().map(|gradient| gradient.to_device(Device::Cpu).flatten(0, -1)).collect();
+    let mut sum = Tensor::cat(&flat, 0).contiguous();
+    drop(flat);
+    sum_over_ranks(all, &mut sum);
+    let norm = sum.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
+    let scale = if norm_max > 0.0 && norm > norm_max { norm_max / norm } else { 1.0 };
+    let mut first = 0;
+    let mut reduced = Vec::with_capacity(gradients.len());
+    for (gradient, name) in gradients.iter().zip(adapters.names()) {
+        let count = gradient.size().iter().product::<i64>();
+        let part = sum.narrow(0, first, count).view_as(gradient);
+        if part.isfinite().all().int64_value(&[]) == 0 {
+            return Err(Error::NotFinite { tensor: name, norm }.into());
+        }
+        reduced.push((part * scale).to_device(gradient.device()));
+        first += count;
+    }
+    Ok(ReducedGrads { gradients: reduced, norm })
+}

@@ -1,0 +1,226 @@
+//! Attention over blocks of keys that lie anywhere, merged by log-sum-exp.
+//!
+//! How it departs from the textbook:
+//!
+//! 1. A query's output is merged from partial attentions over page runs and its own rows' block, each with its own
+//!    log-sum-exp; backward per block with the merged output and log-sum-exp is exact.
+//! 2. Prompt rows stay and key/value runs travel the ring (capture); answers' rows go the other way: queries are
+//!    gathered, each rank attends to the pages it owns, partial results return and are merged in rank order.
+//! 3. Answer keys and values are never gathered: an answer's rows on a rank are one more block of that rank.
+
+use std::convert::Infallible;
+use std::ops::Range;
+
+use tch::{Kind, Tensor};
+
+use super::mixer::{Backward, Mixed, Mixer, Past, PastGradient, Seat};
+use crate::exchange::{gather_rows, merge_into, nothing, return_rows, ring, sum_in_order};
+use crate::layout::{Piece, PromptLayout, Span, Tile, positions, tiles};
+use crate::pages::PlaneRow;
+use crate::tensor::accumulation;
+use crate::tensor::attention::{self, Merged};
+use crate::units::{Position, as_dim};
+
+/// Grouped-query attention with an optional sliding window.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    /// Query heads.
+    pub heads: i64,
+    /// Key and value heads.
+    pub kv_heads: i64,
+    /// Width of a head.
+    pub head_dim: i64,
+    /// How many positions a query sees, itself included.
+    pub window: Option<i64>,
+    /// Scores are multiplied by this.
+    pub scale: f64,
+    /// The model's dtype.
+    pub kind: Kind,
+}
+
+/// Keys and values at consecutive positions.
+struct KeyBlock<'a> {
+    at: Range<i64>,
+    k_sgd: &'a Tensor,
+    v_sgd: &'a Tensor,
+}
+
+fn key_block(start: Position, planes: &[Tensor]) -> KeyBlock<'_> {
+    let start = as_dim(start.0);
+    KeyBlock { at: start..start + planes[0].size()[0], k_sgd: &planes[0], v_sgd: &planes[1] }
+}
+
+/// Rows of `x` that a tile covers.
+fn rows(x: &Tensor, range: &Range<i64>) -> Tensor {
+    x.narrow(0, range.start, range.end - range.start)
+}
+
+/// Queries at consecutive positions, with the offset of their first row in a gathered tensor.
+struct Queries {
+    first: i64,
+    at: Range<i64>,
+}
+
+/// The rows of `pieces`, one piece after another, as they lie in a gathered tensor.
+fn queries<'a>(pieces: impl Iterator<Item = &'a Piece>) -> Vec<Queries> {
+    pieces
+        .scan(0, |first, piece| {
+            let at = positions(piece);
+            let here = Queries { first: *first, at };
+            *first += piece.rows().dim();
+            Some(here)
+        })
+        .collect()
+}
+
+impl Attention {
+    fn tiles(&self, queries: &Range<i64>, keys: &KeyBlock) -> Vec<Tile> {
+        tiles(queries.clone(), keys.at.clone(), self.window)
+    }
+
+    /// Adds what `queries` see of `keys` to their merged output and log-sum-exp.
+    fn attend(&self, queries: &Queries, keys: &KeyBlock, q_thd: &Tensor, merged: &(Tensor, Tensor)) {
+        for tile in self.tiles(&queries.at, keys) {
+            let here = queries.first + tile.rows.start..queries.first + tile.rows.end;
+            let part = attention::forward(
+                &rows(q_thd, &here),
+                &rows(keys.k_sgd, &tile.keys),
+                &rows(keys.v_sgd, &tile.keys),
+                tile.visible,
+                self.scale,
+            );
+            merge_into(&mut rows(&merged.0, &here), &mut rows(&merged.1, &here), &part.out_thd, &part.lse_th);
+        }
+    }
+
+    fn nothing(&self, rows: i64, like: &Tensor) -> (Tensor, Tensor) {
+        nothing(rows, self.heads, self.head_dim, accumulation(self.kind), like.device())
+    }
+
+    /// Adds dq of `queries` to `dq_thd`, and dk and dv of `keys` to `dkv` if they carry gradient.
+    fn pull(&self, queries: &Queries, keys: &KeyBlock, all: &Gathered, dkv: Option<&[Tensor]>) {
+        let acc = accumulation(self.kind);
+        for tile in self.tiles(&queries.at, keys) {
+            let here = queries.first + tile.rows.start..queries.first + tile.rows.end;
+            let (q, out, lse) = (rows(&all.q_thd, &here), rows(&all.out_thd, &here), rows(&all.lse_th, &here));
+            let dout = rows(&all.dout_thd, &here);
+            let merged = Merged { q_thd: &q, out_thd: &out, lse_th: &lse, dout_thd: &dout };
+            let (k, v) = (rows(keys.k_sgd, &tile.keys), rows(keys.v_sgd, &tile.keys));
+            let gradients = attention::backward(&merged, &k, &v, tile.visible, self.scale);
+            let _ = rows(&all.dq_thd, &here).g_add_(&gradients.dq_thd.to_kind(acc));
+            if let Some([dk, dv]) = dkv {
+                let _ = rows(dk, &tile.keys).g_add_(&gradients.dk_sgd.to_kind(acc));
+                let _ = rows(dv, &tile.keys).g_add_(&gradients.dv_sgd.to_kind(acc));
+            }
+        }
+    }
+
+    /// Key blocks of a span's own rows on this rank, as ranges of its local rows.
+    fn own_blocks<'a>(span: &Span, seat: &Seat, k: &'a Tensor, v: &'a Tensor) -> Vec<(Range<i64>, [Tensor; 2], Piece)> {
+        queries(span.of(seat.axis.rank()))
+            .into_iter()
+            .zip(span.of(seat.axis.rank()))
+            .map(|(at, piece)| {
+                let local = at.first..at.first + piece.rows().dim();
+                (local.clone(), [rows(k, &local), rows(v, &local)], *piece)
+            })
+            .collect()
+    }
+}
+
+/// What every rank knows of all rows of a span during backward.
+struct Gathered {
+    q_thd: Tensor,
+    out_thd: Tensor,
+    lse_th: Tensor,
+    dout_thd: Tensor,
+    dq_thd: Tensor,
+}
+
+impl Mixer for Attention {
+    fn planes(&self) -> Vec<PlaneRow> {
+        vec![PlaneRow { shape: vec![self.kv_heads, self.head_dim], kind: self.kind }; 2]
+    }
+
+    fn split(&self, mut mix: Vec<Tensor>) -> (Vec<Tensor>, Vec<Tensor>) {
+        let state = mix.split_off(1);
+        (mix, state)
+    }
+
+    fn capture(
+        &self,
+        seat: &Seat,
+        layout: &PromptLayout,
+        blocks: &[(Piece, Vec<Tensor>)],
+        own: [Vec<Tensor>; 2],
+    ) -> Vec<Tensor> {
+        let merged: Vec<_> = blocks.iter().map(|(_, mix)| self.nothing(mix[0].size()[0], &mix[0])).collect();
+        for (pass, travelling) in own.into_iter().enumerate() {
+            let outcome: Result<(), Infallible> = ring(
+                seat.axis,
+                seat.ledger,
+                travelling,
+                |rank| layout.chunks_of(rank)[pass],
+                |run, planes| {
+                    let keys = key_block(run.start, planes);
+                    for ((piece, mix), so_far) in blocks.iter().zip(&merged) {
+                        self.attend(&Queries { first: 0, at: positions(piece) }, &keys, &mix[0], so_far);
+                    }
+                    Ok(())
+                },
+            );
+            let Ok(()) = outcome;
+        }
+        merged.into_iter().map(|(out_thd, _)| out_thd.to_kind(self.kind)).collect()
+    }
+
+    fn forward(&self, seat: &Seat, span: &Span, mix: &[Tensor], past: &Past) -> Mixed {
+        let counts = span.counts();
+        let q_thd = gather_rows(seat.axis, &mix[0], &counts);
+        let merged = self.nothing(q_thd.size()[0], &q_thd);
+        let own = Self::own_blocks(span, seat, &mix[1], &mix[2]);
+        for queries in queries(span.gathered()) {
+            for run in &past.runs {
+                self.attend(&queries, &key_block(run.start, &run.planes), &q_thd, &merged);
+            }
+            for (_, planes, piece) in &own {
+                self.attend(&queries, &key_block(piece.start, planes), &q_thd, &merged);
+            }
+        }
+        let (outs, lses) = (return_rows(seat.axis, &merged.0, &counts), return_rows(seat.axis, &merged.1, &counts));
+        let (mut out, mut lse) = self.nothing(mix[0].size()[0], &mix[0]);
+        for (part_out, part_lse) in outs.iter().zip(&lses) {
+            merge_into(&mut out, &mut lse, part_out, part_lse);
+        }
+        Mixed { out: out.to_kind(self.kind), saved: vec![lse] }
+    }
+
+    fn backward(&self, seat: &Seat, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor> {
+        let Backward { span, mix, past, mixed, dout, later } = backward;
+        let (acc, counts) = (accumulation(self.kind), span.counts());
+        let gather = |x: &Tensor| gather_rows(seat.axis, x, &counts);
+        let q_thd = gather(&mix[0]);
+        let all = Gathered {
+            dq_thd: q_thd.zeros_like().to_kind(acc),
+            q_thd,
+            out_thd: gather(&mixed.out),
+            lse_th: gather(&mixed.saved[0]),
+            dout_thd: gather(dout),
+        };
+        let own = Self::own_blocks(span, seat, &mix[1], &mix[2]);
+        let own_gradient =
+            later.unwrap_or_else(|| mix[1..].iter().map(|plane| plane.zeros_like().to_kind(acc)).collect());
+        for queries in queries(span.gathered()) {
+            for (run, gradient) in past.runs.iter().zip(&past_gradient.runs) {
+                let gradient = run.carries.then_some(&gradient[..]);
+                self.pull(&queries, &key_block(run.start, &run.planes), &all, gradient);
+            }
+            for (local, planes, piece) in &own {
+                let gradient: Vec<_> = own_gradient.iter().map(|plane| rows(plane, local)).collect();
+                self.pull(&queries, &key_block(piece.start, planes), &all, Some(&gradient));
+            }
+        }
+        let dq = sum_in_order(&return_rows(seat.axis, &all.dq_thd, &counts));
+        std::iter::once(dq).chain(own_gradient).map(|gradient| gradient.to_kind(self.kind)).collect()
+    }
+}

@@ -1,0 +1,171 @@
+//! LoRA adapters: y = W x + (alpha / rank) · B (A x).
+//!
+//! The tensors here are the masters, in the accumulation dtype; a forward casts them to the model's dtype inside its
+//! graph, so gradients arrive and add up in the accumulation dtype. (Hu et al. 2021, arXiv 2106.09685.)
+
+use std::collections::BTreeMap;
+
+use sha2::{Digest, Sha256};
+use tch::{Device, Kind, Tensor};
+
+use super::spec::Linear;
+use crate::pages::Stamp;
+use crate::tensor::views;
+use crate::units::as_dim;
+
+/// The pair of one linear layer.
+#[derive(Debug)]
+pub struct Adapter {
+    /// The layer it is added to (`model.layers.0.self_attn.q_proj`).
+    pub module: String,
+    /// The down projection A, [rank, inputs].
+    pub a_ri: Tensor,
+    /// The up projection B, [outputs, rank].
+    pub b_or: Tensor,
+}
+
+/// All adapters of one policy, in one fixed order on every rank.
+#[derive(Debug)]
+pub struct Adapters {
+    entries: Vec<Adapter>,
+    index: BTreeMap<String, usize>,
+    scale: f64,
+    stamp: Stamp,
+}
+
+impl Adapters {
+    /// Adapters that change nothing yet: A uniform in ±1/√inputs from `seed`, B zero.
+    #[must_use]
+    pub fn starting(layers: &[Linear], rank: u64, alpha: f64, seed: i64, acc: Kind, device: Device) -> Self {
+        tch::manual_seed(seed);
+        let entries = layers
+            .iter()
+            .map(|linear| {
+                let bound = 1.0 / (as_float(linear.inputs)).sqrt();
+                // Drawn in float64 on the CPU, so that one seed gives one start whatever the dtype and device.
+                let drawn = Tensor::empty([as_dim(rank), as_dim(linear.inputs)], (Kind::Double, Device::Cpu))
+                    .uniform(-bound, bound);
+                Adapter {
+                    module: linear.module.clone(),
+                    a_ri: drawn.to_kind(acc).to_device(device),
+                    b_or: Tensor::zeros([as_dim(linear.outputs), as_dim(rank)], (acc, device)),
+                }
+            })
+            .collect();
+        Self::new(entries, alpha / as_float(rank), "policy")
+    }
+
+    /// Adapters with given tensors, in the accumulation dtype.
+    #[must_use]
+    pub fn new(entries: Vec<Adapter>, scale: f64, policy: &'static str) -> Self {
+        let index = entries.iter().enumerate().map(|(at, adapter)| (adapter.module.clone(), at)).collect();
+        let adapters = Adapters { entries, index, scale, stamp: Stamp { policy, version: 0 } };
+        adapters.track(true);
+        adapters
+    }
+
+    /// A frozen copy under another name: the reference policy of a KL term.
+    #[must_use]
+    pub fn frozen(&self, policy: &'static str) -> Self {
+        let copy = |x: &Tensor| x.detach().copy();
+        let entries = self
+            .entries
+            .iter()
+            .map(|adapter| Adapter {
+                module: adapter.module.clone(),
+                a_ri: copy(&adapter.a_ri),
+                b_or: copy(&adapter.b_or),
+            })
+            .collect();
+        let adapters = Adapters {
+            entries,
+            index: self.index.clone(),
+            scale: self.scale,
+            stamp: Stamp { policy, version: self.stamp.version },
+        };
+        adapters.track(false);
+        adapters
+    }
+
+    fn track(&self, gradient: bool) {
+        for tensor in self.tensors() {
+            let _ = tensor.set_requires_grad(gradient);
+        }
+    }
+
+    /// Alpha over rank.
+    #[must_use]
+    pub fn scale(&self) -> f64 {
+        self.scale
+    }
+
+    /// Which policy, and how many updates it has seen.
+    #[must_use]
+    pub fn stamp(&self) -> &Stamp {
+        &self.stamp
+    }
+
+    /// The pair of `module`, if it is adapted.
+    #[must_use]
+    pub fn of(&self, module: &str) -> Option<&Adapter> {
+        self.index.get(module).map(|&at| &self.entries[at])
+    }
+
+    /// All pairs in their fixed order.
+    #[must_use]
+    pub fn entries(&self) -> &[Adapter] {
+        &self.entries
+    }
+
+    /// All tensors in their fixed order: A then B of each pair.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.entries.iter().flat_map(|adapter| [&adapter.a_ri, &adapter.b_or])
+    }
+
+    /// Names of [`Adapters::tensors`]: `<module>.lora_A` and `<module>.lora_B`.
+    pub fn names(&self) -> impl Iterator<Item = String> {
+        self.entries.iter().flat_map(|adapter| ["A", "B"].map(|half| format!("{}.lora_{half}", adapter.module)))
+    }
+
+    /// Writes new values and counts one more update; state captured before is stale from here on.
+    ///
+    /// # Panics
+    /// When there are not as many values as tensors.
+    pub fn update(&mut self, values: &[Tensor]) {
+        assert_eq!(values.len(), 2 * self.entries.len(), "one value for each tensor");
+        tch::no_grad(|| {
+            for (tensor, value) in self.tensors().zip(values) {
+                tensor.shallow_clone().copy_(value);
+            }
+        });
+        self.stamp.version += 1;
+    }
+
+    /// SHA-256 over all values, in hexadecimal: equal on all ranks or something is wrong.
+    #[must_use]
+    pub fn digest(&self) -> String {
+        let mut hash = Sha256::new();
+        for tensor in self.tensors() {
+            hash.update(views::view(&tensor.detach().to_device(Device::Cpu).contiguous()));
+        }
+        hash.finalize().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+    }
+}
+
+/// A count as a float; exact below 2^53.
+fn as_float(count: u64) -> f64 {
+    u32::try_from(count).map_or(f64::from(u32::MAX), f64::from)
+}
+
+/// One linear layer with its adapter, if it has one: x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, all in the dtype of `x`.
+pub fn linear(x_tw: &Tensor, weight_oi: &Tensor, bias_o: Option<&Tensor>, adapter: Option<(&Adapter, f64)>) -> Tensor {
+    let y = x_tw.linear(weight_oi, bias_o);
+    match adapter {
+        None => y,
+        Some((adapter, scale)) => {
+            let kind = x_tw.kind();
+            let low = x_tw.linear(&adapter.a_ri.to_kind(kind), None::<&Tensor>);
+            y + low.linear(&adapter.b_or.to_kind(kind), None::<&Tensor>) * scale
+        }
+    }
+}

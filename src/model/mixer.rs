@@ -1,0 +1,148 @@
+//! What a mixer is: the part of a block in which rows meet, and the only one that talks to other ranks.
+
+use tch::Tensor;
+
+use crate::layout::{Piece, PromptLayout, Span};
+use crate::pages::{PlaneRow, Staged};
+use crate::tensor::accumulation;
+use crate::units::Position;
+use crate::watch::Ledger;
+use crate::world::Axis;
+
+/// This rank's seat among the ranks that share a prompt.
+#[derive(Clone, Copy)]
+pub struct Seat<'a> {
+    /// Those ranks.
+    pub axis: &'a Axis,
+    /// Where bytes are counted.
+    pub ledger: &'a Ledger,
+}
+
+/// State that earlier positions left on this rank: filled rows of page runs, cut at the tail's start.
+#[derive(Debug, Default)]
+pub struct Past {
+    /// In position order.
+    pub runs: Vec<PastRun>,
+}
+
+/// Consecutive positions of the past.
+#[derive(Debug)]
+pub struct PastRun {
+    /// The first position.
+    pub start: Position,
+    /// One tensor a plane, rows first.
+    pub planes: Vec<Tensor>,
+    /// Whether these rows carry gradient, or are constants.
+    pub carries: bool,
+}
+
+impl Past {
+    /// What an answer sees: every filled page row, those before the tail as constants.
+    #[must_use]
+    pub fn of_answers(staged: &Staged, layout: &PromptLayout) -> Past {
+        Self::between(staged, layout, layout.end())
+    }
+
+    /// What the tail sees: the page rows before it, constants all.
+    #[must_use]
+    pub fn of_tail(staged: &Staged, layout: &PromptLayout) -> Past {
+        Self::between(staged, layout, layout.cut())
+    }
+
+    fn between(staged: &Staged, layout: &PromptLayout, end: Position) -> Past {
+        let mut runs = Vec::new();
+        for slab in &staged.slabs {
+            let run = slab.run;
+            for (start, stop, carries) in
+                [(run.start, run.stop.min(layout.cut()), false), (run.start.max(layout.cut()), run.stop.min(end), true)]
+            {
+                if start < stop {
+                    let (first, rows) = (start.since(run.start).dim(), stop.since(start).dim());
+                    let planes = slab.planes.iter().map(|plane| plane.narrow(0, first, rows)).collect();
+                    runs.push(PastRun { start, planes, carries });
+                }
+            }
+        }
+        Past { runs }
+    }
+}
+
+/// Gradient of the past: for each run that carries gradient, one tensor a plane, in the accumulation dtype.
+#[derive(Debug, Default)]
+pub struct PastGradient {
+    /// Empty for a run of constants.
+    pub runs: Vec<Vec<Tensor>>,
+}
+
+impl PastGradient {
+    /// Nothing yet.
+    #[must_use]
+    pub fn zeros(past: &Past) -> PastGradient {
+        let zeros = |plane: &Tensor| plane.zeros_like().to_kind(accumulation(plane.kind()));
+        let runs = past.runs.iter();
+        let runs = runs.map(|run| if run.carries { run.planes.iter().map(zeros).collect() } else { Vec::new() });
+        PastGradient { runs: runs.collect() }
+    }
+
+    /// The gradient of this rank's tail rows, one tensor a plane, in position order; `None` where it has none.
+    #[must_use]
+    pub fn into_tail(self) -> Option<Vec<Tensor>> {
+        let runs: Vec<_> = self.runs.into_iter().filter(|planes| !planes.is_empty()).collect();
+        let planes = runs.first()?.len();
+        let joined = |plane: usize| Tensor::cat(&runs.iter().map(|run| &run[plane]).collect::<Vec<_>>(), 0);
+        Some((0..planes).map(joined).collect())
+    }
+}
+
+/// What a mixer's forward leaves for its backward.
+#[derive(Debug)]
+pub struct Mixed {
+    /// Output for this rank's rows, in the model's dtype.
+    pub out: Tensor,
+    /// Whatever else the backward needs; for attention the merged log-sum-exp.
+    pub saved: Vec<Tensor>,
+}
+
+/// Mixes rows of a span with each other and with the past.
+pub trait Mixer {
+    /// What one position leaves behind for later ones, a row for each plane.
+    fn planes(&self) -> Vec<PlaneRow>;
+
+    /// Segment A's output as what rows ask with and the state that they leave behind, one tensor a plane each.
+    fn split(&self, mix: Vec<Tensor>) -> (Vec<Tensor>, Vec<Tensor>);
+
+    /// The prompt's rows among themselves. `blocks` are this rank's rows in position order with what they ask with;
+    /// `own` are this rank's filled state rows of both its chunks. Returns the output of each block.
+    fn capture(
+        &self,
+        seat: &Seat,
+        layout: &PromptLayout,
+        blocks: &[(Piece, Vec<Tensor>)],
+        own: [Vec<Tensor>; 2],
+    ) -> Vec<Tensor>;
+
+    /// A span's rows against the past and themselves. `mix` is segment A's output for this rank's rows, in position
+    /// order, possibly none.
+    fn forward(&self, seat: &Seat, span: &Span, mix: &[Tensor], past: &Past) -> Mixed;
+
+    /// Backward of [`Mixer::forward`]. `dout` is the gradient of this rank's output; `later` what later rows have left on
+    /// this span's own state. Adds to `past_gradient` and returns the gradient of each tensor of `mix`.
+    fn backward(&self, seat: &Seat, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor>;
+}
+
+/// Everything a mixer's backward reads.
+#[derive(Debug)]
+pub struct Backward<'a> {
+    /// The rows.
+    pub span: &'a Span,
+    /// Segment A's output for this rank's rows.
+    pub mix: &'a [Tensor],
+    /// The past of the forward.
+    pub past: &'a Past,
+    /// What the forward returned.
+    pub mixed: &'a Mixed,
+    /// Gradient of this rank's output.
+    pub dout: &'a Tensor,
+    /// Gradient that later rows have left on this span's own state, one tensor a plane; `None` where there are none.
+    pub later: Option<Vec<Tensor>>,
+}

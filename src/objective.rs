@@ -1,0 +1,216 @@
+//! GRPO's numbers: advantages of a group, and loss and gradient of each token.
+//!
+//! ```text
+//!   token = −min(r·A, clip(r, 1 − low, 1 + high)·A)  [+ kl · (e^d − d − 1)]     r = e^(logprob − old), d = ref − logprob
+//!   loss  = Σ weight · token        the weights are known before the first backward and belong to the whole batch
+//! ```
+//!
+//! The KL term is the k3 estimate of KL(policy ‖ reference), in the loss (not the reward), without importance weights.
+//! (Shao et al. 2024, arXiv 2402.03300; Schulman's note on estimates of KL.) Advantages divide by the *population*
+//! standard deviation, so rewards 0 and 1 give −1 and +1.
+
+use tch::{Kind, Tensor};
+
+/// How tokens weigh in the loss.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Aggregation {
+    /// Mean over answers of the mean over the answer's tokens.
+    SequenceMean,
+    /// Mean over all tokens of the batch.
+    TokenMean,
+    /// Sum over tokens divided by a constant, mean over answers.
+    Constant(f64),
+}
+
+/// The objective's settings.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// Ratios below 1 − `clip_low` are clipped.
+    pub clip_low: f64,
+    /// Ratios above 1 + `clip_high` are clipped.
+    pub clip_high: f64,
+    /// Weight of the KL term; 0 leaves it out.
+    pub kl_coef: f64,
+    /// How tokens weigh.
+    pub aggregation: Aggregation,
+}
+
+/// Advantage of each answer from the group's rewards. A missing reward (`None`) gives `None` and takes no part in mean
+/// and deviation; a group whose rewards are all equal gives exactly 0.
+#[must_use]
+pub fn advantages(rewards: &[Option<f64>], normalize: bool) -> Vec<Option<f64>> {
+    let known: Vec<f64> = rewards.iter().filter_map(|&reward| reward).collect();
+    let count = float(known.len() as u64).max(1.0);
+    let mean = known.iter().sum::<f64>() / count;
+    let deviation = (known.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>() / count).sqrt();
+    let equal = known.iter().all(|&reward| known.first().is_some_and(|&first| (reward - first).abs() <= 0.0));
+    rewards
+        .iter()
+        .map(|reward| {
+            reward.map(|reward| match (equal, normalize) {
+                (true, _) => 0.0,
+                (false, true) => (reward - mean) / deviation,
+                (false, false) => reward - mean,
+            })
+        })
+        .collect()
+}
+
+/// One answer's place in a batch: how many tokens, and whether it has a reward.
+#[derive(Clone, Copy, Debug)]
+pub struct Counted {
+    /// Tokens of the answer.
+    pub tokens: u64,
+    /// Whether it has a reward; without one it takes no part.
+    pub scored: bool,
+}
+
+/// Sizes of a whole batch (all groups of an update, over all ranks), from which every token's weight follows.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Batch {
+    answers: u64,
+    tokens: u64,
+}
+
+impl Batch {
+    /// Counts every answer of the batch once, whatever ranks it is spread over. Groups with equal rewards count.
+    pub fn of(answers: impl IntoIterator<Item = Counted>) -> Batch {
+        answers.into_iter().filter(|answer| answer.scored).fold(Batch { answers: 0, tokens: 0 }, |sum, answer| Batch {
+            answers: sum.answers + 1,
+            tokens: sum.tokens + answer.tokens,
+        })
+    }
+
+    /// Weight of each token of an answer of `tokens` tokens.
+    #[must_use]
+    pub fn weight(&self, aggregation: Aggregation, tokens: u64) -> f64 {
+        let (answers, all) = (float(self.answers.max(1)), float(self.tokens.max(1)));
+        match aggregation {
+            Aggregation::SequenceMean => 1.0 / (answers * float(tokens.max(1))),
+            Aggregation::TokenMean => 1.0 / all,
+            Aggregation::Constant(divisor) => 1.0 / (answers * divisor),
+        }
+    }
+}
+
+/// Some tokens of one answer, in the accumulation dtype, [t] each.
+#[derive(Debug)]
+pub struct Tokens<'a> {
+    /// Log-probabilities under the policy.
+    pub logprobs: &'a Tensor,
+    /// Frozen log-probabilities under the policy that is being improved upon.
+    pub old: &'a Tensor,
+    /// Log-probabilities under the reference policy; needed if there is a KL term.
+    pub reference: Option<&'a Tensor>,
+    /// The answer's advantage.
+    pub advantage: f64,
+    /// Weight of each token.
+    pub weight: f64,
+}
+
+/// What those tokens add.
+#[derive(Debug)]
+pub struct Added {
+    /// To the loss.
+    pub loss: f64,
+    /// Gradient of the loss with respect to `logprobs`, [t].
+    pub dlogprobs: Tensor,
+    /// Smallest and largest ratio, if there are tokens.
+    pub ratio: Option<(f64, f64)>,
+    /// Tokens whose ratio was clipped in effect.
+    pub clipped: u64,
+}
+
+/// Loss and gradient of some tokens. By hand, since the graph would be three lines long.
+#[must_use]
+pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
+    let Tokens { logprobs, old, reference, advantage, weight } = *tokens;
+    let ratio = (logprobs - old).exp();
+    let free = &ratio * advantage;
+    let bounded = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high) * advantage;
+    let active = free.le_tensor(&bounded);
+    let mut token = -free.minimum(&bounded);
+    let mut dtoken = -(&free * active.to_kind(free.kind()));
+    if let Some(reference) = reference.filter(|_| terms.kl_coef > 0.0) {
+        let gap = reference - logprobs;
+        token += (gap.exp() - &gap - 1.0) * terms.kl_coef;
+        dtoken += (1.0 - gap.exp()) * terms.kl_coef;
+    }
+    let any = ratio.numel() > 0;
+    Added {
+        loss: token.sum(Kind::Double).double_value(&[]) * weight,
+        dlogprobs: dtoken * weight,
+        ratio: any.then(|| (ratio.min().double_value(&[]), ratio.max().double_value(&[]))),
+        clipped: u64::try_from(active.logical_not().sum(Kind::Int64).int64_value(&[])).unwrap_or(0),
+    }
+}
+
+/// A count as a float: counts of tokens and answers stay far below 2^32 in one batch.
+fn float(count: u64) -> f64 {
+    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
+
+    #[test]
+    fn rewards_0_and_1_give_minus_and_plus_one() {
+        assert_eq!(advantages(&[Some(0.0), Some(1.0)], true), [Some(-1.0), Some(1.0)]);
+        assert_eq!(advantages(&[Some(0.0), Some(1.0)], false), [Some(-0.5), Some(0.5)]);
+    }
+
+    #[test]
+    fn equal_rewards_give_exactly_zero_and_a_missing_one_takes_no_part() {
+        assert_eq!(advantages(&[Some(0.1); 3], true), [Some(0.0); 3]);
+        assert_eq!(advantages(&[Some(1.0), None], true), [Some(0.0), None]);
+        assert_eq!(advantages(&[None, None], true), [None, None]);
+        assert_eq!(advantages(&[Some(0.0), None, Some(1.0)], true), [Some(-1.0), None, Some(1.0)]);
+    }
+
+    #[test]
+    fn the_gradient_by_hand_is_autograds() {
+        let old = Tensor::from_slice(&[-1.0f64, -2.0, -0.5, -3.0, -1.0]);
+        let reference = Tensor::from_slice(&[-1.2f64, -1.0, -0.7, -2.5, -4.0]);
+        for advantage in [1.0, -1.0, 0.7, 0.0] {
+            let lp = Tensor::from_slice(&[-1.0f64, -1.0, -1.5, -2.9, -1.25]).set_requires_grad(true);
+            let ratio = (&lp - &old).exp();
+            let token = -(&ratio * advantage).minimum(&(ratio.clamp(0.8, 1.2) * advantage));
+            let gap = &reference - &lp;
+            let loss = (token + (gap.exp() - &gap - 1.0) * 0.04).sum(Kind::Double) * 0.125;
+            loss.backward();
+            let detached = lp.detach();
+            let given =
+                Tokens { logprobs: &detached, old: &old, reference: Some(&reference), advantage, weight: 0.125 };
+            let added = tokens(&given, &TERMS);
+            assert!((added.loss - loss.double_value(&[])).abs() < 1e-15);
+            assert!((added.dlogprobs - lp.grad()).abs().max().double_value(&[]) < 1e-15);
+        }
+    }
+
+    #[test]
+    fn kl_weight_changes_the_gradient_of_a_policy_that_has_moved() {
+        let (lp, old, reference) = (Tensor::from(-1.0f64), Tensor::from(-1.0f64), Tensor::from(-2.0f64));
+        let at = |kl_coef| {
+            let given = Tokens { logprobs: &lp, old: &old, reference: Some(&reference), advantage: 0.5, weight: 1.0 };
+            tokens(&given, &Terms { kl_coef, ..TERMS }).dlogprobs.double_value(&[])
+        };
+        assert!((at(0.0) + 0.5).abs() < 1e-15);
+        assert!((at(10.0) - (-0.5 + 10.0 * (1.0 - (-1.0f64).exp()))).abs() < 1e-12);
+    }
+
+    #[test]
+    fn weights_do_not_depend_on_how_a_batch_is_cut() {
+        let lengths = [10u64, 1000, 3];
+        let batch = Batch::of(lengths.map(|tokens| Counted { tokens, scored: true }));
+        let total = |aggregation| -> f64 { lengths.iter().map(|&n| batch.weight(aggregation, n) * float(n)).sum() };
+        assert!((total(Aggregation::SequenceMean) - 1.0).abs() < 1e-12);
+        assert!((total(Aggregation::TokenMean) - 1.0).abs() < 1e-12);
+        assert!((total(Aggregation::Constant(100.0)) - 1013.0 / 300.0).abs() < 1e-12);
+        assert!(batch.weight(Aggregation::TokenMean, 10) < batch.weight(Aggregation::SequenceMean, 10));
+        let unscored = Batch::of([Counted { tokens: 5, scored: false }, Counted { tokens: 10, scored: true }]);
+        assert!((unscored.weight(Aggregation::SequenceMean, 10) - 0.1).abs() < 1e-15);
+    }
+}

@@ -1,0 +1,247 @@
+//! Replay and sweep: the answers run again, then gradients go down the layers, one graph alive at a time.
+//!
+//! ```text
+//!   up     layer 0 … L−2   each answer: input waits in the pool, slot (answer, layer)
+//!   top    layer L−1       each answer: forward, head, loss, head backward, block backward; then the tail
+//!   down   layer L−2 … 0   each answer: backward, its gradient takes the place of the block's input; then the tail
+//! ```
+//!
+//! The tail is the last N prompt rows, N the gradient mode. Answers leave their share of the gradient on the tail's part
+//! of the pages, so the tail comes last in every layer; it runs once for the group. Only one layer's gradient of page
+//! state exists at a time. The pool holds exactly answers × rows × width × layers.
+
+use tch::Tensor;
+
+use crate::failure::{Failure, Phase};
+use crate::handoff::{Captured, Logprobs, Scores, Work};
+use crate::model::head::Head;
+use crate::model::mixer::{Past, PastGradient};
+use crate::model::pass::{Pass, SpanRows};
+use crate::objective::{self, Terms, Tokens};
+use crate::pages::{HiddenPool, Slot, Staged};
+use crate::units::{Bytes, LayerIndex, as_dim};
+use crate::watch::Board;
+
+/// What the answers are pulled towards.
+#[derive(Clone, Copy)]
+pub struct Goal<'a> {
+    /// Frozen log-probabilities of the policy.
+    pub old: &'a Scores,
+    /// Frozen log-probabilities of the reference policy, if there is a KL term.
+    pub reference: Option<&'a Scores>,
+    /// Advantage of each answer; `None` takes no part.
+    pub advantages: &'a [Option<f64>],
+    /// Weight of each token of each answer.
+    pub weights: &'a [f64],
+    /// The objective.
+    pub terms: &'a Terms,
+}
+
+/// What a replay leaves besides the adapters' gradients: this rank's share of the group's numbers.
+#[derive(Debug)]
+pub struct Replayed {
+    /// This rank's part of the loss.
+    pub loss: f64,
+    /// Smallest and largest ratio to the frozen scores on this rank; 1 where it has no token.
+    pub ratio: (f64, f64),
+    /// Tokens of this rank whose ratio was clipped in effect.
+    pub clipped: u64,
+    /// Log-probabilities of this rank's tokens.
+    pub logprobs: Scores,
+    /// The most bytes that waited in the pool of answers' hidden states.
+    pub pool_bytes: Bytes,
+}
+
+struct Replay<'a> {
+    pass: &'a Pass<'a>,
+    head: &'a Head,
+    work: &'a Work,
+    captured: &'a Captured,
+    goal: Goal<'a>,
+    pool: HiddenPool,
+    done: Replayed,
+}
+
+/// Replays every answer of `work`; gradients add up in the adapters' `.grad`.
+///
+/// # Errors
+/// When the pages were captured under other adapters than the pass's, or libtorch refuses a backward.
+pub fn run(
+    pass: &Pass,
+    head: &Head,
+    work: &Work,
+    captured: &Captured,
+    goal: Goal,
+    board: &Board,
+) -> Result<Replayed, Failure> {
+    let nothing =
+        Replayed { loss: 0.0, ratio: (1.0, 1.0), clipped: 0, logprobs: Scores(Vec::new()), pool_bytes: Bytes(0) };
+    let pool = HiddenPool::new(pass.seat.ledger.clone());
+    let mut replay = Replay { pass, head, work, captured, goal, pool, done: nothing };
+    let top = LayerIndex(pass.decoder.layers() - 1);
+    for (index, answer) in work.answers.iter().enumerate() {
+        let inputs = work.inputs(answer, pass.seat.axis.rank());
+        replay.pool.put(Slot { span: index, layer: LayerIndex(0) }, &pass.decoder.embed(&inputs));
+    }
+    for layer in (0..top.0).map(LayerIndex) {
+        board.layer(layer);
+        replay.up(layer)?;
+    }
+    board.layer(top);
+    let mut dtail = replay.top(top)?;
+    replay.done.pool_bytes = replay.pool.bytes();
+    board.enter(Phase::Sweep);
+    for layer in (0..top.0).rev().map(LayerIndex) {
+        board.layer(layer);
+        dtail = replay.down(layer, dtail)?;
+    }
+    Ok(replay.done)
+}
+
+impl Replay<'_> {
+    fn stage(&self, layer: LayerIndex) -> Result<Staged, Failure> {
+        Ok(self.captured.pages.stage(layer, self.pass.adapters.stamp())?)
+    }
+
+    fn up(&mut self, layer: LayerIndex) -> Result<(), Failure> {
+        let staged = self.stage(layer)?;
+        let past = Past::of_answers(&staged, &self.work.layout);
+        for (index, answer) in self.work.with_rows() {
+            let x_rw = self.pool.stage(Slot { span: index, layer });
+            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
+            self.pool.put(Slot { span: index, layer: LayerIndex(layer.0 + 1) }, &y_rw);
+        }
+        Ok(())
+    }
+
+    /// The top layer: every answer's forward, loss and first step back; then the tail's.
+    fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
+        let staged = self.stage(layer)?;
+        let past = Past::of_answers(&staged, &self.work.layout);
+        let mut gradient = PastGradient::zeros(&past);
+        let first = self.first_tokens();
+        let rank = self.pass.seat.axis.rank();
+        for index in 0..self.work.answers.len() {
+            let answer = &self.work.answers[index];
+            let slot = Slot { span: index, layer };
+            let first = first.as_ref().map(|all| all.narrow(0, as_dim(index as u64), 1));
+            if answer.span.is_empty() {
+                let rows = self.head.logprobs(self.pass.decoder, &self.no_rows(), &self.work.labels(answer, rank));
+                self.done.logprobs.0.push(Logprobs { rows, first });
+                continue;
+            }
+            let labels = self.work.labels(answer, rank);
+            let x_rw = self.pool.stage(slot);
+            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
+            let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
+            let dlogprobs = self.loss(index, &rows, |scores| &scores.rows);
+            let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
+            let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw };
+            let dx_tw = self.pass.backward(layer, &rows_of, &past, None, &mut gradient)?;
+            self.pool.put(slot, &dx_tw);
+            self.done.logprobs.0.push(Logprobs { rows, first });
+        }
+        let dlast = self.first_token_gradient(first.as_ref())?;
+        let dtail = self.tail_start(dlast);
+        self.tail(layer, &staged, dtail, gradient)
+    }
+
+    fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
+        let staged = self.stage(layer)?;
+        let past = Past::of_answers(&staged, &self.work.layout);
+        let mut gradient = PastGradient::zeros(&past);
+        for (index, answer) in self.work.with_rows() {
+            let (here, above) = (Slot { span: index, layer }, Slot { span: index, layer: LayerIndex(layer.0 + 1) });
+            let (x_rw, dy_rw) = (self.pool.stage(here), self.pool.stage(above));
+            let rows = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_rw };
+            let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient)?;
+            self.pool.release(above);
+            self.pool.put(here, &dx_rw);
+        }
+        self.tail(layer, &staged, dtail, gradient)
+    }
+
+    /// The tail's turn in a layer: `gradient` is what the answers have left on its state. Every rank takes part, with
+    /// or without rows.
+    fn tail(
+        &self,
+        layer: LayerIndex,
+        staged: &Staged,
+        dtail: Option<Tensor>,
+        gradient: PastGradient,
+    ) -> Result<Option<Tensor>, Failure> {
+        let Some(dy_tw) = dtail else { return Ok(None) };
+        let layout = &self.work.layout;
+        let span = layout.tail();
+        let past = Past::of_tail(staged, layout);
+        let mut constants = PastGradient::zeros(&past);
+        let later = gradient.into_tail();
+        let rows = |x_tw: &Tensor| {
+            let rows = SpanRows { span: &span, x_tw, dy_tw: &dy_tw };
+            self.pass.backward(layer, &rows, &past, later, &mut constants)
+        };
+        let dx_tw = if dy_tw.size()[0] > 0 {
+            rows(&self.captured.tail.stage(Slot { span: 0, layer }))?
+        } else {
+            rows(&self.no_rows())?
+        };
+        Ok(Some(dx_tw))
+    }
+
+    fn no_rows(&self) -> Tensor {
+        Tensor::zeros([0, self.pass.decoder.width()], (self.pass.decoder.kind(), self.pass.decoder.device()))
+    }
+
+    /// Log-probabilities of all first tokens, [answers], on the rank that owns row P−1.
+    fn first_tokens(&self) -> Option<Tensor> {
+        let x_1w = self.captured.last_row.as_ref()?;
+        Some(self.head.logprobs_of_row(self.pass.decoder, x_1w, &self.work.first_labels()))
+    }
+
+    /// Adds the first tokens to the loss; returns the gradient of row P−1, [1, w], summed over the group.
+    fn first_token_gradient(&mut self, first: Option<&Tensor>) -> Result<Option<Tensor>, Failure> {
+        let (Some(all), Some(x_1w)) = (first, self.captured.last_row.as_ref()) else { return Ok(None) };
+        let dlogprobs: Vec<Tensor> = (0..self.work.answers.len())
+            .map(|index| {
+                let logprobs = all.narrow(0, as_dim(index as u64), 1);
+                self.loss(index, &logprobs, |scores| scores.first.as_ref().expect("the owner scored the first token"))
+            })
+            .collect();
+        let gradient = Tensor::cat(&dlogprobs, 0);
+        Ok(Some(self.head.backward_of_row(self.pass.decoder, x_1w, &self.work.first_labels(), &gradient)?))
+    }
+
+    /// The gradient with which the tail enters the sweep: zero but for row P−1. `None` if no row carries gradient.
+    fn tail_start(&self, dlast: Option<Tensor>) -> Option<Tensor> {
+        let tail = self.work.layout.tail();
+        if tail.is_empty() {
+            return None;
+        }
+        let rows: i64 = tail.of(self.pass.seat.axis.rank()).map(|piece| piece.rows().dim()).sum();
+        let kind = (self.pass.decoder.kind(), self.pass.decoder.device());
+        let dtail = Tensor::zeros([rows, self.pass.decoder.width()], kind);
+        if let Some(dlast) = dlast {
+            dtail.narrow(0, rows - 1, 1).copy_(&dlast);
+        }
+        Some(dtail)
+    }
+
+    /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities.
+    fn loss(&mut self, index: usize, logprobs: &Tensor, of: impl Fn(&Logprobs) -> &Tensor) -> Tensor {
+        let Some(advantage) = self.goal.advantages[index] else { return logprobs.zeros_like() };
+        let tokens = Tokens {
+            logprobs,
+            old: of(&self.goal.old.0[index]),
+            reference: self.goal.reference.map(|scores| of(&scores.0[index])),
+            advantage,
+            weight: self.goal.weights[index],
+        };
+        let added = objective::tokens(&tokens, self.goal.terms);
+        self.done.loss += added.loss;
+        self.done.clipped += added.clipped;
+        if let Some((least, most)) = added.ratio {
+            self.done.ratio = (self.done.ratio.0.min(least), self.done.ratio.1.max(most));
+        }
+        added.dlogprobs
+    }
+}
