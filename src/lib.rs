@@ -7,3 +7,9 @@
 // Row 0.
 pub mod failure;
 pub mod units;
+
+// Row 2.
+pub mod tensor;
+
+// Row 5.
+pub mod model;

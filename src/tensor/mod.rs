@@ -1,0 +1,3 @@
+//! The boundary to libtorch: the only place, besides `world`, with `unsafe` code.
+
+pub mod bytes;
