@@ -247,3 +247,163 @@ pub fn rotate_half_split(x_thd: &Tensor, cos_tn: &Tensor, sin_tn: &Tensor) -> Te
     }
     Tensor::cat(&parts, 2)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(config: &Value, replacement: Option<&Value>) -> (RopeSpec, Vec<Problem>) {
+        let mut keys = Keys::of_text_model(config.as_object().unwrap());
+        let rotary_dim = config["head_dim"].as_u64().unwrap();
+        let positions = config["max_position_embeddings"].as_u64().unwrap();
+        (RopeSpec::read(&mut keys, replacement, rotary_dim, positions), keys.problems)
+    }
+
+    fn assert_close(found: &[f64], wanted: &[f64]) {
+        assert_eq!(found.len(), wanted.len());
+        for (found, wanted) in found.iter().zip(wanted) {
+            assert!((found - wanted).abs() <= 1e-14 * wanted.abs(), "{found} is not {wanted}");
+        }
+    }
+
+    /// The expected numbers below are those of the published implementation (transformers 5.24.0), run in float64.
+    fn check(config: &Value, frequencies: &[f64], gain: f64) {
+        let (spec, problems) = read(config, None);
+        assert_eq!(problems, []);
+        let rope = Rope::new(&spec);
+        assert_close(&rope.inverse_frequencies, frequencies);
+        assert_close(&[rope.gain], &[gain]);
+    }
+
+    #[test]
+    fn llama3_frequencies_are_the_published_ones() {
+        let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 512, "rope_parameters": {
+            "rope_theta": 500_000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}});
+        let frequencies = [
+            1.0,
+            0.079_403_009_179_208_2,
+            0.004_700_753_866_357_992,
+            0.000_911_583_092_152_138_6,
+            0.000_176_776_695_296_636_88,
+            3.428_102_195_952_591e-5,
+            6.647_869_871_181_236e-6,
+            1.289_173_172_151_557_4e-6,
+        ];
+        check(&config, &frequencies, 1.0);
+    }
+
+    #[test]
+    fn yarn_frequencies_and_gain_are_the_published_ones() {
+        let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 40_960, "rope_theta": 1e6,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}});
+        let frequencies = [
+            1.0,
+            0.177_827_941_003_892_26,
+            0.031_622_776_601_683_79,
+            0.004_217_559_938_927_618,
+            0.0005,
+            4.445_698_525_097_307e-5,
+            7.905_694_150_420_949e-6,
+            1.405_853_312_975_872_8e-6,
+        ];
+        check(&config, &frequencies, 1.138_629_436_111_989);
+    }
+
+    #[test]
+    fn yarn_with_untruncated_edges_and_two_mscales_is_the_published_one() {
+        let config = serde_json::json!({"head_dim": 12, "max_position_embeddings": 1024, "rope_parameters": {
+            "rope_theta": 10_000.0, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64,
+            "beta_fast": 16, "beta_slow": 2, "truncate": false, "mscale": 0.7, "mscale_all_dim": 1.2}});
+        let frequencies = [
+            1.0,
+            0.024_979_733_366_231_743,
+            0.002_900_993_021_007_987_6,
+            0.000_625,
+            0.000_134_652_168_126_992_77,
+            2.900_993_021_007_985_5e-5,
+        ];
+        check(&config, &frequencies, 0.895_979_343_709_375);
+    }
+
+    #[test]
+    fn a_replacement_keeps_the_files_base_and_null_removes_the_scaling() {
+        let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}});
+        let yarn = serde_json::json!({"rope_type": "yarn", "original_max_position_embeddings": 250});
+        let (spec, problems) = read(&config, Some(&yarn));
+        assert_eq!(problems, []);
+        assert_close(&[spec.theta], &[1e6]);
+        assert!(matches!(spec.scaling, Scaling::Yarn { factor: 4.0, original_positions: 250, .. }), "{spec:?}");
+        let scaled = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000, "rope_theta": 7.0,
+            "rope_scaling": {"rope_type": "yarn", "factor": 2.0}});
+        let (spec, problems) = read(&scaled, Some(&Value::Null));
+        assert_eq!((problems, spec.scaling), (vec![], Scaling::Default));
+        assert_close(&[spec.theta], &[7.0]);
+    }
+
+    #[test]
+    fn rope_types_that_are_not_computed_are_refused_by_name() {
+        for kind in ["dynamic", "longrope", "linear", "mrope"] {
+            let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000,
+                "rope_scaling": {"type": kind, "factor": 2.0}});
+            let (_, problems) = read(&config, None);
+            let [problem] = &problems[..] else { panic!("{problems:?}") };
+            let words = problem.to_string();
+            assert!(words.contains("`rope_scaling.type`") && words.contains(kind) && words.contains("yarn"), "{words}");
+        }
+    }
+
+    #[test]
+    fn incomplete_scaling_names_every_missing_key() {
+        let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000,
+            "rope_scaling": {"rope_type": "llama3", "factor": -2.0}, "partial_rotary_factor": 0.5});
+        let (_, problems) = read(&config, None);
+        let words: Vec<String> = problems.iter().map(ToString::to_string).collect();
+        assert_eq!(words.len(), 4, "{words:?}");
+        let all = words.join("\n");
+        for key in ["partial_rotary_factor", "`rope_scaling.factor` is -2.0", "low_freq_factor", "high_freq_factor"] {
+            assert!(all.contains(key), "{all}");
+        }
+    }
+
+    #[test]
+    fn tables_hold_the_angles_of_their_own_positions() {
+        let spec = RopeSpec { theta: 100.0, rotary_dim: 4, scaling: Scaling::Default };
+        let rope = Rope { gain: 1.5, ..Rope::new(&spec) };
+        let (cos_td, sin_td) = rope.tables(2_000_003..2_000_005, Kind::Double, Kind::Double, Device::Cpu);
+        assert_eq!(cos_td.size(), [2, 2]);
+        for (row, position) in [2_000_003.0_f64, 2_000_004.0].into_iter().enumerate() {
+            for (pair, inverse) in [1.0, 0.1].into_iter().enumerate() {
+                let at = [i64::try_from(row).unwrap(), i64::try_from(pair).unwrap()];
+                let angle: f64 = position * inverse;
+                assert!((cos_td.double_value(&at) - 1.5 * angle.cos()).abs() < 1e-9);
+                assert!((sin_td.double_value(&at) - 1.5 * angle.sin()).abs() < 1e-9);
+            }
+        }
+        let (cos_td, _) = rope.tables(0..3, Kind::Float, Kind::BFloat16, Device::Cpu);
+        assert_eq!((cos_td.kind(), cos_td.size()), (Kind::BFloat16, vec![3, 2]));
+        assert_eq!(rope.tables(5..5, Kind::Float, Kind::Float, Device::Cpu).0.size(), [0, 2]);
+    }
+
+    #[test]
+    fn rotation_turns_each_pair_and_leaves_the_rest() {
+        let x_thd = Tensor::from_slice(&[1.0, 2.0, 3.0, 4.0, 9.0, -1.0, 0.5, 2.0, 1.0, 7.0]).view([1, 2, 5]);
+        let angles = [0.3_f64, -1.1];
+        let (cos, sin) = (angles.map(f64::cos), angles.map(f64::sin));
+        let turned =
+            rotate_half_split(&x_thd, &Tensor::from_slice(&cos).view([1, 2]), &Tensor::from_slice(&sin).view([1, 2]));
+        let turned: Vec<f64> = Vec::try_from(turned.view([-1])).unwrap();
+        let x: Vec<f64> = Vec::try_from(x_thd.view([-1])).unwrap();
+        for head in [0, 5] {
+            for pair in 0..2 {
+                // The same rotation as a product of complex numbers in polar form.
+                let (a, b) = (x[head + pair], x[head + pair + 2]);
+                let (radius, angle) = (a.hypot(b), b.atan2(a) + angles[pair]);
+                assert!((turned[head + pair] - radius * angle.cos()).abs() < 1e-14);
+                assert!((turned[head + pair + 2] - radius * angle.sin()).abs() < 1e-14);
+            }
+            assert!((turned[head + 4] - x[head + 4]).abs() < f64::EPSILON);
+        }
+    }
+}
