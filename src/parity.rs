@@ -187,7 +187,7 @@ impl Case {
             .map_err(|error| Error::Read { file: self.file.clone(), message: error.to_string() })
     }
 
-    fn adapters(&self, spec: &Spec, acc: Kind) -> Result<Adapters, Error> {
+    fn adapters(&self, spec: &Spec, acc: Kind) -> Adapters {
         let mut pairs = Vec::new();
         for linear in spec.linear_layers() {
             let of = |half: &str| self.expected.get(&format!("lora.{}.lora_{half}", linear.module));
@@ -196,7 +196,7 @@ impl Case {
             }
         }
         let rank = f64::from(u32::try_from(self.about.lora_rank).unwrap_or(1));
-        Ok(Adapters::new(pairs, self.about.lora_alpha / rank, "policy"))
+        Adapters::new(pairs, self.about.lora_alpha / rank, "policy")
     }
 }
 
@@ -217,7 +217,7 @@ pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Fa
     let answers = (0..case.about.answer_lens.len()).map(|index| case.ids(&format!("answer_ids.{index}")));
     let work = Work::new(layout, prompt_ids, answers.collect::<Result<_, _>>()?);
     let ledger = Ledger::default();
-    let adapters = case.adapters(&spec, accumulation(options.kind))?;
+    let adapters = case.adapters(&spec, accumulation(options.kind));
     let seat = Seat { axis: &world.cp, ledger: &ledger };
     let pass = Pass { decoder: &*decoder, adapters: &adapters, seat, micro_block: options.micro_block };
     let captured = capture::run(&pass, &work, Residency::Host, board)?;

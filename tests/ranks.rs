@@ -1,4 +1,6 @@
 //! Claims about any number of ranks; run under `mpirun -n N`.
+#![expect(clippy::print_stdout, reason = "a test binary without a harness prints its own results")]
+
 fn main() {
     let board = longstraw::watch::Board::default();
     let world = longstraw::world::World::start(None, board).expect("MPI starts");

@@ -1,0 +1,351 @@
+//! Adapters on disk in PEFT's format: `adapter_model.safetensors` (float32) and `adapter_config.json`.
+//!
+//! An adapter of rank r on a linear layer W is the pair A [r, inputs], B [outputs, r]: y = Wx + (alpha / r)·B·A·x. Both files
+//! are written beside their final names, brought to the disk, and renamed, weights first: a reader sees a whole file or none.
+
+mod error;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{TensorView, View};
+use safetensors::{Dtype, SafeTensors, serialize_to_file};
+use serde_json::{Map, Value, json};
+use tch::{Device, Kind, Tensor};
+
+pub use self::error::{Error, Problem, Problems};
+use super::shards::kind_of;
+use super::spec::{self, Linear, Spec};
+use crate::tensor::bytes::{self, bytes_of, fill_from_bytes, map_file};
+use crate::units::{as_dim, as_index, from_dim, from_index};
+
+/// The file of the adapters' values.
+pub const VALUES: &str = "adapter_model.safetensors";
+/// The file that says what they are.
+pub const CONFIG: &str = "adapter_config.json";
+
+/// Prefix of every name in the file: PEFT's wrapper around the model.
+const NAME_PREFIX: &str = "base_model.model.";
+
+/// What all adapters of a model have in common.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdapterShape {
+    /// Rank of each pair.
+    pub rank: u64,
+    /// Numerator of the scale alpha / rank.
+    pub alpha: f64,
+    /// Projections that carry a pair, in the family's order.
+    pub targets: Vec<String>,
+    /// Where the base model came from, as the run names it.
+    pub base_model: String,
+}
+
+/// The pair of one linear layer.
+#[derive(Debug)]
+pub struct AdapterEntry {
+    /// The linear layer (`model.layers.0.self_attn.q_proj`).
+    pub module: String,
+    /// A, [rank, inputs].
+    pub a_ri: Tensor,
+    /// B, [outputs, rank].
+    pub b_or: Tensor,
+}
+
+/// Saves `entries` into `folder`, which is made if it is not there. Values are stored as float32.
+///
+/// # Errors
+/// When a file cannot be written; what was begun is removed, and files of an earlier save stay as they were.
+pub fn save(folder: &Path, shape: &AdapterShape, entries: &[AdapterEntry]) -> Result<(), Error> {
+    let mut views = Vec::with_capacity(2 * entries.len());
+    for entry in entries {
+        for (half, tensor) in [("lora_A", &entry.a_ri), ("lora_B", &entry.b_or)] {
+            let name = format!("{NAME_PREFIX}{}.{half}.weight", entry.module);
+            let value = HostValue::of(tensor).map_err(|source| Error::Tensor { name: name.clone(), source })?;
+            views.push((name, value));
+        }
+    }
+    fs::create_dir_all(folder).map_err(|source| Error::File { file: folder.to_owned(), source })?;
+    let values = Begun::beside(folder, VALUES);
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    serialize_to_file(views, Some(metadata), &values.partial)
+        .map_err(|source| Error::Values { file: values.partial.clone(), source })?;
+    let config = Begun::beside(folder, CONFIG);
+    let text = format!("{:#}\n", config_of(shape));
+    config.step(|partial| File::create(partial)?.write_all(text.as_bytes()))?;
+    for file in [&values, &config] {
+        file.step(|partial| File::open(partial)?.sync_all())?;
+    }
+    for file in [&values, &config] {
+        file.step(|partial| fs::rename(partial, &file.target))?;
+    }
+    values.step(|_| File::open(folder)?.sync_all())
+}
+
+/// Loads the adapters in `folder` for the model `spec`, as `kind` on `device`, in canonical order.
+///
+/// `wanted` is what the run asks for: rank, alpha and targets must then be the same (the base model's name is not compared,
+/// since it may have been moved).
+///
+/// # Errors
+/// When a file is absent or damaged, or anything does not match: everything wrong in one message.
+pub fn load(
+    folder: &Path,
+    spec: &Spec,
+    wanted: Option<&AdapterShape>,
+    kind: Kind,
+    device: Device,
+) -> Result<(AdapterShape, Vec<AdapterEntry>), Error> {
+    let refused = |problems| Error::Refused { folder: folder.to_owned(), problems: Problems(problems) };
+    let mut problems = Vec::new();
+    let read = read_config(folder, spec, &mut problems)?;
+    let Some((shape, linears)) = read.filter(|_| problems.is_empty()) else { return Err(refused(problems)) };
+    compare_with_run(&shape, wanted, &mut problems);
+    let file = folder.join(VALUES);
+    let map = map_file(&file).map_err(|source| Error::File { file: file.clone(), source })?;
+    let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Values { file, source })?;
+    compare_tensors(&tensors.tensors().into_iter().collect(), &shape, &linears, &mut problems);
+    if !problems.is_empty() {
+        return Err(refused(problems));
+    }
+    let mut entries = Vec::with_capacity(linears.len());
+    for linear in linears {
+        let [(a_name, a_shape), (b_name, b_shape)] = pair(&linear, shape.rank);
+        let mut read = |name: String, size: [u64; 2]| {
+            let filled = read_tensor(&tensors, &name, size, kind, device);
+            let tensor = filled.map_err(|source| Error::Tensor { name: name.clone(), source })?;
+            let finite = tensor.isfinite().sum(Kind::Int64).int64_value(&[]);
+            let (elements, finite) = (from_index(tensor.numel()), from_dim(finite));
+            if finite != elements {
+                problems.push(Problem::NotFinite { name, count: elements - finite, elements });
+            }
+            Ok(tensor)
+        };
+        let (a_ri, b_or) = (read(a_name, a_shape)?, read(b_name, b_shape)?);
+        entries.push(AdapterEntry { module: linear.module, a_ri, b_or });
+    }
+    if problems.is_empty() { Ok((shape, entries)) } else { Err(refused(problems)) }
+}
+
+/// A file being written beside its final name; removed again unless it was renamed.
+struct Begun {
+    partial: PathBuf,
+    target: PathBuf,
+}
+
+impl Begun {
+    fn beside(folder: &Path, name: &str) -> Begun {
+        Begun { partial: folder.join(format!(".{name}.partial")), target: folder.join(name) }
+    }
+
+    fn step(&self, action: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), Error> {
+        action(&self.partial).map_err(|source| Error::File { file: self.target.clone(), source })
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        // After a rename nothing is left to remove, and a failed removal changes nothing about the failure that led here.
+        let _ = fs::remove_file(&self.partial);
+    }
+}
+
+/// A tensor's values in host memory as float32.
+struct HostValue {
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl HostValue {
+    fn of(tensor: &Tensor) -> Result<HostValue, bytes::Error> {
+        let shape = tensor.size().into_iter().map(|size| as_index(from_dim(size))).collect();
+        let bytes = bytes_of(&tensor.f_detach()?.f_to_kind(Kind::Float)?)?;
+        Ok(HostValue { shape, bytes })
+    }
+}
+
+impl View for HostValue {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
+        (&self.bytes).into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+/// PEFT's config of plain LoRA, with the keys of its other variants switched off.
+fn config_of(shape: &AdapterShape) -> Value {
+    // PEFT states alpha as a whole number where it is one.
+    let alpha =
+        if shape.alpha.fract() == 0.0 { json!(format!("{:.0}", shape.alpha).parse::<i64>().ok()) } else { Value::Null };
+    let alpha = if alpha.is_null() { json!(shape.alpha) } else { alpha };
+    json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": shape.base_model,
+        "r": shape.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": shape.targets,
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "init_lora_weights": true,
+        "inference_mode": true,
+        "layers_pattern": null,
+        "layers_to_transform": null,
+        "modules_to_save": null,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_dora": false,
+        "use_rslora": false,
+    })
+}
+
+/// Reads the config; `None` when a problem leaves rank, alpha or targets unknown.
+fn read_config(
+    folder: &Path,
+    spec: &Spec,
+    problems: &mut Vec<Problem>,
+) -> Result<Option<(AdapterShape, Vec<Linear>)>, Error> {
+    let file = folder.join(CONFIG);
+    let text = fs::read(&file).map_err(|source| Error::File { file: file.clone(), source })?;
+    let config: Map<String, Value> = serde_json::from_slice(&text).map_err(|source| Error::NotJson { file, source })?;
+    let mut refuse = |key: &'static str, wanted: &str| {
+        let found = config.get(key).map_or_else(|| "absent".to_owned(), Value::to_string);
+        problems.push(Problem::Key { key, found, wanted: wanted.to_owned() });
+    };
+    let off = |key: &str| match config.get(key) {
+        None | Some(Value::Null | Value::Bool(false)) => true,
+        Some(Value::Object(table)) => table.is_empty(),
+        Some(Value::Array(list)) => list.is_empty(),
+        Some(_) => false,
+    };
+    if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
+        refuse("peft_type", "\"LORA\"");
+    }
+    if config.get("bias").is_some_and(|bias| bias != "none") {
+        refuse("bias", "\"none\"");
+    }
+    for key in [
+        "use_dora",
+        "use_rslora",
+        "fan_in_fan_out",
+        "lora_bias",
+        "rank_pattern",
+        "alpha_pattern",
+        "modules_to_save",
+        "layers_to_transform",
+        "exclude_modules",
+        "target_parameters",
+    ] {
+        if !off(key) {
+            refuse(key, "absent or off: plain LoRA on whole linear layers is computed");
+        }
+    }
+    let rank = config.get("r").and_then(Value::as_u64).filter(|rank| (1..1 << 31).contains(rank));
+    if rank.is_none() {
+        refuse("r", "a rank of 1 or more");
+    }
+    let alpha = config.get("lora_alpha").and_then(Value::as_f64).filter(|alpha| alpha.is_finite());
+    if alpha.is_none() {
+        refuse("lora_alpha", "a finite number");
+    }
+    let linears = match read_targets(config.get("target_modules"), spec) {
+        Ok(linears) => linears,
+        Err(wanted) => {
+            refuse("target_modules", &wanted);
+            return Ok(None);
+        }
+    };
+    let (Some(rank), Some(alpha)) = (rank, alpha) else { return Ok(None) };
+    let base_model = config.get("base_model_name_or_path").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let in_order =
+        spec.projections().into_iter().filter(|name| linears.iter().any(|linear| linear.projection == *name));
+    let targets = in_order.map(str::to_owned).collect();
+    Ok(Some((AdapterShape { rank, alpha, targets, base_model }, linears)))
+}
+
+/// The linear layers that the config's targets name, or what the value must be.
+fn read_targets(value: Option<&Value>, spec: &Spec) -> Result<Vec<Linear>, String> {
+    let listed = value.and_then(Value::as_array);
+    let names: Option<Vec<String>> =
+        listed.and_then(|list| list.iter().map(|name| name.as_str().map(str::to_owned)).collect());
+    let names = names.ok_or_else(|| "a list of projection names".to_owned())?;
+    spec.adapted(Some(&names)).map_err(|error| match error {
+        spec::Error::Target { known, .. } | spec::Error::NoTarget { known, .. } => format!("a list out of {known}"),
+        other => other.to_string(),
+    })
+}
+
+fn compare_with_run(found: &AdapterShape, wanted: Option<&AdapterShape>, problems: &mut Vec<Problem>) {
+    let Some(wanted) = wanted else { return };
+    let mut differ = |key: &'static str, found: String, wanted: String| {
+        if found != wanted {
+            problems.push(Problem::Key { key, found, wanted: format!("{wanted}, as this run's [lora] asks") });
+        }
+    };
+    differ("r", found.rank.to_string(), wanted.rank.to_string());
+    differ("lora_alpha", found.alpha.to_string(), wanted.alpha.to_string());
+    let sorted = |names: &[String]| {
+        let mut names = names.to_vec();
+        names.sort();
+        names.join(", ")
+    };
+    differ("target_modules", sorted(&found.targets), sorted(&wanted.targets));
+}
+
+/// Names in the file and shapes of a linear layer's A and B.
+fn pair(linear: &Linear, rank: u64) -> [(String, [u64; 2]); 2] {
+    [("lora_A", [rank, linear.inputs]), ("lora_B", [linear.outputs, rank])]
+        .map(|(half, shape)| (format!("{NAME_PREFIX}{}.{half}.weight", linear.module), shape))
+}
+
+fn compare_tensors(
+    found: &BTreeMap<String, TensorView<'_>>,
+    shape: &AdapterShape,
+    linears: &[Linear],
+    problems: &mut Vec<Problem>,
+) {
+    let expected: BTreeMap<String, [u64; 2]> = linears.iter().flat_map(|linear| pair(linear, shape.rank)).collect();
+    for (name, wanted) in &expected {
+        if !found.contains_key(name) {
+            problems.push(Problem::Missing { name: name.clone(), shape: *wanted });
+        }
+    }
+    for (name, view) in found {
+        let found: Vec<u64> = view.shape().iter().map(|size| from_index(*size)).collect();
+        let name = name.clone();
+        match expected.get(&name) {
+            None => problems.push(Problem::Extra { name, shape: found }),
+            Some(wanted) if found != wanted => problems.push(Problem::Shape { name, found, wanted: *wanted }),
+            Some(_) if kind_of(view.dtype()).is_none() => {
+                problems.push(Problem::Dtype { name, dtype: view.dtype().to_string() });
+            }
+            Some(_) => {}
+        }
+    }
+}
+
+fn read_tensor(
+    tensors: &SafeTensors<'_>,
+    name: &str,
+    shape: [u64; 2],
+    kind: Kind,
+    device: Device,
+) -> Result<Tensor, bytes::Error> {
+    let view = tensors.tensor(name).expect("presence was checked");
+    let source_kind = kind_of(view.dtype()).expect("dtypes were checked");
+    let mut tensor = Tensor::f_empty(shape.map(as_dim), (kind, device))?;
+    fill_from_bytes(&mut tensor, view.data(), source_kind)?;
+    Ok(tensor)
+}

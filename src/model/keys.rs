@@ -1,0 +1,247 @@
+//! Reading a published `config.json`: typed look-ups that collect every problem instead of stopping at the first.
+
+use std::fmt;
+
+use serde_json::{Map, Value};
+
+/// Problems that one message lists; further ones are counted.
+pub const PROBLEMS_MAX: usize = 16;
+
+/// Largest count that a config may state (tensor dimensions stay far below 2³¹).
+const COUNT_MAX: u64 = 1 << 31;
+
+/// One thing that is wrong with a config, with its key and value.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Problem {
+    /// A key that the family needs is not there.
+    #[error("`{key}` is missing; a model of this family states it")]
+    Missing {
+        /// The key.
+        key: String,
+    },
+    /// A value of the wrong kind or outside its range.
+    #[error("`{key}` is {found}; it must be {wanted}")]
+    Value {
+        /// The key.
+        key: String,
+        /// The value, as JSON.
+        found: String,
+        /// What is accepted.
+        wanted: &'static str,
+    },
+    /// The family is not known.
+    #[error(
+        "`{key}` is \"{found}\", which longstraw does not compute; it computes {known}, and the nearest of these is \"{nearest}\""
+    )]
+    ModelType {
+        /// The key.
+        key: String,
+        /// The type in the file.
+        found: String,
+        /// The types longstraw computes.
+        known: String,
+        /// The one spelled most alike.
+        nearest: String,
+    },
+    /// A valid value whose maths is not built.
+    #[error("`{key}` is {found}, which longstraw does not compute; it computes {supported}")]
+    Unsupported {
+        /// The key.
+        key: String,
+        /// The value, as JSON.
+        found: String,
+        /// What is computed.
+        supported: &'static str,
+    },
+    /// Query heads do not share key/value heads evenly.
+    #[error(
+        "`num_attention_heads` is {query_heads} and `num_key_value_heads` is {kv_heads}; the first must be a multiple of the second"
+    )]
+    Heads {
+        /// Query heads.
+        query_heads: u64,
+        /// Key and value heads.
+        kv_heads: u64,
+    },
+    /// No head width is stated and none can be derived.
+    #[error(
+        "`head_dim` is missing and `hidden_size` {width} is no multiple of `num_attention_heads` {query_heads}; state `head_dim`"
+    )]
+    HeadDim {
+        /// Model width.
+        width: u64,
+        /// Query heads.
+        query_heads: u64,
+    },
+    /// A per-layer list of the wrong length.
+    #[error("`{key}` has {found} entries for {layers} layers (`num_hidden_layers`)")]
+    Layers {
+        /// The key.
+        key: String,
+        /// Entries in the file.
+        found: usize,
+        /// Layers of the model.
+        layers: usize,
+    },
+}
+
+/// All problems of one file, in one line.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Problems(pub Vec<Problem>);
+
+impl fmt::Display for Problems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, problem) in self.0.iter().take(PROBLEMS_MAX).enumerate() {
+            write!(f, "{}{problem}", if i == 0 { "" } else { "; " })?;
+        }
+        match self.0.len().saturating_sub(PROBLEMS_MAX) {
+            0 => Ok(()),
+            more => write!(f, "; and {more} more"),
+        }
+    }
+}
+
+/// A table of a config, and the problems found in it so far.
+///
+/// Every look-up returns a usable value, so that reading goes on to the next key; the value of a key with a problem is
+/// never used, because a file with problems is refused as a whole.
+#[derive(Debug)]
+pub struct Keys<'a> {
+    table: &'a Map<String, Value>,
+    outer: &'a Map<String, Value>,
+    prefix: &'a str,
+    /// What is wrong so far.
+    pub problems: Vec<Problem>,
+}
+
+impl<'a> Keys<'a> {
+    /// The text model's table of a config: `text_config` where there is one, else the whole file.
+    #[must_use]
+    pub fn of_text_model(config: &'a Map<String, Value>) -> Keys<'a> {
+        match config.get("text_config").and_then(Value::as_object) {
+            Some(inner) => Keys { table: inner, outer: config, prefix: "text_config.", problems: Vec::new() },
+            None => Keys { table: config, outer: config, prefix: "", problems: Vec::new() },
+        }
+    }
+
+    /// Another table of the same file (or one given in its place), named `prefix`.
+    #[must_use]
+    pub fn within<'b>(table: &'b Map<String, Value>, prefix: &'b str) -> Keys<'b> {
+        Keys { table, outer: table, prefix, problems: Vec::new() }
+    }
+
+    /// The key as messages name it.
+    #[must_use]
+    pub fn name(&self, key: &str) -> String {
+        format!("{}{key}", self.prefix)
+    }
+
+    /// The raw value; `null` counts as absent.
+    #[must_use]
+    pub fn value(&self, key: &str) -> Option<&'a Value> {
+        self.table.get(key).filter(|value| !value.is_null())
+    }
+
+    /// The raw value of a key that may stand in the text model's table or at the top level; `null` counts as absent.
+    #[must_use]
+    pub fn value_here_or_outside(&self, key: &str) -> Option<&'a Value> {
+        self.value(key).or_else(|| self.outer.get(key).filter(|value| !value.is_null()))
+    }
+
+    /// Whether the key is there, be it `null`.
+    #[must_use]
+    pub fn states(&self, key: &str) -> bool {
+        self.table.contains_key(key)
+    }
+
+    /// A count of at least 1. Absent: `default`, or a problem where there is none.
+    pub fn count(&mut self, key: &str, default: Option<u64>) -> u64 {
+        let Some(value) = self.value(key) else {
+            return default.unwrap_or_else(|| {
+                self.problems.push(Problem::Missing { key: self.name(key) });
+                1
+            });
+        };
+        value.as_u64().filter(|count| (1..=COUNT_MAX).contains(count)).unwrap_or_else(|| {
+            self.refuse(key, value, "a whole number from 1 to 2^31");
+            1
+        })
+    }
+
+    /// A finite number above 0. Absent: `default`, or a problem where there is none.
+    pub fn positive(&mut self, key: &str, default: Option<f64>) -> f64 {
+        let Some(value) = self.value(key) else {
+            return default.unwrap_or_else(|| {
+                self.problems.push(Problem::Missing { key: self.name(key) });
+                1.0
+            });
+        };
+        value.as_f64().filter(|x| x.is_finite() && *x > 0.0).unwrap_or_else(|| {
+            self.refuse(key, value, "a finite number above 0");
+            1.0
+        })
+    }
+
+    /// A finite number that may be absent.
+    pub fn number(&mut self, key: &str) -> Option<f64> {
+        let value = self.value(key)?;
+        let number = value.as_f64().filter(|x| x.is_finite());
+        if number.is_none() {
+            self.refuse(key, value, "a finite number");
+        }
+        number
+    }
+
+    /// A switch. Absent: `default`.
+    pub fn flag(&mut self, key: &str, default: bool) -> bool {
+        self.flag_from(self.value(key), key, default)
+    }
+
+    /// A switch that may stand in the text model's table or at the top level.
+    pub fn flag_here_or_outside(&mut self, key: &str, default: bool) -> bool {
+        self.flag_from(self.value_here_or_outside(key), key, default)
+    }
+
+    /// A word. Absent: `default`.
+    pub fn word(&mut self, key: &str, default: &'a str) -> &'a str {
+        let Some(value) = self.value(key) else { return default };
+        value.as_str().unwrap_or_else(|| {
+            self.refuse(key, value, "a word in quotes");
+            default
+        })
+    }
+
+    /// Token ids: one, a list, or none.
+    pub fn tokens(&mut self, key: &str, default: &[u64]) -> Vec<u64> {
+        if !self.states(key) {
+            return default.to_vec();
+        }
+        let Some(value) = self.value(key) else { return Vec::new() };
+        let ids: Option<Vec<u64>> = match value {
+            Value::Array(ids) => ids.iter().map(Value::as_u64).collect(),
+            one => one.as_u64().map(|id| vec![id]),
+        };
+        ids.unwrap_or_else(|| {
+            self.refuse(key, value, "a token id or a list of token ids");
+            Vec::new()
+        })
+    }
+
+    /// Notes that the value of `key` is not one of what is `wanted`.
+    pub fn refuse(&mut self, key: &str, found: &Value, wanted: &'static str) {
+        self.problems.push(Problem::Value { key: self.name(key), found: found.to_string(), wanted });
+    }
+
+    /// Notes that the maths behind the value of `key` is not built.
+    pub fn unsupported(&mut self, key: &str, found: &Value, supported: &'static str) {
+        self.problems.push(Problem::Unsupported { key: self.name(key), found: found.to_string(), supported });
+    }
+
+    fn flag_from(&mut self, value: Option<&Value>, key: &str, default: bool) -> bool {
+        let Some(value) = value else { return default };
+        value.as_bool().unwrap_or_else(|| {
+            self.refuse(key, value, "true or false");
+            default
+        })
+    }
+}

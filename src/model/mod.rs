@@ -1,0 +1,19 @@
+//! Decoders: what a checkpoint is, how it is loaded, and the maths of one block.
+//!
+//! Upstream names (config keys, tensor names) stop in `keys`, `spec` and `family`; a family is one file there. A block is
+//! segment A, a mixer and segment B; phases drive blocks through `pass` and know nothing of what is inside.
+
+pub mod adapter_file;
+pub mod attention;
+pub mod decoder;
+pub mod dense;
+pub mod family;
+pub mod head;
+pub mod keys;
+pub mod lora;
+pub mod mixer;
+pub mod pass;
+pub mod rope;
+pub mod shards;
+pub mod spec;
+pub mod weights;

@@ -1,0 +1,409 @@
+//! Rotary position embedding: inverse frequencies and gain (default, llama3, YaRN), tables, and the half-split rotation.
+//!
+//! The formulas are those of the published configs' readers: Llama 3.1's frequency blend, and YaRN (arXiv 2309.00071) with
+//! its static attention factor. Frequencies are float64 here; the angle is formed in the accumulation dtype.
+
+use std::f64::consts::PI;
+use std::ops::Range;
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+use tch::{Device, Kind, Tensor};
+
+use super::keys::{Keys, Problem};
+
+/// How inverse frequencies depend on the context length the model is stretched to.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Scaling {
+    /// None.
+    Default,
+    /// Llama 3.1: low frequencies are divided by `factor`, high ones stay, with a linear blend between.
+    Llama3 {
+        /// Stretch of the low frequencies.
+        factor: f64,
+        /// Turns over the original context below which a frequency is low.
+        low_turns: f64,
+        /// Turns over the original context above which a frequency is high.
+        high_turns: f64,
+        /// Positions of the original context.
+        original_positions: u64,
+    },
+    /// YaRN: a ramp over the frequency index between no division and division by `factor`.
+    Yarn {
+        /// Stretch of the low frequencies.
+        factor: f64,
+        /// Turns over the original context at which the ramp begins.
+        fast_turns: f64,
+        /// Turns over the original context at which the ramp ends.
+        slow_turns: f64,
+        /// Whether the ramp's ends are rounded outwards to whole indices.
+        whole_edges: bool,
+        /// Factor on cosine and sine.
+        gain: f64,
+        /// Positions of the original context.
+        original_positions: u64,
+    },
+}
+
+/// A rotary embedding as a checkpoint states it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RopeSpec {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Leading dimensions of a head that rotate (even).
+    pub rotary_dim: u64,
+    /// Context stretching.
+    pub scaling: Scaling,
+}
+
+impl RopeSpec {
+    /// Positions that the stretched embedding was made for, where it is stretched: the original context times the factor.
+    #[must_use]
+    pub fn stretched_positions(&self) -> Option<f64> {
+        match self.scaling {
+            Scaling::Default => None,
+            Scaling::Llama3 { factor, original_positions, .. } | Scaling::Yarn { factor, original_positions, .. } => {
+                Some(factor * float(original_positions))
+            }
+        }
+    }
+
+    /// Reads both spellings of the published configs: `rope_parameters`, or `rope_theta` with `rope_scaling` (a non-empty
+    /// one replaces `rope_parameters`). `replacement` takes the place of the file's scaling; `null` or an empty table in it
+    /// means none. Problems are left in `keys`.
+    #[must_use]
+    pub fn read(keys: &mut Keys<'_>, replacement: Option<&Value>, rotary_dim: u64, positions: u64) -> RopeSpec {
+        let nothing = Map::new();
+        let (name, found) = match replacement {
+            Some(value) => ("[model] rope_scaling.", Some(value).filter(|value| !value.is_null())),
+            None => match keys.value("rope_scaling").filter(|value| value.as_object().is_none_or(|t| !t.is_empty())) {
+                Some(value) => ("rope_scaling.", Some(value)),
+                None => ("rope_parameters.", keys.value("rope_parameters")),
+            },
+        };
+        let table = found.map_or(Some(&nothing), Value::as_object).unwrap_or_else(|| {
+            let key = name.trim_end_matches('.').to_owned();
+            let found = found.map_or_else(String::new, Value::to_string);
+            keys.problems.push(Problem::Value { key, found, wanted: "a table such as {\"rope_type\": \"default\"}" });
+            &nothing
+        });
+        let mut rope = Keys::within(table, name);
+        let file_theta = keys.positive("rope_theta", Some(10_000.0));
+        let replaced_theta = match (replacement, keys.value("rope_theta"), keys.value("rope_parameters")) {
+            (Some(_), None, Some(Value::Object(file))) => {
+                Keys::within(file, "rope_parameters.").positive("rope_theta", Some(file_theta))
+            }
+            _ => file_theta,
+        };
+        let theta = rope.positive("rope_theta", Some(replaced_theta));
+        for partial in [rope.value("partial_rotary_factor"), keys.value("partial_rotary_factor")].into_iter().flatten()
+        {
+            if partial.as_f64() != Some(1.0) {
+                rope.unsupported("partial_rotary_factor", partial, "1.0 for this family: every dimension rotates");
+            }
+        }
+        let scaling = read_scaling(&mut rope, rotary_dim, positions);
+        keys.problems.append(&mut rope.problems);
+        RopeSpec { theta, rotary_dim, scaling }
+    }
+}
+
+fn read_scaling(rope: &mut Keys<'_>, rotary_dim: u64, positions: u64) -> Scaling {
+    const SUPPORTED: &str = "\"default\", \"llama3\" and \"yarn\"";
+    if let Some((layer_kind, inner)) =
+        ["full_attention", "sliding_attention"].into_iter().find_map(|kind| rope.value(kind).map(|value| (kind, value)))
+    {
+        rope.unsupported(layer_kind, inner, "one rotary embedding for all layers");
+    }
+    let type_key = if rope.value("rope_type").is_some() { "rope_type" } else { "type" };
+    let kind = rope.word(type_key, "default");
+    let original_positions = rope.count("original_max_position_embeddings", Some(positions));
+    match kind {
+        "default" => Scaling::Default,
+        "llama3" => {
+            let factor = rope.positive("factor", None);
+            let low_turns = rope.positive("low_freq_factor", None);
+            let high_turns = rope.positive("high_freq_factor", None);
+            if high_turns <= low_turns && rope.problems.is_empty() {
+                let found = Value::from(high_turns);
+                rope.refuse("high_freq_factor", &found, "above `low_freq_factor`");
+            }
+            Scaling::Llama3 { factor, low_turns, high_turns, original_positions }
+        }
+        "yarn" => {
+            let factor = rope.positive("factor", Some(float(positions) / float(original_positions)));
+            let fast_turns = rope.positive("beta_fast", Some(32.0));
+            let slow_turns = rope.positive("beta_slow", Some(1.0));
+            let whole_edges = rope.flag("truncate", true);
+            let gain = yarn_gain(rope, factor);
+            if rotary_dim < 4 {
+                let found = Value::from(rotary_dim);
+                rope.refuse("rope_type", &found, "used with at least 4 rotating dimensions");
+            }
+            Scaling::Yarn { factor, fast_turns, slow_turns, whole_edges, gain, original_positions }
+        }
+        other => {
+            rope.unsupported(type_key, &Value::from(other), SUPPORTED);
+            Scaling::Default
+        }
+    }
+}
+
+/// YaRN's factor on cosine and sine: stated, or the ratio of two mscale terms, or the one of mscale 1.
+fn yarn_gain(rope: &mut Keys<'_>, factor: f64) -> f64 {
+    let term = |scale: f64| if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 };
+    if rope.value("attention_factor").is_some() {
+        return rope.positive("attention_factor", None);
+    }
+    let stated = [rope.number("mscale"), rope.number("mscale_all_dim")];
+    match stated.map(|scale| scale.filter(|s| *s != 0.0)) {
+        [Some(scale), Some(all_dims)] => term(scale) / term(all_dims),
+        _ => term(1.0),
+    }
+}
+
+/// A count of a config as a number; `keys` bounds counts well below 2³².
+fn float(count: u64) -> f64 {
+    f64::from(u32::try_from(count).expect("counts of a config stay below 2^32"))
+}
+
+/// Inverse frequencies and gain, ready to make tables.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Radians per position of each pair of dimensions; `rotary_dim / 2` of them.
+    pub inverse_frequencies: Vec<f64>,
+    /// Factor on cosine and sine (1 but for YaRN), so scores grow with its square.
+    pub gain: f64,
+    /// Leading dimensions of a head that rotate.
+    pub rotary_dim: u64,
+}
+
+impl Rope {
+    /// The frequencies that `spec` describes.
+    #[must_use]
+    pub fn new(spec: &RopeSpec) -> Rope {
+        let width = float(spec.rotary_dim);
+        let pairs = (0..spec.rotary_dim / 2).map(|j| (float(j), spec.theta.powf(-2.0 * float(j) / width)));
+        let (inverse_frequencies, gain) = match spec.scaling {
+            Scaling::Default => (pairs.map(|(_, inv)| inv).collect(), 1.0),
+            Scaling::Llama3 { factor, low_turns, high_turns, original_positions } => {
+                let blend = |inv: f64| {
+                    let turns = float(original_positions) * inv / (2.0 * PI);
+                    let keep = ((turns - low_turns) / (high_turns - low_turns)).clamp(0.0, 1.0);
+                    inv * (keep + (1.0 - keep) / factor)
+                };
+                (pairs.map(|(_, inv)| blend(inv)).collect(), 1.0)
+            }
+            Scaling::Yarn { factor, fast_turns, slow_turns, whole_edges, gain, original_positions } => {
+                let edge = |turns: f64| {
+                    width * (float(original_positions) / (2.0 * PI * turns)).ln() / (2.0 * spec.theta.ln())
+                };
+                let (start, stop) = match (edge(fast_turns), edge(slow_turns), whole_edges) {
+                    (start, stop, true) => (start.floor().max(0.0), stop.ceil().min(width - 1.0)),
+                    (start, stop, false) => (start.max(0.0), stop.min(width - 1.0)),
+                };
+                let length = if stop - start == 0.0 { 0.001 } else { stop - start };
+                let stretch = |(j, inv): (f64, f64)| {
+                    let ramp = ((j - start) / length).clamp(0.0, 1.0);
+                    inv * (1.0 - ramp) + inv / factor * ramp
+                };
+                (pairs.map(stretch).collect(), gain)
+            }
+        };
+        Rope { inverse_frequencies, gain, rotary_dim: spec.rotary_dim }
+    }
+
+    /// Cosine and sine, each [t, `rotary_dim` / 2] in dtype `out`, of the positions `start..stop`.
+    ///
+    /// The angle is position times inverse frequency in dtype `acc` (the accumulation dtype, float32 or float64), and the
+    /// gain is applied there.
+    ///
+    /// # Panics
+    /// When `acc` is coarser than float32: an angle in half precision loses whole turns.
+    pub fn tables(&self, positions: Range<i64>, acc: Kind, out: Kind, device: Device) -> (Tensor, Tensor) {
+        assert!(matches!(acc, Kind::Float | Kind::Double), "angles are formed in float32 or float64, not {acc:?}");
+        let position_t = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).to_kind(acc);
+        let inverse_d = Tensor::from_slice(&self.inverse_frequencies).to_kind(acc).to_device(device);
+        let angle_td = position_t.unsqueeze(1) * inverse_d.unsqueeze(0);
+        ((angle_td.cos() * self.gain).to_kind(out), (angle_td.sin() * self.gain).to_kind(out))
+    }
+}
+
+/// Rotates pairs (j, j + n) of the first 2n dimensions of each head; the rest pass unchanged.
+///
+/// `x_thd` is [t, heads, d], `cos_tn` and `sin_tn` are [t, n] in the same dtype, with 2n ≤ d. The result has x's shape.
+///
+/// # Panics
+/// When `x_thd` has not three dimensions.
+pub fn rotate_half_split(x_thd: &Tensor, cos_tn: &Tensor, sin_tn: &Tensor) -> Tensor {
+    let (_, _, head_dim) = x_thd.size3().expect("heads are laid out as [t, heads, d]");
+    let pairs = *cos_tn.size().last().expect("tables are laid out as [t, n]");
+    let (cos, sin) = (cos_tn.unsqueeze(1), sin_tn.unsqueeze(1));
+    let (first, second) = (x_thd.narrow(2, 0, pairs), x_thd.narrow(2, pairs, pairs));
+    let mut parts = vec![&first * &cos - &second * &sin, &second * &cos + &first * &sin];
+    if head_dim > 2 * pairs {
+        parts.push(x_thd.narrow(2, 2 * pairs, head_dim - 2 * pairs));
+    }
+    Tensor::cat(&parts, 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(config: &Value, replacement: Option<&Value>) -> (RopeSpec, Vec<Problem>) {
+        let mut keys = Keys::of_text_model(config.as_object().unwrap());
+        let rotary_dim = config["head_dim"].as_u64().unwrap();
+        let positions = config["max_position_embeddings"].as_u64().unwrap();
+        (RopeSpec::read(&mut keys, replacement, rotary_dim, positions), keys.problems)
+    }
+
+    fn assert_close(found: &[f64], wanted: &[f64]) {
+        assert_eq!(found.len(), wanted.len());
+        for (found, wanted) in found.iter().zip(wanted) {
+            assert!((found - wanted).abs() <= 1e-14 * wanted.abs(), "{found} is not {wanted}");
+        }
+    }
+
+    /// The expected numbers below are those of the published implementation (transformers 5.24.0), run in float64.
+    fn check(config: &Value, frequencies: &[f64], gain: f64) {
+        let (spec, problems) = read(config, None);
+        assert_eq!(problems, []);
+        let rope = Rope::new(&spec);
+        assert_close(&rope.inverse_frequencies, frequencies);
+        assert_close(&[rope.gain], &[gain]);
+    }
+
+    #[test]
+    fn llama3_frequencies_are_the_published_ones() {
+        let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 512, "rope_parameters": {
+            "rope_theta": 500_000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}});
+        let frequencies = [
+            1.0,
+            0.079_403_009_179_208_2,
+            0.004_700_753_866_357_992,
+            0.000_911_583_092_152_138_6,
+            0.000_176_776_695_296_636_88,
+            3.428_102_195_952_591e-5,
+            6.647_869_871_181_236e-6,
+            1.289_173_172_151_557_4e-6,
+        ];
+        check(&config, &frequencies, 1.0);
+    }
+
+    #[test]
+    fn yarn_frequencies_and_gain_are_the_published_ones() {
+        let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 40_960, "rope_theta": 1e6,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}});
+        let frequencies = [
+            1.0,
+            0.177_827_941_003_892_26,
+            0.031_622_776_601_683_79,
+            0.004_217_559_938_927_618,
+            0.0005,
+            4.445_698_525_097_307e-5,
+            7.905_694_150_420_949e-6,
+            1.405_853_312_975_872_8e-6,
+        ];
+        check(&config, &frequencies, 1.138_629_436_111_989);
+    }
+
+    #[test]
+    fn yarn_with_untruncated_edges_and_two_mscales_is_the_published_one() {
+        let config = serde_json::json!({"head_dim": 12, "max_position_embeddings": 1024, "rope_parameters": {
+            "rope_theta": 10_000.0, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64,
+            "beta_fast": 16, "beta_slow": 2, "truncate": false, "mscale": 0.7, "mscale_all_dim": 1.2}});
+        let frequencies = [
+            1.0,
+            0.024_979_733_366_231_743,
+            0.002_900_993_021_007_987_6,
+            0.000_625,
+            0.000_134_652_168_126_992_77,
+            2.900_993_021_007_985_5e-5,
+        ];
+        check(&config, &frequencies, 0.895_979_343_709_375);
+    }
+
+    #[test]
+    fn a_replacement_keeps_the_files_base_and_null_removes_the_scaling() {
+        let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}});
+        let yarn = serde_json::json!({"rope_type": "yarn", "original_max_position_embeddings": 250});
+        let (spec, problems) = read(&config, Some(&yarn));
+        assert_eq!(problems, []);
+        assert_close(&[spec.theta], &[1e6]);
+        assert!(matches!(spec.scaling, Scaling::Yarn { factor: 4.0, original_positions: 250, .. }), "{spec:?}");
+        let scaled = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000, "rope_theta": 7.0,
+            "rope_scaling": {"rope_type": "yarn", "factor": 2.0}});
+        let (spec, problems) = read(&scaled, Some(&Value::Null));
+        assert_eq!((problems, spec.scaling), (vec![], Scaling::Default));
+        assert_close(&[spec.theta], &[7.0]);
+    }
+
+    #[test]
+    fn rope_types_that_are_not_computed_are_refused_by_name() {
+        for kind in ["dynamic", "longrope", "linear", "mrope"] {
+            let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000,
+                "rope_scaling": {"type": kind, "factor": 2.0}});
+            let (_, problems) = read(&config, None);
+            let [problem] = &problems[..] else { panic!("{problems:?}") };
+            let words = problem.to_string();
+            assert!(words.contains("`rope_scaling.type`") && words.contains(kind) && words.contains("yarn"), "{words}");
+        }
+    }
+
+    #[test]
+    fn incomplete_scaling_names_every_missing_key() {
+        let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000,
+            "rope_scaling": {"rope_type": "llama3", "factor": -2.0}, "partial_rotary_factor": 0.5});
+        let (_, problems) = read(&config, None);
+        let words: Vec<String> = problems.iter().map(ToString::to_string).collect();
+        assert_eq!(words.len(), 4, "{words:?}");
+        let all = words.join("\n");
+        for key in ["partial_rotary_factor", "`rope_scaling.factor` is -2.0", "low_freq_factor", "high_freq_factor"] {
+            assert!(all.contains(key), "{all}");
+        }
+    }
+
+    #[test]
+    fn tables_hold_the_angles_of_their_own_positions() {
+        let spec = RopeSpec { theta: 100.0, rotary_dim: 4, scaling: Scaling::Default };
+        let rope = Rope { gain: 1.5, ..Rope::new(&spec) };
+        let (cos_td, sin_td) = rope.tables(2_000_003..2_000_005, Kind::Double, Kind::Double, Device::Cpu);
+        assert_eq!(cos_td.size(), [2, 2]);
+        for (row, position) in [2_000_003.0_f64, 2_000_004.0].into_iter().enumerate() {
+            for (pair, inverse) in [1.0, 0.1].into_iter().enumerate() {
+                let at = [i64::try_from(row).unwrap(), i64::try_from(pair).unwrap()];
+                let angle: f64 = position * inverse;
+                assert!((cos_td.double_value(&at) - 1.5 * angle.cos()).abs() < 1e-9);
+                assert!((sin_td.double_value(&at) - 1.5 * angle.sin()).abs() < 1e-9);
+            }
+        }
+        let (cos_td, _) = rope.tables(0..3, Kind::Float, Kind::BFloat16, Device::Cpu);
+        assert_eq!((cos_td.kind(), cos_td.size()), (Kind::BFloat16, vec![3, 2]));
+        assert_eq!(rope.tables(5..5, Kind::Float, Kind::Float, Device::Cpu).0.size(), [0, 2]);
+    }
+
+    #[test]
+    fn rotation_turns_each_pair_and_leaves_the_rest() {
+        let x_thd = Tensor::from_slice(&[1.0, 2.0, 3.0, 4.0, 9.0, -1.0, 0.5, 2.0, 1.0, 7.0]).view([1, 2, 5]);
+        let angles = [0.3_f64, -1.1];
+        let (cos, sin) = (angles.map(f64::cos), angles.map(f64::sin));
+        let turned =
+            rotate_half_split(&x_thd, &Tensor::from_slice(&cos).view([1, 2]), &Tensor::from_slice(&sin).view([1, 2]));
+        let turned: Vec<f64> = Vec::try_from(turned.view([-1])).unwrap();
+        let x: Vec<f64> = Vec::try_from(x_thd.view([-1])).unwrap();
+        for head in [0, 5] {
+            for pair in 0..2 {
+                // The same rotation as a product of complex numbers in polar form.
+                let (a, b) = (x[head + pair], x[head + pair + 2]);
+                let (radius, angle) = (a.hypot(b), b.atan2(a) + angles[pair]);
+                assert!((turned[head + pair] - radius * angle.cos()).abs() < 1e-14);
+                assert!((turned[head + pair + 2] - radius * angle.sin()).abs() < 1e-14);
+            }
+            assert!((turned[head + 4] - x[head + 4]).abs() < f64::EPSILON);
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! The files of a checkpoint: which tensors stand where, checked against what the spec expects, before anything is loaded.
+
+mod error;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::{Dtype, SafeTensorError, SafeTensors};
+use serde_json::{Map, Value};
+use tch::Kind;
+
+pub use self::error::{Damage, Error, Problem, Problems};
+use super::spec::{EMBEDDING, Expected, HEAD, Spec};
+use crate::tensor::bytes::map_file;
+use crate::units::{as_index, from_index};
+
+/// The file of a checkpoint in one piece.
+pub const SINGLE: &str = "model.safetensors";
+/// The index of a checkpoint in several pieces.
+pub const INDEX: &str = "model.safetensors.index.json";
+
+/// Prefix of the text model in composite checkpoints, and what it stands for.
+const COMPOSITE_PREFIX: (&str, &str) = ("model.language_model.", "model.");
+
+/// One mapped file.
+#[derive(Debug)]
+pub struct Shard {
+    /// The whole path.
+    pub file: PathBuf,
+    /// The file name, for messages.
+    pub name: String,
+    /// The mapped bytes, until they are released.
+    map: Option<Mmap>,
+    /// Where the tensors' bytes begin.
+    data_start: usize,
+}
+
+/// Where a tensor's bytes lie, and what they are.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// The shard's number.
+    pub shard: usize,
+    /// The shape.
+    pub shape: Vec<u64>,
+    /// The dtype, as the file names it.
+    pub dtype: Dtype,
+    /// First byte, and the one after the last, within the shard's data.
+    range: (usize, usize),
+}
+
+/// The mapped files of a checkpoint and the place of each tensor of the model, by its stripped name.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// The files.
+    pub shards: Vec<Shard>,
+    /// The tensors; a tied head may be among them.
+    pub places: BTreeMap<String, Place>,
+}
+
+impl Checkpoint {
+    /// Maps the files in `folder` and checks every tensor's presence, shape and dtype against `spec`.
+    ///
+    /// # Errors
+    /// When a file is absent or damaged, or tensors do not match: everything wrong in one message.
+    pub fn open(folder: &Path, spec: &Spec) -> Result<Checkpoint, Error> {
+        let refused = |problems| Error::Refused { folder: folder.to_owned(), problems: Problems(problems) };
+        let mut problems = Vec::new();
+        let listing = Listing::read(folder, &mut problems)?;
+        listing.check_files(folder, &mut problems);
+        if !problems.is_empty() {
+            return Err(refused(problems));
+        }
+        let mut checkpoint = Checkpoint { shards: Vec::new(), places: BTreeMap::new() };
+        for name in &listing.files {
+            checkpoint.add_shard(folder, name, &listing, spec, &mut problems)?;
+        }
+        checkpoint.compare(&spec.tensors(), &mut problems);
+        if problems.is_empty() { Ok(checkpoint) } else { Err(refused(problems)) }
+    }
+
+    /// The bytes of a tensor, where they lie in the map.
+    ///
+    /// # Panics
+    /// When the shard has been released.
+    #[must_use]
+    pub fn bytes(&self, place: &Place) -> &[u8] {
+        let shard = &self.shards[place.shard];
+        let map = shard.map.as_ref().expect("a shard is released only after its tensors are read");
+        &map[shard.data_start + place.range.0..shard.data_start + place.range.1]
+    }
+
+    /// Names and places of the tensors of one shard, in the order of their bytes.
+    #[must_use]
+    pub fn in_file_order(&self, shard: usize) -> Vec<(&str, &Place)> {
+        let here = self.places.iter().filter(|(_, place)| place.shard == shard);
+        let mut places: Vec<(&str, &Place)> = here.map(|(name, place)| (name.as_str(), place)).collect();
+        places.sort_by_key(|(_, place)| place.range);
+        places
+    }
+
+    /// Gives a shard's map back to the system; its tensors' bytes can no longer be asked for.
+    pub fn release(&mut self, shard: usize) {
+        self.shards[shard].map = None;
+    }
+
+    fn add_shard(
+        &mut self,
+        folder: &Path,
+        name: &str,
+        listing: &Listing,
+        spec: &Spec,
+        problems: &mut Vec<Problem>,
+    ) -> Result<(), Error> {
+        let file = folder.join(name);
+        let map = match map_file(&file) {
+            Ok(map) => map,
+            Err(source) => return Err(Error::Unreadable { file, source }),
+        };
+        let (header_bytes, metadata) = match SafeTensors::read_metadata(&map) {
+            Ok(read) => read,
+            Err(error) => return Err(Error::Damaged { file, damage: explain(&map, error) }),
+        };
+        let tensors = metadata.tensors();
+        for (tensor, _) in
+            listing.index.iter().filter(|(tensor, shard)| *shard == name && !tensors.contains_key(*tensor))
+        {
+            problems.push(Problem::Misplaced { file: name.to_owned(), name: tensor.clone() });
+        }
+        let number = self.shards.len();
+        // The names come in the order of a hash map; sorted, the messages are the same on every run.
+        for (tensor, info) in tensors.into_iter().collect::<BTreeMap<_, _>>() {
+            let stripped = strip(&tensor);
+            if is_skipped(&stripped, spec) {
+                continue;
+            }
+            let shape = info.shape.iter().map(|size| from_index(*size)).collect();
+            let place = Place { shard: number, shape, dtype: info.dtype, range: info.data_offsets };
+            if let Some(first) = self.places.insert(stripped, place) {
+                let first = self.shards.get(first.shard).map_or(name, |shard| &shard.name).to_owned();
+                problems.push(Problem::Twice { name: tensor, first, second: name.to_owned() });
+            }
+        }
+        self.shards.push(Shard { file, name: name.to_owned(), map: Some(map), data_start: header_bytes + 8 });
+        Ok(())
+    }
+
+    /// Compares what is there with what is expected. A head may be absent (the embedding stands in) or, where it is tied,
+    /// present (its values are compared on loading).
+    fn compare(&self, expected: &[Expected], problems: &mut Vec<Problem>) {
+        let mut known: BTreeMap<&str, &[u64]> =
+            expected.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
+        for tensor in expected {
+            if !self.places.contains_key(&tensor.name) && tensor.name != HEAD {
+                problems.push(Problem::Missing { name: tensor.name.clone(), shape: tensor.shape.clone() });
+            }
+        }
+        if let Some(shape) = known.get(EMBEDDING).copied() {
+            known.insert(HEAD, shape);
+        }
+        for (name, place) in &self.places {
+            let (name, file) = (name.clone(), self.shards[place.shard].name.clone());
+            let found = place.shape.clone();
+            match known.get(name.as_str()) {
+                None => problems.push(Problem::Extra { file, name, shape: found }),
+                Some(wanted) if **wanted != *found => {
+                    problems.push(Problem::Shape { file, name, found, wanted: wanted.to_vec() });
+                }
+                Some(_) if kind_of(place.dtype).is_none() => {
+                    problems.push(Problem::Dtype { file, name, dtype: place.dtype.to_string() });
+                }
+                Some(_) => {}
+            }
+        }
+    }
+}
+
+/// The dtype of a tensor as libtorch names it, for those that are read.
+#[must_use]
+pub fn kind_of(dtype: Dtype) -> Option<Kind> {
+    match dtype {
+        Dtype::F64 => Some(Kind::Double),
+        Dtype::F32 => Some(Kind::Float),
+        Dtype::BF16 => Some(Kind::BFloat16),
+        Dtype::F16 => Some(Kind::Half),
+        _ => None,
+    }
+}
+
+/// Which files a checkpoint consists of.
+struct Listing {
+    files: BTreeSet<String>,
+    /// Tensor name to file name; empty for a checkpoint in one piece.
+    index: BTreeMap<String, String>,
+}
+
+impl Listing {
+    fn read(folder: &Path, problems: &mut Vec<Problem>) -> Result<Listing, Error> {
+        if folder.join(SINGLE).is_file() {
+            return Ok(Listing { files: BTreeSet::from([SINGLE.to_owned()]), index: BTreeMap::new() });
+        }
+        let file = folder.join(INDEX);
+        if !file.is_file() {
+            return Err(Error::NoWeights { folder: folder.to_owned(), hint: hint(folder) });
+        }
+        let text = match fs::read(&file) {
+            Ok(text) => text,
+            Err(source) => return Err(Error::Unreadable { file, source }),
+        };
+        let content: Map<String, Value> = match serde_json::from_slice(&text) {
+            Ok(content) => content,
+            Err(error) => return Err(Error::Index { file, reason: error.to_string() }),
+        };
+        let Some(map) = content.get("weight_map").and_then(Value::as_object).filter(|map| !map.is_empty()) else {
+            return Err(Error::Index { file, reason: "it has no `weight_map` with entries".to_owned() });
+        };
+        let mut index = BTreeMap::new();
+        for (tensor, place) in map {
+            match place.as_str().filter(|name| Path::new(name).file_name().is_some_and(|plain| plain == *name)) {
+                Some(name) => {
+                    index.insert(tensor.clone(), name.to_owned());
+                }
+                None => problems.push(Problem::Place { name: tensor.clone(), place: place.to_string() }),
+            }
+        }
+        Ok(Listing { files: index.values().cloned().collect(), index })
+    }
+
+    fn check_files(&self, folder: &Path, problems: &mut Vec<Problem>) {
+        for file in self.files.iter().filter(|file| !folder.join(file).is_file()) {
+            let mut placed = self.index.iter().filter(|(_, place)| *place == file).map(|(tensor, _)| tensor);
+            let first = placed.next().cloned().unwrap_or_default();
+            problems.push(Problem::AbsentShard { file: file.clone(), tensors: placed.count() + 1, first });
+        }
+    }
+}
+
+/// What stands in a folder without safetensors, and what to do about it.
+fn hint(folder: &Path) -> &'static str {
+    if !folder.is_dir() {
+        return "; the path is no folder";
+    }
+    let names: Vec<String> = fs::read_dir(folder)
+        .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+        .unwrap_or_default();
+    if names.iter().any(|name| name.starts_with("pytorch_model")) {
+        "; the folder holds pytorch_model files, save the model again as safetensors"
+    } else if names.iter().any(|name| Path::new(name).extension().is_some_and(|extension| extension == "gguf")) {
+        "; the folder holds a GGUF file, `longstraw convert` makes a checkpoint of it"
+    } else {
+        ""
+    }
+}
+
+/// The name without the prefix of composite models.
+fn strip(name: &str) -> String {
+    match name.strip_prefix(COMPOSITE_PREFIX.0) {
+        Some(rest) => format!("{}{rest}", COMPOSITE_PREFIX.1),
+        None => name.to_owned(),
+    }
+}
+
+/// Tensors that published checkpoints hold and the text model does not read: vision, multi-token prediction (also as
+/// layers beyond the last), and stored frequencies.
+fn is_skipped(name: &str, spec: &Spec) -> bool {
+    if name.starts_with("model.visual.") || name.starts_with("mtp.") || name.ends_with(".rotary_emb.inv_freq") {
+        return true;
+    }
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+    layer.and_then(|digits| digits.parse::<usize>().ok()).is_some_and(|layer| layer >= spec.layers)
+}
+
+/// Says with numbers what the header's reader only names.
+fn explain(map: &[u8], error: SafeTensorError) -> Damage {
+    let found = from_index(map.len());
+    let Some((length, rest)) = map.split_first_chunk::<8>() else { return Damage::NoHeader { found } };
+    let header_bytes = u64::from_le_bytes(*length);
+    if header_bytes > from_index(rest.len()) {
+        return Damage::HeaderBeyondEnd { wanted: header_bytes.saturating_add(8), found };
+    }
+    let header = rest.get(..as_index(header_bytes)).unwrap_or_default();
+    let Ok(tensors) = serde_json::from_slice::<Map<String, Value>>(header) else { return Damage::Header(error) };
+    let ends = tensors.values().filter_map(|info| info.get("data_offsets")?.get(1)?.as_u64());
+    let wanted = ends.max().unwrap_or(0).saturating_add(8).saturating_add(header_bytes);
+    if wanted == found { Damage::Header(error) } else { Damage::Length { wanted, found } }
+}

@@ -1,0 +1,116 @@
+//! Reference checkpoints as editable tensors, for tests that break them.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+use serde_json::{Map, Value, json};
+
+/// The folder of a family's reference checkpoint.
+pub(crate) fn case(family: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases").join(family).join("base")
+}
+
+/// One tensor of a file.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Stored {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Stored {
+    pub(crate) fn float(shape: &[usize], values: &[f32]) -> Stored {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Stored { dtype: Dtype::F32, shape: shape.to_vec(), bytes }
+    }
+
+    pub(crate) fn floats(&self) -> Vec<f32> {
+        self.bytes.chunks(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+    }
+
+    pub(crate) fn set(&mut self, element: usize, value: f32) {
+        self.bytes[4 * element..4 * element + 4].copy_from_slice(&value.to_le_bytes());
+    }
+}
+
+pub(crate) type Tensors = BTreeMap<String, Stored>;
+
+pub(crate) fn read(file: &Path) -> Tensors {
+    let bytes = fs::read(file).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let stored = |view: TensorView<'_>| Stored {
+        dtype: view.dtype(),
+        shape: view.shape().to_vec(),
+        bytes: view.data().to_vec(),
+    };
+    tensors.tensors().into_iter().map(|(name, view)| (name, stored(view))).collect()
+}
+
+pub(crate) fn write(file: &Path, tensors: &Tensors) {
+    let views = tensors
+        .iter()
+        .map(|(name, stored)| (name, TensorView::new(stored.dtype, stored.shape.clone(), &stored.bytes).unwrap()));
+    fs::write(file, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+/// A copy of a reference checkpoint whose config and tensors may be changed before it is written.
+pub(crate) struct Draft {
+    pub(crate) folder: tempfile::TempDir,
+    pub(crate) config: Map<String, Value>,
+    pub(crate) tensors: Tensors,
+}
+
+impl Draft {
+    pub(crate) fn of(family: &str) -> Draft {
+        let config = serde_json::from_slice(&fs::read(case(family).join("config.json")).unwrap()).unwrap();
+        let tensors = read(&case(family).join("model.safetensors"));
+        Draft { folder: tempfile::tempdir().unwrap(), config, tensors }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// The tensor `name`, to be changed.
+    pub(crate) fn tensor(&mut self, name: &str) -> &mut Stored {
+        self.tensors.get_mut(name).unwrap()
+    }
+
+    pub(crate) fn write_config(&self) {
+        fs::write(self.path().join("config.json"), serde_json::to_vec(&self.config).unwrap()).unwrap();
+    }
+
+    /// As one file.
+    pub(crate) fn write(&self) {
+        self.write_config();
+        write(&self.path().join("model.safetensors"), &self.tensors);
+    }
+
+    /// As `count` shards with an index; tensors are dealt in turn. Returns the index.
+    pub(crate) fn write_shards(&self, count: usize) -> Map<String, Value> {
+        self.write_config();
+        let mut shards = vec![Tensors::new(); count];
+        let mut index = Map::new();
+        for (i, (name, stored)) in self.tensors.iter().enumerate() {
+            shards[i % count].insert(name.clone(), stored.clone());
+            index.insert(name.clone(), Value::from(shard_name(i % count, count)));
+        }
+        for (i, shard) in shards.iter().enumerate() {
+            write(&self.path().join(shard_name(i, count)), shard);
+        }
+        self.write_index(&index);
+        index
+    }
+
+    pub(crate) fn write_index(&self, index: &Map<String, Value>) {
+        let text = serde_json::to_vec(&json!({"metadata": {}, "weight_map": index})).unwrap();
+        fs::write(self.path().join("model.safetensors.index.json"), text).unwrap();
+    }
+}
+
+pub(crate) fn shard_name(shard: usize, count: usize) -> String {
+    format!("model-{:05}-of-{count:05}.safetensors", shard + 1)
+}
