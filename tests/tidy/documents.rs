@@ -5,7 +5,7 @@ use std::path::Path;
 
 use regex::Regex;
 
-use crate::source::{Source, exists, sources};
+use crate::source::{Source, exists, has_extension, sources};
 
 /// Where the reason for each dependency stands.
 pub(crate) const REASONS: &str = "docs/decisions/0001-dependencies.md";
@@ -21,7 +21,7 @@ pub(crate) fn configuration_sources() -> Vec<Source> {
 pub(crate) fn configurations(sources: &[Source]) -> Vec<String> {
     let mut faults = Vec::new();
     for source in sources {
-        if Path::new(&source.path).extension().is_some_and(|it| it == "json") {
+        if has_extension(&source.path, &["json"]) {
             if let Err(error) = serde_json::from_str::<serde_json::Value>(&source.text) {
                 faults.push(format!("{}:{}: {error}", source.path, error.line()));
             }
@@ -37,7 +37,7 @@ pub(crate) fn configurations(sources: &[Source]) -> Vec<String> {
 pub(crate) fn dead_links(sources: &[Source]) -> Vec<String> {
     let link = Regex::new(r"\]\(([^)\s#]+)(?:#[^)]*)?\)").expect("a pattern");
     let mut faults = Vec::new();
-    for source in sources.iter().filter(|source| source.path.ends_with(".md")) {
+    for source in sources.iter().filter(|source| has_extension(&source.path, &["md"])) {
         let folder = Path::new(&source.path).parent().unwrap_or(Path::new(""));
         for hit in link.captures_iter(&source.text).filter(|hit| !hit[1].contains("://")) {
             if !exists(&folder.join(&hit[1])) {

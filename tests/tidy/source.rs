@@ -34,7 +34,7 @@ impl Source {
 
     /// The line number, from 1, of a byte offset.
     pub(crate) fn line(&self, offset: usize) -> usize {
-        self.code.as_bytes()[..offset].iter().filter(|byte| **byte == b'\n').count() + 1
+        self.code[..offset].matches('\n').count() + 1
     }
 
     /// `file:line: message`.
@@ -75,7 +75,8 @@ pub(crate) fn exists(path: &Path) -> bool {
     root().join(path).exists()
 }
 
-fn has_extension(path: &str, extensions: &[&str]) -> bool {
+/// True when the file's name ends in one of these extensions.
+pub(crate) fn has_extension(path: &str, extensions: &[&str]) -> bool {
     Path::new(path).extension().and_then(|it| it.to_str()).is_some_and(|it| extensions.contains(&it))
 }
 
