@@ -1,0 +1,80 @@
+# `make` alone prints what there is. Everything is built in one profile, --release (docs/decisions/0003-one-profile.md).
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# cargo spreads its own work; two of them only wait for each other.
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+.PHONY: help deps build model data run test test-rust test-mpi ci ci-tools fmt fmt-check lint shellcheck tidy install clean
+
+LONGSTRAW := target/release/longstraw
+# Ranks of `make run`, and what else the command is given: make run RANKS=4 ARGS='--set run.steps=3'
+RANKS ?= 2
+ARGS ?=
+# World sizes of the MPI tests. Uneven ones hide less.
+MPI_RANKS ?= 1 2 3 4 8
+# Where `make install` puts bin/longstraw and lib/longstraw/.
+PREFIX ?= $(if $(filter 0,$(shell id -u)),/usr/local,$(HOME)/.local)
+SHELL_FILES = $(wildcard scripts/*.sh .ci/run slurm/*.sbatch)
+# Test programs of many small cases, one process each: more threads only get in each other's way.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  LIBTORCH=FOLDER uses a libtorch 2.11 that is there already; RANKS=N and ARGS='...' go to \`make run\`."
+
+run: build model data ## train SmolLM2-135M on this machine, two ranks, no GPU (sets everything up first)
+	scripts/mpirun.sh $(RANKS) $(LONGSTRAW) train --config configs/laptop.toml $(ARGS)
+
+test: test-rust test-mpi ## all tests: unit, command, and MPI at 1, 2, 3, 4 and 8 ranks (sets everything up first)
+
+deps: ## system packages, and libtorch into .deps/
+	@scripts/setup.sh deps
+
+build: deps ## the binary, target/release/longstraw
+	cargo build --release --locked
+
+model: build ## the SmolLM2 model into models/
+	@scripts/setup.sh model
+
+data: model ## the laptop run's training and held-out prompts into data/laptop/
+	@scripts/laptop_data.sh
+
+install: build ## bin/longstraw and its libraries under PREFIX (/usr/local for root, else ~/.local)
+	scripts/install.sh "$(PREFIX)"
+
+ci: ci-tools fmt-check shellcheck deps lint tidy test ## what CI runs: format, shellcheck, clippy, tidy, test
+
+fmt: ## format the code
+	cargo fmt
+
+lint: deps ## clippy, pedantic, no warning allowed
+	cargo clippy --release --locked --all-targets -- -D warnings
+
+tidy: deps ## the project's own rules: import table, file and function length, and so on
+	cargo test --release --locked --quiet --test tidy
+
+# The MPI test programs (tests/ranks*.rs) belong to test-mpi.
+test-rust: deps
+	@if cargo nextest --version >/dev/null 2>&1; then set -x; \
+	  $(TEST_ENVIRONMENT) cargo nextest run --release --locked -E 'not binary(/^ranks/)'; \
+	else set -x; \
+	  $(TEST_ENVIRONMENT) cargo test --release --locked; \
+	fi
+
+test-mpi: deps
+	scripts/mpi_test.sh $(MPI_RANKS)
+
+ci-tools:
+	@scripts/setup.sh ci
+
+fmt-check:
+	cargo fmt --check
+
+shellcheck:
+	shellcheck $(SHELL_FILES)
+
+clean: ## what was built; .deps/, models/ and data/ stay
+	cargo clean

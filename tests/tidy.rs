@@ -1,0 +1,260 @@
+//! The project's own rules, on the project's own files.
+//!
+//! Each rule is a function from sources to faults (`file:line: what and what to do`). It runs twice: over the tree, where
+//! it must find nothing, and over a planted fault, where it must find exactly that, so that a rule which has stopped
+//! biting is noticed.
+
+#[path = "tidy/documents.rs"]
+mod documents;
+#[path = "tidy/imports.rs"]
+mod imports;
+#[path = "tidy/rooms.rs"]
+mod rooms;
+#[path = "tidy/size.rs"]
+mod size;
+#[path = "tidy/source.rs"]
+mod source;
+
+use source::{Source, rust_sources, text_sources};
+
+/// Fails with every fault on a line of its own.
+fn assert_tidy(faults: &[String]) {
+    assert!(faults.is_empty(), "\n{}\n", faults.join("\n"));
+}
+
+/// The rule finds exactly one fault in `text`, and says so in these words.
+fn assert_bites(rule: fn(&[Source]) -> Vec<String>, path: &str, text: &str, words: &str) {
+    let faults = rule(&[Source::new(path, text)]);
+    assert!(faults.len() == 1 && faults[0].contains(words), "expected one fault with {words:?}, found {faults:#?}");
+}
+
+/// The rule lets `text` pass.
+fn assert_passes(rule: fn(&[Source]) -> Vec<String>, path: &str, text: &str) {
+    assert_eq!(rule(&[Source::new(path, text)]), Vec::<String>::new());
+}
+
+#[test]
+fn a_module_imports_only_from_rows_above_it() {
+    assert_tidy(&imports::faults(&rust_sources()));
+}
+
+#[test]
+fn an_import_from_a_row_below_is_found() {
+    let bites = |path, text, words| assert_bites(imports::faults, path, text, words);
+    bites(
+        "src/layout/mod.rs",
+        "//! x\nuse crate::model::Spec;\n",
+        "src/layout/mod.rs:2: `layout` (row 3) imports `model`",
+    );
+    bites("src/pages.rs", "fn f() -> crate::exchange::Ring { todo() }\n", "src/pages.rs:1: `pages` (row 3)");
+    bites(
+        "src/pages.rs",
+        "use crate::{\n    units::Bytes,\n    trainer::{self, Step},\n};\n",
+        "src/pages.rs:3: `pages`",
+    );
+    bites("src/model/rope.rs", "use super::super::capture::Captured;\n", "imports `capture` (row 6)");
+    bites("src/config.rs", "use super::tensor;\n", "`config` (row 1) imports `tensor` (row 2)");
+    bites("src/units.rs", "use crate::failure::Exit;\n", "`units` (row 0) imports `failure` (row 0)");
+    bites("src/model/mod.rs", "use crate::hepler::x;\n", "`hepler` stands in no row");
+    bites("src/hepler/mod.rs", "//! x\n", "`hepler` stands in no row");
+}
+
+#[test]
+fn a_phase_that_imports_a_phase_is_found() {
+    assert_bites(
+        imports::faults,
+        "src/replay/mod.rs",
+        "use crate::capture::Captured;\n",
+        "phases never import each other",
+    );
+}
+
+#[test]
+fn an_import_from_a_row_above_passes() {
+    let text = "use crate::{pages::Pool, model::{self, block}};\nuse super::rope;\nuse crate::model::head;\n\
+                // crate::trainer in a comment\nconst S: &str = \"crate::trainer\";\n";
+    assert_passes(imports::faults, "src/capture/mod.rs", "use crate::model::block;\nuse super::pages;\n");
+    assert_passes(imports::faults, "src/model/attention.rs", text);
+    assert_passes(imports::faults, "src/main.rs", "use longstraw::trainer;\nuse crate::report;\n");
+    assert_passes(
+        imports::faults,
+        "src/pages.rs",
+        "fn f() {}\n#[cfg(test)]\nmod tests {\n    use crate::model::Spec;\n}\n",
+    );
+}
+
+#[test]
+fn files_stop_at_500_lines_before_their_tests() {
+    assert_tidy(&size::long_files(&rust_sources()));
+}
+
+#[test]
+fn a_long_file_is_found() {
+    assert_bites(size::long_files, "src/units.rs", &"// line\n".repeat(501), "src/units.rs:501: 501 lines");
+    assert_passes(size::long_files, "src/units.rs", &"// line\n".repeat(500));
+    let tested = "// line\n".repeat(400) + "#[cfg(test)]\nmod tests {\n" + &"// line\n".repeat(400) + "}\n";
+    assert_passes(size::long_files, "src/units.rs", &tested);
+}
+
+#[test]
+fn functions_stop_at_70_lines() {
+    assert_tidy(&size::long_functions(&rust_sources()));
+}
+
+#[test]
+fn a_long_function_is_found() {
+    let of_lines = |n: usize| {
+        let body = "    let s = \"}\"; // }\n".repeat(n - 4);
+        format!("/// Doc.\npub fn long<const N: usize>(\n    a: [u8; N],\n) -> u8 {{\n{body}}}\n")
+    };
+    assert_bites(size::long_functions, "src/units.rs", &of_lines(71), "src/units.rs:2: `long` is 71 lines");
+    assert_passes(size::long_functions, "src/units.rs", &of_lines(70));
+    assert_passes(size::long_functions, "src/units.rs", "trait T {\n    fn short(&self);\n    fn g() {}\n}\n");
+}
+
+#[test]
+fn unsafe_stays_in_tensor_and_world_and_gives_its_reason() {
+    assert_tidy(&rooms::unsafe_code(&rust_sources()));
+}
+
+#[test]
+fn unsafe_outside_its_rooms_or_without_a_reason_is_found() {
+    let bites = |path, text, words| assert_bites(rooms::unsafe_code, path, text, words);
+    bites("src/pages/pool.rs", "// SAFETY: x\nunsafe { f() }\n", "src/pages/pool.rs:2: `unsafe` outside");
+    bites(
+        "src/tensor/bytes.rs",
+        "fn f() {\n    g();\n    unsafe { h() }\n}\n",
+        "src/tensor/bytes.rs:3: `unsafe` without",
+    );
+    let justified = "fn f() {\n    // SAFETY: the reason,\n    // on two lines.\n    let x =\n        unsafe { h() };\n}\n\
+                     /// Doc.\n///\n/// # Safety\n/// The caller's part.\npub unsafe fn g() {}\n";
+    assert_passes(rooms::unsafe_code, "src/world/mod.rs", justified);
+    assert_passes(rooms::unsafe_code, "src/pages/pool.rs", "// unsafe\n#![deny(unsafe_op_in_unsafe_fn)]\n");
+}
+
+#[test]
+fn nothing_is_left_to_do_in_comments() {
+    assert_tidy(&rooms::leftovers(&text_sources()));
+}
+
+#[test]
+fn a_leftover_is_found() {
+    let word = ["FIX", "ME"].concat();
+    assert_bites(
+        rooms::leftovers,
+        "src/units.rs",
+        &format!("//! Doc.\n// {word}: later\n"),
+        "src/units.rs:2: leftover",
+    );
+    let call = ["to", "do!()"].concat();
+    assert_bites(rooms::leftovers, "src/units.rs", &format!("fn f() {{ {call} }}\n"), "src/units.rs:1: leftover");
+    assert_passes(rooms::leftovers, "src/units.rs", "// a method of todos\n");
+}
+
+#[test]
+fn modules_are_named_after_what_they_hold() {
+    assert_tidy(&rooms::empty_names(&rust_sources()));
+}
+
+#[test]
+fn a_module_named_after_nothing_is_found() {
+    assert_bites(rooms::empty_names, "src/model/utils.rs", "//! x\n", "src/model/utils.rs:1: a module named `utils`");
+    assert_bites(rooms::empty_names, "src/helpers/mod.rs", "//! x\n", "a module named `helpers`");
+    assert_bites(rooms::empty_names, "src/model/mod.rs", "//! x\npub(crate) mod common {}\n", "src/model/mod.rs:2");
+}
+
+#[test]
+fn only_report_and_main_write_to_the_terminal() {
+    assert_tidy(&rooms::prints(&rust_sources()));
+}
+
+#[test]
+fn a_print_elsewhere_is_found() {
+    assert_bites(
+        rooms::prints,
+        "src/trainer.rs",
+        "fn f() {\n    println!(\"x\");\n}\n",
+        "src/trainer.rs:2: `println!`",
+    );
+    assert_bites(rooms::prints, "src/trainer.rs", "fn f() { eprint!(\"x\") }\n", "`eprint!`");
+    assert_passes(rooms::prints, "src/report/mod.rs", "fn f() { println!(\"x\") }\n");
+    assert_passes(
+        rooms::prints,
+        "src/plan.rs",
+        "// println!\nfn f() { fingerprint!() }\n#[cfg(test)]\nmod t { println!() }\n",
+    );
+}
+
+#[test]
+fn only_config_reads_the_environment() {
+    assert_tidy(&rooms::environment_reads(&rust_sources()));
+}
+
+#[test]
+fn an_environment_read_elsewhere_is_found() {
+    let bites = |path, text, words| assert_bites(rooms::environment_reads, path, text, words);
+    bites("src/world/mod.rs", "fn f() {\n    std::env::var(\"X\")\n}\n", "src/world/mod.rs:2: reads the environment");
+    bites("src/report.rs", "use std::env::{temp_dir, vars_os};\n", "src/report.rs:1");
+    bites("src/report.rs", "fn f() { env::args() }\n", "src/report.rs:1: reads the command line");
+    assert_passes(rooms::environment_reads, "src/config/sources.rs", "fn f() { env::vars() }\n");
+    assert_passes(rooms::environment_reads, "src/main.rs", "fn f() { env::args_os() }\n");
+    assert_passes(
+        rooms::environment_reads,
+        "src/report.rs",
+        "fn f() { env::temp_dir(); env!(\"CARGO_PKG_VERSION\") }\n",
+    );
+}
+
+#[test]
+fn collections_have_an_order_that_ranks_agree_on() {
+    assert_tidy(&rooms::unordered_collections(&rust_sources()));
+}
+
+#[test]
+fn an_unordered_collection_is_found() {
+    let text = "use std::collections::HashMap;\n";
+    assert_bites(rooms::unordered_collections, "src/layout.rs", text, "src/layout.rs:1: `HashMap`");
+    assert_passes(rooms::unordered_collections, "src/layout.rs", "use std::collections::BTreeMap;\n");
+}
+
+#[test]
+fn every_configuration_file_parses() {
+    assert_tidy(&documents::configurations(&documents::configuration_sources()));
+}
+
+#[test]
+fn a_configuration_file_that_does_not_parse_is_found() {
+    assert_bites(documents::configurations, "configs/x.toml", "[a]\nb = \n", "configs/x.toml:2");
+    assert_bites(documents::configurations, "configs/x.json", "{\"a\": 1,}\n", "configs/x.json:1");
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    assert_tidy(&documents::dead_links(&text_sources()));
+}
+
+#[test]
+fn a_dead_link_is_found() {
+    assert_bites(
+        documents::dead_links,
+        "docs/x.md",
+        "See\n[it](no-such-page.md#part).\n",
+        "docs/x.md:2: no file `no-such",
+    );
+    assert_passes(documents::dead_links, "docs/x.md", "[readme](../README.md) [out](https://example.org/x)\n");
+}
+
+#[test]
+fn every_dependency_has_a_line_of_reason() {
+    let manifest = source::read("Cargo.toml");
+    assert_tidy(&documents::dependencies_without_reason(&manifest, &source::read(documents::REASONS)));
+}
+
+#[test]
+fn a_dependency_without_a_reason_is_found() {
+    let manifest = "[dependencies]\nanyhow = \"1\"\nserde = { version = \"1\" }\n[lints.rust]\nx = 1\n[build-dependencies]\ncc = \"1\"\n";
+    let faults =
+        documents::dependencies_without_reason(manifest, "| `anyhow` | why |\n| `old` | why |\n| `cc` | why |\n");
+    assert_eq!(faults.len(), 2, "{faults:#?}");
+    assert!(faults[0].contains("`serde`") && faults[1].contains("`old`"), "{faults:#?}");
+}

@@ -1,0 +1,66 @@
+//! Configuration files, and documents that must keep up with the code.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use regex::Regex;
+
+use crate::source::{Source, exists, has_extension, sources};
+
+/// Where the reason for each dependency stands.
+pub(crate) const REASONS: &str = "docs/decisions/0001-dependencies.md";
+
+/// Every file of `configs`.
+pub(crate) fn configuration_sources() -> Vec<Source> {
+    let found = sources(&["configs"], &["toml", "json"]);
+    assert!(!found.is_empty(), "configs/ holds no file");
+    found
+}
+
+/// Files that are no TOML or no JSON.
+pub(crate) fn configurations(sources: &[Source]) -> Vec<String> {
+    let mut faults = Vec::new();
+    for source in sources {
+        if has_extension(&source.path, &["json"]) {
+            if let Err(error) = serde_json::from_str::<serde_json::Value>(&source.text) {
+                faults.push(format!("{}:{}: {error}", source.path, error.line()));
+            }
+        } else if let Err(error) = source.text.parse::<toml::Table>() {
+            let offset = error.span().map_or(0, |span| span.start);
+            faults.push(source.fault(offset, error.message()));
+        }
+    }
+    faults
+}
+
+/// Relative links in Markdown files that lead nowhere.
+pub(crate) fn dead_links(sources: &[Source]) -> Vec<String> {
+    let link = Regex::new(r"\]\(([^)\s#]+)(?:#[^)]*)?\)").expect("a pattern");
+    let mut faults = Vec::new();
+    for source in sources.iter().filter(|source| has_extension(&source.path, &["md"])) {
+        let folder = Path::new(&source.path).parent().unwrap_or(Path::new(""));
+        for hit in link.captures_iter(&source.text).filter(|hit| !hit[1].contains("://")) {
+            if !exists(&folder.join(&hit[1])) {
+                let offset = hit.get(0).expect("the match").start();
+                faults.push(source.fault(offset, &format!("no file `{}`", &hit[1])));
+            }
+        }
+    }
+    faults
+}
+
+/// Dependencies of the manifest without a table row (`` | `name` | ``) in the reasons, and rows without a dependency.
+pub(crate) fn dependencies_without_reason(manifest: &str, reasons: &str) -> Vec<String> {
+    let manifest: toml::Table = manifest.parse().expect("Cargo.toml is TOML");
+    let wanted: BTreeSet<&str> = ["dependencies", "build-dependencies", "dev-dependencies"]
+        .iter()
+        .filter_map(|table| manifest.get(*table)?.as_table())
+        .flat_map(|table| table.keys().map(String::as_str))
+        .collect();
+    let row = Regex::new(r"(?m)^\| `([^`]+)`").expect("a pattern");
+    let given: BTreeSet<&str> =
+        row.captures_iter(reasons).filter_map(|hit| hit.get(1)).map(|hit| hit.as_str()).collect();
+    let missing = wanted.difference(&given).map(|name| format!("{REASONS}:1: no line of reason for `{name}`"));
+    let stale = given.difference(&wanted).map(|name| format!("{REASONS}:1: `{name}` is no dependency in Cargo.toml"));
+    missing.chain(stale).collect()
+}
