@@ -33,4 +33,5 @@ pub mod replay;
 pub mod score;
 
 // Row 8.
+pub mod conventional;
 pub mod parity;

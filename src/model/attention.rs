@@ -174,6 +174,19 @@ impl Mixer for Attention {
         merged.into_iter().map(|(out_thd, _)| out_thd.to_kind(self.kind)).collect()
     }
 
+    fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor]) -> Tensor {
+        let (acc, device) = (accumulation(self.kind), ask[0].device());
+        let heads_each = self.heads / self.kv_heads;
+        let all_heads = |x: &Tensor| x.repeat_interleave_self_int(heads_each, 1, None).transpose(0, 1);
+        let (k_hsd, v_hsd) = (all_heads(&state[0]), all_heads(&state[1]));
+        let scores = ask[0].transpose(0, 1).matmul(&k_hsd.transpose(1, 2)).to_kind(acc) * self.scale;
+        let row = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).unsqueeze(1);
+        let ahead = row - Tensor::arange(positions.end, (Kind::Int64, device)).unsqueeze(0);
+        let hidden = ahead.lt(0).logical_or(&ahead.ge(self.window.unwrap_or(i64::MAX)));
+        let weights = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, acc).to_kind(self.kind);
+        weights.matmul(&v_hsd).transpose(0, 1)
+    }
+
     fn forward(&self, seat: &Seat, span: &Span, mix: &[Tensor], past: &Past) -> Mixed {
         let counts = span.counts();
         let q_thd = gather_rows(seat.axis, &mix[0], &counts);

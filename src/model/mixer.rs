@@ -1,5 +1,7 @@
 //! What a mixer is: the part of a block in which rows meet, and the only one that talks to other ranks.
 
+use std::ops::Range;
+
 use tch::Tensor;
 
 use crate::layout::{Piece, PromptLayout, Span};
@@ -120,6 +122,10 @@ pub trait Mixer {
         blocks: &[(Piece, Vec<Tensor>)],
         own: [Vec<Tensor>; 2],
     ) -> Vec<Tensor>;
+
+    /// The same maths in plain differentiable operations, for `conventional`: rows at `positions` with what they ask,
+    /// against the state of all positions from 0 to the last row's. Takes rows × positions of memory.
+    fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor]) -> Tensor;
 
     /// A span's rows against the past and themselves. `mix` is segment A's output for this rank's rows, in position
     /// order, possibly none.

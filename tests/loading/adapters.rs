@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use longstraw::failure::{Classified, Exit};
-use longstraw::model::adapter_file::{AdapterEntry, AdapterShape, CONFIG, VALUES, load, save};
+use longstraw::model::adapter_file::{AdapterShape, CONFIG, VALUES, load, save};
+use longstraw::model::lora::Adapter;
 use longstraw::model::spec::Spec;
 use longstraw::units::as_dim;
 use serde_json::{Value, json};
@@ -21,13 +22,13 @@ fn shape(targets: &[&str]) -> AdapterShape {
     AdapterShape { rank: 4, alpha: 8.0, targets, base_model: "models/some".to_owned() }
 }
 
-fn entries(shape: &AdapterShape, kind: Kind) -> Vec<AdapterEntry> {
+fn entries(shape: &AdapterShape, kind: Kind) -> Vec<Adapter> {
     tch::manual_seed(7);
     let random = |rows: u64, columns: u64| Tensor::randn([as_dim(rows), as_dim(columns)], (kind, Device::Cpu));
     let linears = spec().adapted(Some(&shape.targets)).unwrap();
     linears
         .into_iter()
-        .map(|linear| AdapterEntry {
+        .map(|linear| Adapter {
             a_ri: random(shape.rank, linear.inputs),
             b_or: random(linear.outputs, shape.rank),
             module: linear.module,

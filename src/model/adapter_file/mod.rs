@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 pub use self::error::{Error, Problem, Problems};
+use super::lora::Adapter;
 use super::shards::kind_of;
 use super::spec::{self, Linear, Spec};
 use crate::tensor::bytes::{self, bytes_of, fill_from_bytes, map_file};
@@ -42,22 +43,11 @@ pub struct AdapterShape {
     pub base_model: String,
 }
 
-/// The pair of one linear layer.
-#[derive(Debug)]
-pub struct AdapterEntry {
-    /// The linear layer (`model.layers.0.self_attn.q_proj`).
-    pub module: String,
-    /// A, [rank, inputs].
-    pub a_ri: Tensor,
-    /// B, [outputs, rank].
-    pub b_or: Tensor,
-}
-
 /// Saves `entries` into `folder`, which is made if it is not there. Values are stored as float32.
 ///
 /// # Errors
 /// When a file cannot be written; what was begun is removed, and files of an earlier save stay as they were.
-pub fn save(folder: &Path, shape: &AdapterShape, entries: &[AdapterEntry]) -> Result<(), Error> {
+pub fn save(folder: &Path, shape: &AdapterShape, entries: &[Adapter]) -> Result<(), Error> {
     let mut views = Vec::with_capacity(2 * entries.len());
     for entry in entries {
         for (half, tensor) in [("lora_A", &entry.a_ri), ("lora_B", &entry.b_or)] {
@@ -96,7 +86,7 @@ pub fn load(
     wanted: Option<&AdapterShape>,
     kind: Kind,
     device: Device,
-) -> Result<(AdapterShape, Vec<AdapterEntry>), Error> {
+) -> Result<(AdapterShape, Vec<Adapter>), Error> {
     let refused = |problems| Error::Refused { folder: folder.to_owned(), problems: Problems(problems) };
     let mut problems = Vec::new();
     let read = read_config(folder, spec, &mut problems)?;
@@ -123,7 +113,7 @@ pub fn load(
             Ok(tensor)
         };
         let (a_ri, b_or) = (read(a_name, a_shape)?, read(b_name, b_shape)?);
-        entries.push(AdapterEntry { module: linear.module, a_ri, b_or });
+        entries.push(Adapter { module: linear.module, a_ri, b_or });
     }
     if problems.is_empty() { Ok((shape, entries)) } else { Err(refused(problems)) }
 }
