@@ -7,3 +7,6 @@
 // Row 0.
 pub mod failure;
 pub mod units;
+
+// Row 1.
+pub mod config;
