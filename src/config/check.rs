@@ -3,9 +3,9 @@
 
 use std::collections::BTreeSet;
 
+use super::choices::{Aggregation, Gradient, RewardFn};
 use super::problem::{Fault, Problem};
 use super::supported::SUPPORTED;
-use super::tables::{Aggregation, Gradient, RewardFn};
 use super::{Loaded, RunConfig};
 
 /// The longest wait between two attempts, in seconds.

@@ -1,5 +1,6 @@
 //! From the sources to one configuration: defaults, config.toml, settings.json, environment, flags, in this order.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use figment::Figment;
@@ -149,53 +150,52 @@ impl Whole {
 }
 
 /// Merges what was gathered, and checks the whole as far as its parts are right.
-fn finish(gathered: Gathered, environment: &Environment) -> Result<Loaded, Error> {
-    let Gathered { layers, mut problems, mut spoilt, unread } = gathered;
-    let mut stand_ins = Dict::new();
-    for (path, _) in schema::keys().filter(|(_, key)| key.need == Need::Required) {
-        if layers.iter().any(|layer| layer.gives(&path)) {
-            continue;
-        }
-        let table = path.split('.').next().unwrap_or_default();
-        if !unread && !spoilt.contains(&path) && !spoilt.contains(table) {
-            problems.push(Problem { key: path.clone(), source: None, fault: Fault::Missing, with: Vec::new() });
-        }
-        // Stands in so that everything else can be checked; no rule that reads it is heard.
-        figment_insert(&mut stand_ins, &path);
-        spoilt.insert(path);
-    }
-    let whole: Whole = match merged(&layers).join(&stand_in_layer(stand_ins)).extract() {
+fn finish(mut gathered: Gathered, environment: &Environment) -> Result<Loaded, Error> {
+    let stand_ins = missing(&mut gathered);
+    let whole: Whole = match merged(&gathered.layers).join(&stand_ins).extract() {
         Ok(whole) => whole,
         Err(error) => {
-            problems.extend(error.into_iter().map(|e| unforeseen(&e, &layers)));
-            return Err(refused(problems));
+            let unforeseen = error.into_iter().map(|e| unforeseen(&e, &gathered.layers));
+            return Err(refused(gathered.problems.into_iter().chain(unforeseen)));
         }
     };
-    let sources: Vec<Source> = layers.iter().map(|layer| layer.source.clone()).collect();
+    let sources: Vec<Source> = gathered.layers.iter().map(|layer| layer.source.clone()).collect();
     let loaded = whole.split(environment, sources);
-    if !unread {
-        let heard = loaded.run.check(None).into_iter().filter(|p| !rests_on(p, &spoilt));
-        problems.extend(heard.map(|p| said_by(p, &layers)));
+    let mut found = if gathered.unread { Vec::new() } else { loaded.run.check(None) };
+    found.retain(|p| !gathered.is_spoilt(&p.key) && !p.with.iter().any(|key| gathered.is_spoilt(key)));
+    let found: Vec<Problem> = found.into_iter().map(|p| said_by(p, &gathered.layers)).collect();
+    if found.is_empty() && gathered.problems.is_empty() {
+        Ok(loaded)
+    } else {
+        Err(refused(gathered.problems.into_iter().chain(found)))
     }
-    if problems.is_empty() { Ok(loaded) } else { Err(refused(problems)) }
 }
 
-fn figment_insert(dict: &mut Dict, path: &str) {
+/// Notes the required keys that no source gives. The layer returned has stand-ins for them, so that everything else can be
+/// checked; no rule that reads one is heard.
+fn missing(gathered: &mut Gathered) -> Layer {
+    let mut dict = Dict::new();
+    for (path, _) in schema::keys().filter(|(_, key)| key.need == Need::Required) {
+        if gathered.layers.iter().any(|layer| layer.gives(&path)) {
+            continue;
+        }
+        if !gathered.unread && !gathered.is_spoilt(&path) {
+            let problem = Problem { key: path.clone(), source: None, fault: Fault::Missing, with: Vec::new() };
+            gathered.problems.push(problem);
+        }
+        stand_in(&mut dict, &path);
+        gathered.spoilt.insert(path, usize::MAX);
+    }
+    Layer { source: Source::Builtin("stand-ins"), dict }
+}
+
+fn stand_in(dict: &mut Dict, path: &str) {
     for (table, value) in nest(path, Value::from(1_u64)) {
         match (dict.get_mut(&table), value) {
             (Some(Value::Dict(_, there)), Value::Dict(_, new)) => there.extend(new),
             (_, value) => drop(dict.insert(table, value)),
         }
     }
-}
-
-fn stand_in_layer(dict: Dict) -> Layer {
-    Layer { source: Source::Builtin("stand-ins"), dict }
-}
-
-fn rests_on(problem: &Problem, spoilt: &std::collections::BTreeSet<String>) -> bool {
-    let table = problem.key.split('.').next().unwrap_or_default();
-    spoilt.contains(&problem.key) || spoilt.contains(table) || problem.with.iter().any(|key| spoilt.contains(*key))
 }
 
 /// The problem with the source whose value stands; none where only a default is meant.
@@ -213,8 +213,7 @@ fn unforeseen(error: &figment::Error, layers: &[Layer]) -> Problem {
 }
 
 /// Every problem once.
-fn refused(mut problems: Vec<Problem>) -> Error {
-    let mut seen = std::collections::BTreeSet::new();
-    problems.retain(|p| seen.insert(p.to_string()));
-    Error::Refused { problems }
+fn refused(problems: impl Iterator<Item = Problem>) -> Error {
+    let mut seen = BTreeSet::new();
+    Error::Refused { problems: problems.filter(|p| seen.insert(p.to_string())).collect() }
 }

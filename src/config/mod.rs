@@ -6,8 +6,10 @@
 //! all ranks and has a digest, and a [`RankConfig`], which need not. Nothing else in the project reads the environment.
 
 mod check;
+mod choices;
 mod document;
 mod environment;
+mod json;
 mod load;
 mod problem;
 mod schema;
@@ -23,15 +25,15 @@ use sha2::{Digest, Sha256};
 
 use crate::units::{Pages, Tokens};
 
+pub use choices::{ActivationCkpt, Aggregation, Dtype, Gradient, Offload, OptimizerName, RewardFn, Schedule, Weights};
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, Secret};
 pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
-    ActivationCkpt, Aggregation, CheckpointConfig, ContextConfig, DataConfig, Dtype, EndpointConfig, EndpointPaths,
-    EndpointUsage, Gradient, GrpoConfig, LoraConfig, MemoryConfig, ModelConfig, Offload, OptimizerConfig,
-    OptimizerName, ParallelConfig, RewardConfig, RewardFn, RolloutConfig, RunTable, Schedule, Weights,
+    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GrpoConfig, LoraConfig,
+    MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
 };
 
 /// What must be equal on all ranks; its digest is compared at the start and stored with what a run writes.

@@ -42,6 +42,9 @@ impl Source {
         match (self, path.rsplit_once('.')) {
             (Source::Variable(_), _) => format!("is spelt {spelt}"),
             (Source::Flag(_) | Source::RunDir, _) => format!("is spelt --set {spelt}=VALUE"),
+            (Source::Settings(_), None) if path == "endpoint" => {
+                "is left out here: its keys stand without it".to_owned()
+            }
             (Source::Settings(_), None) => format!("belongs into config.toml, as [{path}]"),
             (Source::Settings(_), Some(_)) if spelt != path => match spelt.rsplit_once('.') {
                 Some((table, _)) => format!("belongs under \"{table}\""),
@@ -175,7 +178,7 @@ impl fmt::Display for Problem {
             Fault::Should { be, why } => write!(f, "{key} should be {be}: {why}"),
             Fault::Unreadable { error } => write!(f, "cannot be read: {error}"),
             Fault::Syntax { line, column, message } => write!(f, "line {line}, column {column}: {message}"),
-            Fault::FlagForm => write!(f, "write it as --set table.key=value"),
+            Fault::FlagForm => write!(f, "{key} is no table.key=value"),
         }
     }
 }

@@ -214,7 +214,7 @@ pub(super) fn keys() -> impl Iterator<Item = (String, &'static Key)> {
 /// The paths of keys or tables called `name`, whatever table they stand in.
 pub(super) fn homes(name: &str) -> Vec<String> {
     let tail = |path: &str| path.rsplit('.').next() == Some(name);
-    let tables = TABLES.iter().map(|t| t.path.to_owned()).filter(|p| p.contains('.'));
+    let tables = TABLES.iter().map(|t| t.path.to_owned());
     keys().map(|(path, _)| path).chain(tables).filter(|p| tail(p)).collect()
 }
 

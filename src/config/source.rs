@@ -1,11 +1,12 @@
 //! One source at a time: read it, walk all of it against the list of keys, keep what is right and note what is not.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use figment::value::{Dict, Map, Value};
 use figment::{Metadata, Profile, Provider};
 
+use super::json;
 use super::problem::{Fault, Problem, Source};
 use super::schema::{self, Kind};
 
@@ -38,8 +39,9 @@ impl Provider for &Layer {
 pub(super) struct Gathered {
     pub(super) layers: Vec<Layer>,
     pub(super) problems: Vec<Problem>,
-    /// Keys about which no more is said: they are wrong already, or an unknown key most likely means them.
-    pub(super) spoilt: BTreeSet<String>,
+    /// Keys and tables that are wrong already, or that an unknown key most likely means, each with the number of the layer
+    /// in which that is so: no more is said about their values, unless that layer or a later one gives another.
+    pub(super) spoilt: BTreeMap<String, usize>,
     /// A source could not be read at all, so what is absent may only seem so.
     pub(super) unread: bool,
 }
@@ -62,7 +64,7 @@ impl Gathered {
     pub(super) fn settings(&mut self, path: &Path) {
         let source = Source::Settings(path.to_owned());
         let Some(text) = self.read(&source, path) else { return };
-        match serde_json::from_str::<Dict>(&text) {
+        match json::object(&text) {
             Ok(mut keys) => {
                 let mut dict = Dict::new();
                 if let Some(level) = keys.remove("log_level") {
@@ -91,7 +93,11 @@ impl Gathered {
             Some((path, value)) if !path.trim().is_empty() => {
                 self.single(Source::Flag(path.trim().to_owned()), path.trim(), value);
             }
-            _ => self.problems.push(Problem::new(&Source::Flag(text.to_owned()), text, Fault::FlagForm)),
+            _ => {
+                let plain: String =
+                    text.chars().take_while(|c| c.is_ascii_alphanumeric() || "._".contains(*c)).collect();
+                self.problems.push(Problem::new(&Source::Flag(plain.clone()), plain, Fault::FlagForm));
+            }
         }
     }
 
@@ -133,6 +139,13 @@ impl Gathered {
         self.problems.push(Problem::new(source, "", Fault::Syntax { line, column, message }));
     }
 
+    /// Whether nothing is to be said about the value of a key: see `spoilt`.
+    pub(super) fn is_spoilt(&self, path: &str) -> bool {
+        let table = path.split('.').next().unwrap_or_default();
+        let since = self.spoilt.get(path).max(self.spoilt.get(table));
+        since.is_some_and(|layer| !self.layers.iter().skip(*layer).any(|l| l.gives(path)))
+    }
+
     /// Keeps the keys that are right, notes the others. What a later source says of a key stands, whole: a value that is
     /// itself a table is replaced, not mixed.
     fn walk(&mut self, source: Source, dict: Dict) {
@@ -172,7 +185,7 @@ impl Gathered {
     }
 
     fn fault(&mut self, source: &Source, path: String, fault: Fault) {
-        self.spoilt.insert(path.clone());
+        self.spoilt.insert(path.clone(), self.layers.len());
         self.problems.push(Problem::new(source, path, fault));
     }
 
@@ -180,14 +193,14 @@ impl Gathered {
         let homes = schema::homes(name);
         let fault = if homes.is_empty() {
             let nearest = schema::nearest(table, name);
-            self.spoilt.insert(nearest.clone());
+            self.spoilt.insert(nearest.clone(), self.layers.len());
             if matches!(value, Value::Dict(..)) {
                 Fault::UnknownTable { nearest }
             } else {
                 Fault::UnknownKey { nearest }
             }
         } else {
-            self.spoilt.extend(homes.iter().cloned());
+            self.spoilt.extend(homes.iter().map(|home| (home.clone(), self.layers.len())));
             Fault::Misplaced { homes }
         };
         self.problems.push(Problem::new(source, schema::join(table, name), fault));

@@ -2,7 +2,7 @@
 //! row goes when its part is built.
 
 use super::RunConfig;
-use super::tables::{ActivationCkpt, Weights};
+use super::choices::{ActivationCkpt, Weights};
 
 /// One thing that is refused for now.
 #[derive(Debug)]
