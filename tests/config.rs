@@ -538,6 +538,15 @@ fn duplicate_keys_in_settings_are_refused() {
     assert!(found.len() == 1 && found[0].contains("duplicate key timeout_sec"), "{found:?}");
 }
 
+#[test]
+fn settings_that_are_no_object_are_refused_without_showing_them() {
+    for text in [format!("\"{SENTINEL}\""), format!("[\"{SENTINEL}\"]"), String::new()] {
+        let found = problems(load(&[("settings.json", &text)], &[], &[]));
+        assert!(found.len() == 1 && found[0].starts_with("settings.json: line "), "{found:?}");
+        assert!(!found[0].contains(SENTINEL), "{found:?}");
+    }
+}
+
 fn document_path() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md")
 }

@@ -112,7 +112,8 @@ impl RunConfig {
         self.parallel.cp_size.unwrap_or(world)
     }
 
-    /// Groups of ranks side by side, each with prompts of its own, in a job of `world` ranks.
+    /// Groups of ranks side by side, each with prompts of its own, in a job of `world` ranks. Like the counts of pages, it
+    /// is for a configuration that [`RunConfig::check`] has passed: there `page_size` and `cp_size` are not 0.
     #[must_use]
     pub fn dp_size(&self, world: u64) -> u64 {
         world / self.cp_size(world)

@@ -74,9 +74,12 @@ impl Gathered {
                 self.walk(source, dict);
             }
             Err(error) => {
-                let message = error.to_string();
-                let message = message.split(" at line ").next().unwrap_or_default().to_owned();
-                self.syntax(&source, error.line(), error.column(), message);
+                let words = error.to_string();
+                let words = words.split(" at line ").next().unwrap_or_default();
+                // These words repeat the value, which may be a key by mistake.
+                let words =
+                    if words.starts_with("invalid type") { "one object { … } should stand here" } else { words };
+                self.syntax(&source, error.line(), error.column(), words.to_owned());
             }
         }
     }
