@@ -9,6 +9,9 @@ pub mod failure;
 pub mod units;
 pub mod watch;
 
+// Row 1.
+pub mod config;
+
 // Row 2.
 pub mod tensor;
 pub mod world;

@@ -1,0 +1,328 @@
+//! Everything that can be judged before anything is loaded. Every rule says what the value should be, and none hides
+//! another.
+
+use std::collections::BTreeSet;
+
+use super::choices::{Aggregation, Gradient, RewardFn};
+use super::problem::{Fault, Problem};
+use super::supported::SUPPORTED;
+use super::{Loaded, RunConfig};
+
+/// The longest wait between two attempts, in seconds.
+const RETRY_WAIT_SEC_MAX: f64 = 3600.0;
+
+impl RunConfig {
+    /// Every problem of this configuration; `world` is the number of ranks, where it is known. Without it the rules that
+    /// need it wait.
+    #[must_use]
+    pub fn check(&self, world: Option<u64>) -> Vec<Problem> {
+        let mut check = Check { run: self, world, problems: Vec::new() };
+        check.parallel();
+        check.context();
+        check.pages();
+        check.memory();
+        check.optimizer();
+        check.objective();
+        check.sampling();
+        check.adapters();
+        check.data();
+        check.endpoint();
+        check.supported();
+        check.problems
+    }
+}
+
+impl Loaded {
+    /// What is allowed and yet most likely not meant, one sentence each.
+    #[must_use]
+    pub fn notes(&self) -> Vec<String> {
+        let (grpo, optimizer, steps) = (&self.run.grpo, &self.run.optimizer, self.run.run.steps);
+        let mut notes = Vec::new();
+        if grpo.group_size == 1 {
+            let how = if grpo.normalize_adv { "normalised or not, " } else { "" };
+            notes.push(format!("grpo.group_size = 1: {how}the advantage of a lone answer is 0, so nothing is learnt"));
+        }
+        if optimizer.warmup_steps >= steps && steps > 0 {
+            let warmup = optimizer.warmup_steps;
+            notes.push(format!("optimizer.warmup_steps = {warmup} reaches to the end of run.steps = {steps}"));
+        }
+        if optimizer.lr == 0.0 {
+            notes.push("optimizer.lr = 0: no update changes anything".to_owned());
+        }
+        notes
+    }
+}
+
+struct Check<'a> {
+    run: &'a RunConfig,
+    world: Option<u64>,
+    problems: Vec<Problem>,
+}
+
+impl Check<'_> {
+    /// Notes that `key` should `be` otherwise; the judgement rests on the keys in `with` too.
+    fn should(&mut self, key: &str, with: &[&'static str], be: impl Into<String>, why: impl Into<String>) {
+        let fault = Fault::Should { be: be.into(), why: why.into() };
+        self.problems.push(Problem { key: key.to_owned(), source: None, fault, with: with.to_vec() });
+    }
+
+    /// Notes a number outside its range; `inside` is the range's own test, false for NaN.
+    fn range(&mut self, key: &str, value: f64, inside: bool, be: &str) {
+        if !inside {
+            self.should(key, &[], be, format!("it is {value:?}"));
+        }
+    }
+
+    fn at_least_one(&mut self, key: &str, value: u64, why: &str) {
+        if value == 0 {
+            self.should(key, &[], "at least 1", why);
+        }
+    }
+
+    fn parallel(&mut self) {
+        let parallel = &self.run.parallel;
+        let (tp, pp, ep) = (parallel.tp_size, parallel.pp_size, parallel.ep_size);
+        if tp != 1 {
+            self.should("parallel.tp_size", &[], "1", format!("a layer's weights are never split (it is {tp})"));
+        }
+        if pp != 1 {
+            self.should("parallel.pp_size", &[], "1", format!("every rank holds every layer (it is {pp})"));
+        }
+        if parallel.cp_size == Some(0) {
+            self.should("parallel.cp_size", &[], "at least 1", "or leave it out: all ranks share the prompt then");
+        }
+        self.world();
+        if ep == 0 {
+            self.should("parallel.ep_size", &[], "1", "an expert lives on at least one rank");
+        }
+        if let Some(cp) = self.cp_size()
+            && ep > 0
+            && cp % ep != 0
+        {
+            let be = divisor(cp, ep).to_string();
+            let why = format!("it divides the {cp} ranks that share a prompt (it is {ep})");
+            self.should("parallel.ep_size", &["parallel.cp_size"], be, why);
+        }
+    }
+
+    /// The world is a multiple of the ranks that share a prompt.
+    fn world(&mut self) {
+        let (Some(world), Some(cp)) = (self.world, self.run.parallel.cp_size) else { return };
+        if cp == 0 || (world > 0 && world.is_multiple_of(cp)) {
+            return;
+        }
+        let up = world.div_ceil(cp).max(1) * cp;
+        let why = format!("the job has {world} ranks, no multiple of {cp}; or start {up} ranks");
+        self.should("parallel.cp_size", &[], divisor(world.max(1), cp).to_string(), why);
+    }
+
+    /// Ranks that share a prompt, as far as known and not 0.
+    fn cp_size(&self) -> Option<u64> {
+        self.run.parallel.cp_size.or(self.world).filter(|cp| *cp > 0)
+    }
+
+    fn context(&mut self) {
+        let context = &self.run.context;
+        let (longest, prompt, answer) = (context.max_seq_len.0, context.prompt_len.0, context.answer_len.0);
+        self.at_least_one("context.prompt_len", prompt, "a prompt has a position");
+        self.at_least_one("context.answer_len", answer, "an answer has a token");
+        if context.page_size.0 == 0 {
+            self.should("context.page_size", &[], "64", "a page holds at least one position (it is 0)");
+        }
+        let sum = prompt.saturating_add(answer);
+        if sum != longest {
+            let why = format!("prompt_len {prompt} + answer_len {answer} (it is {longest})");
+            self.should("context.max_seq_len", &["context.prompt_len", "context.answer_len"], sum.to_string(), why);
+        }
+    }
+
+    fn pages(&mut self) {
+        let context = &self.run.context;
+        let (Some(claimed), Some(cp)) = (context.cp_pages_per_gpu, self.cp_size()) else { return };
+        if context.page_size.0 == 0 {
+            return;
+        }
+        let pages = self.run.prompt_pages().0;
+        let each = pages.div_ceil(cp);
+        if claimed.0 != each {
+            let ranks = if cp == 1 { "rank" } else { "ranks" };
+            let why = format!("{pages} pages / {cp} {ranks} (it is {claimed})");
+            let with = ["context.prompt_len", "context.page_size", "parallel.cp_size"];
+            self.should("context.cp_pages_per_gpu", &with, each.to_string(), why);
+        }
+    }
+
+    fn memory(&mut self) {
+        let memory = &self.run.memory;
+        let (micro_block, head_block) = (memory.micro_block.0, memory.head_block.0);
+        self.at_least_one("memory.micro_block", micro_block, "a block has a row; 2048 is the default");
+        self.at_least_one("memory.head_block", head_block, "a block has a row; 512 is the default");
+    }
+
+    fn optimizer(&mut self) {
+        let o = &self.run.optimizer;
+        let not_negative = |x: f64| x.is_finite() && x >= 0.0;
+        self.range("optimizer.lr", o.lr, not_negative(o.lr), "a finite number from 0");
+        let inside = |beta: &f64| (0.0..1.0).contains(beta);
+        if !o.betas.iter().all(inside) {
+            let why = format!("it is {:?}", o.betas);
+            self.should("optimizer.betas", &[], "two numbers from 0 to below 1", why);
+        }
+        self.range("optimizer.eps", o.eps, o.eps.is_finite() && o.eps > 0.0, "a finite number above 0");
+        self.range("optimizer.weight_decay", o.weight_decay, not_negative(o.weight_decay), "a finite number from 0");
+        self.range("optimizer.max_grad_norm", o.max_grad_norm, o.max_grad_norm > 0.0, "above 0, or inf");
+        self.at_least_one("optimizer.grad_accum", o.grad_accum, "an update needs a group");
+    }
+
+    fn objective(&mut self) {
+        let g = &self.run.grpo;
+        self.at_least_one("grpo.group_size", g.group_size, "a group has an answer");
+        self.range("grpo.clip_low", g.clip_low, g.clip_low > 0.0 && g.clip_low <= 1.0, "above 0 and at most 1");
+        self.range("grpo.clip_high", g.clip_high, g.clip_high.is_finite() && g.clip_high > 0.0, "above 0 and finite");
+        self.range("grpo.kl_coef", g.kl_coef, g.kl_coef.is_finite() && g.kl_coef >= 0.0, "a finite number from 0");
+        match (g.aggregation, g.constant_divisor) {
+            (Aggregation::Constant, None) => self.should(
+                "grpo.constant_divisor",
+                &["grpo.aggregation"],
+                "set",
+                "grpo.aggregation = \"constant\" divides by it",
+            ),
+            (Aggregation::Constant, Some(d)) => {
+                self.range("grpo.constant_divisor", d, d.is_finite() && d > 0.0, "a finite number above 0");
+            }
+            (_, Some(_)) => self.should(
+                "grpo.constant_divisor",
+                &["grpo.aggregation"],
+                "left out",
+                "only grpo.aggregation = \"constant\" reads it",
+            ),
+            (_, None) => {}
+        }
+        if let (Gradient::Last(tail), prompt) = (g.gradient, self.run.context.prompt_len)
+            && tail > prompt
+        {
+            let why = format!("the prompt has {prompt} positions, {tail} cannot carry gradient");
+            self.should("grpo.gradient", &["context.prompt_len"], format!("{{ last = {prompt} }} at most"), why);
+        }
+    }
+
+    fn sampling(&mut self) {
+        let g = &self.run.grpo;
+        let inside = g.temperature.is_finite() && g.temperature > 0.0;
+        self.range("grpo.temperature", g.temperature, inside, "a finite number above 0");
+        self.at_least_one("grpo.updates_per_group", g.updates_per_group, "a group that is scored is trained on");
+    }
+
+    fn adapters(&mut self) {
+        let lora = &self.run.lora;
+        self.at_least_one("lora.rank", lora.rank, "an adapter has a width; 16 is the default");
+        self.range("lora.alpha", lora.alpha, lora.alpha.is_finite() && lora.alpha > 0.0, "a finite number above 0");
+        let Some(targets) = &lora.targets else { return };
+        if targets.is_empty() {
+            self.should(
+                "lora.targets",
+                &[],
+                "left out",
+                "an empty list trains nothing; absent means all linear layers",
+            );
+        }
+        let mut seen = BTreeSet::new();
+        if let Some(again) = targets.iter().find(|target| !seen.insert(*target)) {
+            self.should("lora.targets", &[], "without repetition", format!("{again} stands in it twice"));
+        }
+    }
+
+    fn data(&mut self) {
+        let run = self.run;
+        if run.grpo.reward_fn == RewardFn::Data && run.data.path.is_none() {
+            let why = "grpo.reward_fn = \"data\" takes rewards from it";
+            self.should("data.path", &["grpo.reward_fn"], "set to a file of JSON lines", why);
+        }
+        self.at_least_one("checkpoint.keep", run.checkpoint.keep, "the newest checkpoint always stays");
+    }
+
+    fn endpoint(&mut self) {
+        let e = &self.run.endpoint;
+        if !is_variable_name(&e.api_key_env) {
+            let why = "capital letters, digits and _; what stands there is not shown, it may be a key";
+            self.should("endpoint.api_key_env", &[], "the name of an environment variable", why);
+        }
+        if let Some(base) = &e.api_base
+            && !is_plain_address(base)
+        {
+            let why = "it is not shown, it may hold a key";
+            self.should("endpoint.api_base", &[], "an address http://… or https://… without user or password", why);
+        }
+        self.at_least_one("endpoint.timeout_sec", e.timeout_sec, "a request takes time; 120 is the default");
+        let inside = e.retry_backoff.is_finite() && e.retry_backoff > 0.0;
+        self.range("endpoint.retry_backoff", e.retry_backoff, inside, "a finite number above 0");
+        let wait_sec = e.retry_backoff.powi(i32::try_from(e.max_retries).unwrap_or(i32::MAX));
+        if inside && wait_sec > RETRY_WAIT_SEC_MAX {
+            let most = (RETRY_WAIT_SEC_MAX.ln() / e.retry_backoff.ln()).floor();
+            let why = format!("the last wait, {:?} to the power {}, exceeds an hour", e.retry_backoff, e.max_retries);
+            self.should("endpoint.max_retries", &["endpoint.retry_backoff"], format!("{most} or less"), why);
+        }
+    }
+
+    fn supported(&mut self) {
+        for row in SUPPORTED {
+            if (row.lacks)(self.run) {
+                self.should(row.key, &[], row.be, format!("this build does not {} yet", row.what));
+            }
+        }
+    }
+}
+
+/// The largest divisor of `whole` that is at most `most`, both at least 1.
+fn divisor(whole: u64, most: u64) -> u64 {
+    (1..=most.min(whole)).rev().find(|d| whole.is_multiple_of(*d)).unwrap_or(1)
+}
+
+fn is_variable_name(name: &str) -> bool {
+    let plain = name.bytes().all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_');
+    plain && !name.is_empty() && !name.starts_with(|c: char| c.is_ascii_digit())
+}
+
+fn is_plain_address(base: &str) -> bool {
+    let rest = base.strip_prefix("https://").or_else(|| base.strip_prefix("http://"));
+    let host = rest.map(|r| r.split(['/', '?', '#']).next().unwrap_or_default());
+    host.is_some_and(|h| !h.is_empty() && !h.contains('@')) && !base.contains(char::is_whitespace)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::Tokens;
+
+    #[test]
+    fn the_nearest_smaller_divisor_is_proposed() {
+        assert_eq!(divisor(6, 8), 6);
+        assert_eq!(divisor(6, 4), 3);
+        assert_eq!(divisor(7, 4), 1);
+        assert_eq!(divisor(12, 5), 4);
+    }
+
+    #[test]
+    fn a_key_pasted_in_the_place_of_a_name_is_no_name() {
+        for name in ["sk-abc", "", "1KEY", "Key", "A KEY"] {
+            assert!(!is_variable_name(name), "{name}");
+        }
+        assert!(is_variable_name("TAOTOKEN_API_KEY"));
+    }
+
+    #[test]
+    fn an_address_has_a_host_and_no_password() {
+        for base in ["example.com", "https://", "https://me:secret@example.com", "ftp://example.com", "http://a b"] {
+            assert!(!is_plain_address(base), "{base}");
+        }
+        assert!(is_plain_address("http://127.0.0.1:8080/api"));
+    }
+
+    #[test]
+    fn a_tail_is_never_longer_than_the_prompt() {
+        assert_eq!(Gradient::Exact.tail(Tokens(5)), Tokens(5));
+        assert_eq!(Gradient::Response.tail(Tokens(5)), Tokens(1));
+        assert_eq!(Gradient::Last(Tokens(9)).tail(Tokens(5)), Tokens(5));
+        assert_eq!(Gradient::Last(Tokens(0)).tail(Tokens(5)), Tokens(0));
+    }
+}

@@ -1,0 +1,163 @@
+//! The values that are one of a few words.
+
+use std::fmt;
+
+use serde::de::{self, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::units::Tokens;
+
+/// The optimizers there are.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OptimizerName {
+    /// Adam with decoupled weight decay.
+    Adamw,
+}
+
+/// What the backward pass starts from.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationCkpt {
+    /// A layer's input is kept and the rest recomputed.
+    Layer,
+    /// Everything is kept.
+    None,
+}
+
+/// How the learning rate moves after the warm-up.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Schedule {
+    /// It stays.
+    Constant,
+    /// Half a cosine down to 0 at the last step.
+    Cosine,
+    /// A line down to 0 at the last step.
+    Linear,
+}
+
+/// Where rewards come from.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RewardFn {
+    /// 0 and 1 in turn.
+    Synthetic,
+    /// The data set.
+    Data,
+}
+
+/// How token losses become one number.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Aggregation {
+    /// Mean over answers of their token means.
+    SequenceMean,
+    /// Mean over all tokens of the update.
+    TokenMean,
+    /// Sum divided by `constant_divisor`.
+    Constant,
+}
+
+/// Number format of weights and activations.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dtype {
+    /// 8 bits of exponent, 7 of fraction.
+    Bfloat16,
+    /// IEEE single.
+    Float32,
+    /// IEEE double.
+    Float64,
+}
+
+/// How the frozen weights are held.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Weights {
+    /// In the run's number format, as read from the checkpoint.
+    Checkpoint,
+    /// In 8 bits.
+    Fp8,
+}
+
+/// Which prompt positions carry gradient: the last N, all earlier ones are constants.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Gradient {
+    /// N = the prompt's length: the gradient of the full sequence.
+    Exact,
+    /// N = 1: the last prompt position, which predicts the first answer token.
+    Response,
+    /// N as given.
+    Last(Tokens),
+}
+
+impl Gradient {
+    /// N for a prompt of `prompt_len` positions; never more than that.
+    #[must_use]
+    pub fn tail(self, prompt_len: Tokens) -> Tokens {
+        match self {
+            Gradient::Exact => prompt_len,
+            Gradient::Response => prompt_len.min(Tokens(1)),
+            Gradient::Last(tail) => prompt_len.min(tail),
+        }
+    }
+}
+
+impl fmt::Display for Gradient {
+    /// As metrics and receipts name it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Gradient::Exact => f.write_str("exact"),
+            Gradient::Response => f.write_str("response"),
+            Gradient::Last(tail) => write!(f, "last={tail}"),
+        }
+    }
+}
+
+/// Whether pages live in host memory: `true`, `false` or `"auto"` in a file.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Offload {
+    /// Always.
+    Always,
+    /// Never.
+    Never,
+    /// Only where they do not fit the device.
+    Auto,
+}
+
+impl Serialize for Offload {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Offload::Always => serializer.serialize_bool(true),
+            Offload::Never => serializer.serialize_bool(false),
+            Offload::Auto => serializer.serialize_str("auto"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Offload {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OffloadVisitor;
+        impl Visitor<'_> for OffloadVisitor {
+            type Value = Offload;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("true, false or \"auto\"")
+            }
+
+            fn visit_bool<E: de::Error>(self, on: bool) -> Result<Offload, E> {
+                Ok(if on { Offload::Always } else { Offload::Never })
+            }
+
+            fn visit_str<E: de::Error>(self, word: &str) -> Result<Offload, E> {
+                match word {
+                    "auto" => Ok(Offload::Auto),
+                    other => Err(E::invalid_value(de::Unexpected::Str(other), &self)),
+                }
+            }
+        }
+        deserializer.deserialize_any(OffloadVisitor)
+    }
+}

@@ -1,0 +1,219 @@
+//! From the sources to one configuration: defaults, config.toml, settings.json, environment, flags, in this order.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use figment::Figment;
+use figment::value::{Dict, Value};
+use serde::Deserialize;
+
+use super::environment::Environment;
+use super::problem::{Error, Fault, Problem, Source};
+use super::schema::{self, Need};
+use super::source::{Gathered, Layer, nest};
+use super::tables::{
+    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, GrpoConfig, LoraConfig, MemoryConfig, ModelConfig,
+    OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
+};
+use super::{Loaded, RankConfig, RunConfig};
+
+/// The compiled-in defaults: every key, with its meaning as a comment.
+pub const DEFAULT_TOML: &str = include_str!("../../configs/default.toml");
+
+/// The compiled-in laptop run, in the place of a config.toml where there is none.
+pub const LAPTOP_TOML: &str = include_str!("../../configs/laptop.toml");
+
+/// What the command line says about the configuration.
+#[derive(Clone, Debug, Default)]
+pub struct Overrides {
+    /// `--config FILE`; absent: ./config.toml where it exists, else the laptop run.
+    pub config: Option<PathBuf>,
+    /// `--settings FILE`; absent: ./settings.json where it exists.
+    pub settings: Option<PathBuf>,
+    /// `--set table.key=value`, in order.
+    pub set: Vec<String>,
+    /// `--run-dir DIR`, which goes before `run.dir`.
+    pub run_dir: Option<PathBuf>,
+}
+
+/// The configuration of this process: files of the working directory, the process environment, and `overrides`.
+///
+/// # Errors
+/// [`Error::Refused`] with every problem of every source and of the whole, each with its source.
+pub fn load(overrides: &Overrides) -> Result<Loaded, Error> {
+    load_in(Path::new(""), &Environment::process(), overrides)
+}
+
+/// The same for another directory and environment.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_in(directory: &Path, environment: &Environment, overrides: &Overrides) -> Result<Loaded, Error> {
+    let mut gathered = Gathered::default();
+    gathered.builtin("defaults", DEFAULT_TOML);
+    match chosen(directory, overrides.config.as_deref(), "config.toml") {
+        Some(path) => gathered.config(&path),
+        None => gathered.builtin("laptop run", LAPTOP_TOML),
+    }
+    if let Some(path) = chosen(directory, overrides.settings.as_deref(), "settings.json") {
+        gathered.settings(&path);
+    }
+    let key_variable = api_key_variable(&gathered.layers);
+    for (name, text) in environment.keys(&key_variable) {
+        gathered.variable(name, text);
+    }
+    for text in &overrides.set {
+        gathered.flag(text);
+    }
+    if let Some(path) = &overrides.run_dir {
+        gathered.run_dir(path);
+    }
+    finish(gathered, environment)
+}
+
+/// The compiled-in laptop run alone.
+pub(super) fn laptop() -> Result<Loaded, Error> {
+    let mut gathered = Gathered::default();
+    gathered.builtin("defaults", DEFAULT_TOML);
+    gathered.builtin("laptop run", LAPTOP_TOML);
+    finish(gathered, &Environment::default())
+}
+
+/// A file named on the command line, else the usual one where it exists.
+fn chosen(directory: &Path, named: Option<&Path>, usual: &str) -> Option<PathBuf> {
+    let usual = directory.join(usual);
+    named.map(Path::to_owned).or_else(|| usual.exists().then_some(usual))
+}
+
+/// The variable that holds the endpoint's key, as the files name it: it may begin like ours.
+fn api_key_variable(layers: &[Layer]) -> String {
+    let merged = merged(layers);
+    merged.extract_inner("endpoint.api_key_env").unwrap_or_default()
+}
+
+fn merged(layers: &[Layer]) -> Figment {
+    layers.iter().fold(Figment::new(), |figment, layer| figment.merge(layer))
+}
+
+/// Everything that a file may say, before it is split into what ranks share and what is a rank's own.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Whole {
+    parallel: ParallelConfig,
+    context: ContextConfig,
+    memory: MemoryConfig,
+    optimizer: OptimizerConfig,
+    grpo: GrpoConfig,
+    lora: LoraConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    run: WholeRun,
+    rollout: RolloutConfig,
+    reward: RewardConfig,
+    checkpoint: CheckpointConfig,
+    endpoint: EndpointConfig,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WholeRun {
+    dir: PathBuf,
+    seed: u64,
+    steps: u64,
+    share_device: bool,
+    deterministic: bool,
+    trace: bool,
+    log_level: String,
+}
+
+impl Whole {
+    fn split(self, environment: &Environment, sources: Vec<Source>) -> Loaded {
+        let Whole { run: WholeRun { dir, seed, steps, share_device, deterministic, trace, log_level }, .. } = self;
+        let run = RunConfig {
+            parallel: self.parallel,
+            context: self.context,
+            memory: self.memory,
+            optimizer: self.optimizer,
+            grpo: self.grpo,
+            lora: self.lora,
+            model: self.model,
+            data: self.data,
+            run: RunTable { seed, steps, deterministic, trace },
+            rollout: self.rollout,
+            reward: self.reward,
+            checkpoint: self.checkpoint,
+            endpoint: self.endpoint,
+        };
+        let log = environment.log().map_or(log_level, str::to_owned);
+        Loaded { run, rank: RankConfig { dir, share_device, log }, sources }
+    }
+}
+
+/// Merges what was gathered, and checks the whole as far as its parts are right.
+fn finish(mut gathered: Gathered, environment: &Environment) -> Result<Loaded, Error> {
+    let stand_ins = missing(&mut gathered);
+    let whole: Whole = match merged(&gathered.layers).join(&stand_ins).extract() {
+        Ok(whole) => whole,
+        Err(error) => {
+            let unforeseen = error.into_iter().map(|e| unforeseen(&e, &gathered.layers));
+            return Err(refused(gathered.problems.into_iter().chain(unforeseen)));
+        }
+    };
+    let sources: Vec<Source> = gathered.layers.iter().map(|layer| layer.source.clone()).collect();
+    let loaded = whole.split(environment, sources);
+    let mut found = if gathered.unread { Vec::new() } else { loaded.run.check(None) };
+    found.retain(|p| !gathered.is_spoilt(&p.key) && !p.with.iter().any(|key| gathered.is_spoilt(key)));
+    let found: Vec<Problem> = found.into_iter().map(|p| said_by(p, &gathered.layers)).collect();
+    if found.is_empty() && gathered.problems.is_empty() {
+        Ok(loaded)
+    } else {
+        Err(refused(gathered.problems.into_iter().chain(found)))
+    }
+}
+
+/// Notes the required keys that no source gives. The layer returned has stand-ins for them, so that everything else can be
+/// checked; no rule that reads one is heard.
+fn missing(gathered: &mut Gathered) -> Layer {
+    let mut dict = Dict::new();
+    for (path, _) in schema::keys().filter(|(_, key)| key.need == Need::Required) {
+        if gathered.layers.iter().any(|layer| layer.gives(&path)) {
+            continue;
+        }
+        if !gathered.unread && !gathered.is_spoilt(&path) {
+            let problem = Problem { key: path.clone(), source: None, fault: Fault::Missing, with: Vec::new() };
+            gathered.problems.push(problem);
+        }
+        stand_in(&mut dict, &path);
+        gathered.spoilt.insert(path, usize::MAX);
+    }
+    Layer { source: Source::Builtin("stand-ins"), dict }
+}
+
+fn stand_in(dict: &mut Dict, path: &str) {
+    for (table, value) in nest(path, Value::from(1_u64)) {
+        match (dict.get_mut(&table), value) {
+            (Some(Value::Dict(_, there)), Value::Dict(_, new)) => there.extend(new),
+            (_, value) => drop(dict.insert(table, value)),
+        }
+    }
+}
+
+/// The problem with the source whose value stands; none where only a default is meant.
+fn said_by(mut problem: Problem, layers: &[Layer]) -> Problem {
+    let giver = layers.iter().rev().find(|layer| layer.gives(&problem.key));
+    problem.source = giver.map(|layer| layer.source.clone());
+    problem
+}
+
+/// A fault that serde sees and the walk did not: the list of keys and the structs have drifted apart.
+fn unforeseen(error: &figment::Error, layers: &[Layer]) -> Problem {
+    let key = error.path.join(".");
+    let fault = Fault::Should { be: "of another kind".to_owned(), why: error.kind.to_string() };
+    said_by(Problem { key, source: None, fault, with: Vec::new() }, layers)
+}
+
+/// Every problem once.
+fn refused(problems: impl Iterator<Item = Problem>) -> Error {
+    let mut seen = BTreeSet::new();
+    Error::Refused { problems: problems.filter(|p| seen.insert(p.to_string())).collect() }
+}

@@ -1,0 +1,177 @@
+//! The configuration: which keys there are, where their values come from, and whether they go together.
+//!
+//! Sources in order, later ones first in rank: compiled-in defaults, config.toml (or the compiled-in laptop run),
+//! settings.json, environment, flags. Each is walked to its end against the list of keys, then all are merged and the
+//! whole is checked, so that a refusal lists every problem at once. The result is a [`RunConfig`], which must be equal on
+//! all ranks and has a digest, and a [`RankConfig`], which need not. Nothing else in the project reads the environment.
+
+mod check;
+mod choices;
+mod document;
+mod environment;
+mod json;
+mod load;
+mod problem;
+mod schema;
+mod source;
+mod supported;
+mod tables;
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::units::{Pages, Tokens};
+
+pub use choices::{ActivationCkpt, Aggregation, Dtype, Gradient, Offload, OptimizerName, RewardFn, Schedule, Weights};
+pub use document::document;
+pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, Secret};
+pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_in};
+pub use problem::{Error, Fault, Problem, Source, variable_of};
+pub use supported::{SUPPORTED, Supported};
+pub use tables::{
+    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GrpoConfig, LoraConfig,
+    MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
+};
+
+/// What must be equal on all ranks; its digest is compared at the start and stored with what a run writes.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunConfig {
+    /// How ranks share the work.
+    pub parallel: ParallelConfig,
+    /// Lengths.
+    pub context: ContextConfig,
+    /// How long tensors live, and where.
+    pub memory: MemoryConfig,
+    /// The update.
+    pub optimizer: OptimizerConfig,
+    /// The objective.
+    pub grpo: GrpoConfig,
+    /// The trained adapters.
+    pub lora: LoraConfig,
+    /// The model that is trained.
+    pub model: ModelConfig,
+    /// The data sets.
+    pub data: DataConfig,
+    /// The run as a whole, without what is a rank's own.
+    pub run: RunTable,
+    /// Sampling of answers.
+    pub rollout: RolloutConfig,
+    /// Scoring of answers.
+    pub reward: RewardConfig,
+    /// Saved states.
+    pub checkpoint: CheckpointConfig,
+    /// The service that judges answers.
+    pub endpoint: EndpointConfig,
+}
+
+/// What is a rank's own: it changes no number, so it is no part of the digest.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct RankConfig {
+    /// Folder for everything a run writes (`run.dir`, `--run-dir`).
+    pub dir: PathBuf,
+    /// Whether several ranks may use one device (`run.share_device`).
+    pub share_device: bool,
+    /// What the logs hold: a level or filters (`run.log_level`, `LONGSTRAW_LOG`).
+    pub log: String,
+}
+
+/// A configuration that has passed every check that needs no world.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    /// Equal on all ranks.
+    pub run: RunConfig,
+    /// This rank's own.
+    pub rank: RankConfig,
+    /// What was read, in order; later ones go before earlier ones.
+    pub sources: Vec<Source>,
+}
+
+impl RunConfig {
+    /// The compiled-in laptop run, whatever files and variables there are.
+    ///
+    /// # Panics
+    /// Never: a test loads it.
+    #[must_use]
+    pub fn laptop() -> Self {
+        load::laptop().expect("the compiled-in files pass every check").run
+    }
+
+    /// Pages of the longest prompt; the last may be partly filled.
+    #[must_use]
+    pub fn prompt_pages(&self) -> Pages {
+        self.context.prompt_len.pages(self.context.page_size)
+    }
+
+    /// Ranks that share one prompt, in a job of `world` ranks.
+    #[must_use]
+    pub fn cp_size(&self, world: u64) -> u64 {
+        self.parallel.cp_size.unwrap_or(world)
+    }
+
+    /// Groups of ranks side by side, each with prompts of its own, in a job of `world` ranks. Like the counts of pages, it
+    /// is for a configuration that [`RunConfig::check`] has passed: there `page_size` and `cp_size` are not 0.
+    #[must_use]
+    pub fn dp_size(&self, world: u64) -> u64 {
+        world / self.cp_size(world)
+    }
+
+    /// Pages of the longest prompt on the rank that holds most, in a job of `world` ranks.
+    #[must_use]
+    pub fn pages_per_rank(&self, world: u64) -> Pages {
+        Pages(self.prompt_pages().0.div_ceil(self.cp_size(world)))
+    }
+
+    /// The last N prompt positions carry gradient: N for a prompt of `prompt_len` positions.
+    #[must_use]
+    pub fn tail(&self, prompt_len: Tokens) -> Tokens {
+        self.grpo.gradient.tail(prompt_len)
+    }
+
+    /// The checkpoint's folder.
+    ///
+    /// # Errors
+    /// [`Error::Unset`] where no source names one; it says how to.
+    pub fn model_path(&self) -> Result<&Path, Error> {
+        self.model.path.as_deref().ok_or(Error::Unset {
+            key: "model.path",
+            how: "name the checkpoint's folder with --set model.path=FOLDER, or as path under [model] in config.toml",
+        })
+    }
+
+    /// The endpoint's base address.
+    ///
+    /// # Errors
+    /// [`Error::Unset`] where no source names one; it says how to.
+    pub fn api_base(&self) -> Result<&str, Error> {
+        self.endpoint.api_base.as_deref().ok_or(Error::Unset {
+            key: "endpoint.api_base",
+            how: "put api_base into settings.json, or name it with --set endpoint.api_base=https://…",
+        })
+    }
+
+    /// SHA-256 in hexadecimal over the values in the order of the tables; equal exactly where the values are.
+    ///
+    /// # Panics
+    /// Never: every value has a JSON form.
+    #[must_use]
+    pub fn digest(&self) -> String {
+        let canonical = serde_json::to_vec(self).expect("keys are texts, so there is a JSON form");
+        Sha256::digest(canonical).iter().fold(String::new(), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        })
+    }
+
+    /// The values as a config.toml that loads to the same, but for what is a rank's own.
+    ///
+    /// # Panics
+    /// Never: every value has a TOML form.
+    #[must_use]
+    pub fn to_toml(&self) -> String {
+        toml::to_string(self).expect("every checked value has a TOML form")
+    }
+}

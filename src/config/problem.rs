@@ -1,0 +1,232 @@
+//! What can be wrong with a configuration, and where it was said.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use crate::failure::{Classified, Exit};
+
+/// Where values come from; later ones go before earlier ones, in this order.
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+pub enum Source {
+    /// A compiled-in file.
+    Builtin(&'static str),
+    /// A config.toml.
+    Config(PathBuf),
+    /// A settings.json, whose keys are those of `[endpoint]`.
+    Settings(PathBuf),
+    /// An environment variable `LONGSTRAW_TABLE__KEY`.
+    Variable(String),
+    /// `--set table.key=value`; the key alone is kept.
+    Flag(String),
+    /// `--run-dir`.
+    RunDir,
+}
+
+impl Source {
+    /// A key's dotted path as this source spells it.
+    #[must_use]
+    pub fn spell(&self, path: &str) -> String {
+        match self {
+            Source::Settings(_) => match path {
+                "run.log_level" => "log_level".to_owned(),
+                other => other.strip_prefix("endpoint.").unwrap_or(other).to_owned(),
+            },
+            Source::Variable(_) => variable_of(path),
+            _ => path.to_owned(),
+        }
+    }
+
+    /// The place where a key belongs, in words.
+    fn home(&self, path: &str) -> String {
+        let spelt = self.spell(path);
+        match (self, path.rsplit_once('.')) {
+            (Source::Variable(_), _) => format!("is spelt {spelt}"),
+            (Source::Flag(_) | Source::RunDir, _) => format!("is spelt --set {spelt}=VALUE"),
+            (Source::Settings(_), None) if path == "endpoint" => {
+                "is left out here: its keys stand without it".to_owned()
+            }
+            (Source::Settings(_), None) => format!("belongs into config.toml, as [{path}]"),
+            (Source::Settings(_), Some(_)) if spelt != path => match spelt.rsplit_once('.') {
+                Some((table, _)) => format!("belongs under \"{table}\""),
+                None => "belongs to the top level".to_owned(),
+            },
+            (Source::Settings(_), Some((table, _))) => format!("belongs under [{table}] of config.toml"),
+            (_, None) => format!("is a table at the top level, [{path}]"),
+            (_, Some((table, _))) if table.starts_with("endpoint") => {
+                format!("belongs into settings.json or under [{table}]")
+            }
+            (_, Some((table, _))) => format!("belongs under [{table}]"),
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Builtin(name) => write!(f, "built-in {name}"),
+            Source::Config(path) | Source::Settings(path) => write!(f, "{}", path.display()),
+            Source::Variable(_) => f.write_str("environment"),
+            Source::Flag(_) => f.write_str("--set"),
+            Source::RunDir => f.write_str("--run-dir"),
+        }
+    }
+}
+
+/// The environment variable of a key's dotted path.
+#[must_use]
+pub fn variable_of(path: &str) -> String {
+    format!("LONGSTRAW_{}", path.replace('.', "__").to_uppercase())
+}
+
+/// What is wrong with one key or one source.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Fault {
+    /// No such key; the dotted path of the most similar one.
+    UnknownKey {
+        /// Dotted path of the most similar key.
+        nearest: String,
+    },
+    /// No such table.
+    UnknownTable {
+        /// Dotted path of the most similar table or key.
+        nearest: String,
+    },
+    /// The key exists, but in other tables.
+    Misplaced {
+        /// Dotted paths at which it exists.
+        homes: Vec<String>,
+    },
+    /// A value of the wrong kind.
+    WrongKind {
+        /// What is expected, in words.
+        expected: String,
+        /// What stands there; hidden where it may be a secret.
+        found: String,
+    },
+    /// A key without a default that no source gives.
+    Missing,
+    /// The value is refused.
+    Should {
+        /// What it should be.
+        be: String,
+        /// Why.
+        why: String,
+    },
+    /// A file that cannot be read.
+    Unreadable {
+        /// The system's words.
+        error: String,
+    },
+    /// A file that is not TOML or JSON.
+    Syntax {
+        /// Line, from 1.
+        line: usize,
+        /// Column, from 1.
+        column: usize,
+        /// The parser's words, without the text of the line.
+        message: String,
+    },
+    /// `--set` without a key or an equals sign.
+    FlagForm,
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Problem {
+    /// The key's dotted path; empty where a whole source is meant.
+    pub key: String,
+    /// The source that said so; absent where no source is known.
+    pub source: Option<Source>,
+    /// What is wrong.
+    pub fault: Fault,
+    /// Further keys the judgement rests on.
+    pub(super) with: Vec<&'static str>,
+}
+
+impl Problem {
+    /// A problem of `key` as `source` gives it.
+    pub(super) fn new(source: &Source, key: impl Into<String>, fault: Fault) -> Self {
+        Problem { key: key.into(), source: Some(source.clone()), fault, with: Vec::new() }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let spell = |path: &str| self.source.as_ref().map_or_else(|| path.to_owned(), |s| s.spell(path));
+        let key = spell(&self.key);
+        if let Some(source) = &self.source {
+            write!(f, "{source}: ")?;
+        }
+        match &self.fault {
+            Fault::UnknownKey { nearest } => {
+                write!(f, "unknown key {key}; the nearest known one is {}", spell(nearest))
+            }
+            Fault::UnknownTable { nearest } => {
+                write!(f, "unknown table {key}; the nearest known name is {}", spell(nearest))
+            }
+            Fault::Misplaced { homes } => {
+                let home = |h: &String| self.source.as_ref().map_or_else(|| h.clone(), |s| s.home(h));
+                let homes: Vec<String> = homes.iter().map(home).collect();
+                write!(f, "{key} stands in the wrong place: it {}", homes.join(", or "))
+            }
+            Fault::WrongKind { expected, found } => write!(f, "{key} should be {expected}, not {found}"),
+            Fault::Missing => write!(
+                f,
+                "{key} is missing and has no default: set it in config.toml, with --set {key}=VALUE or as {}",
+                variable_of(&key)
+            ),
+            Fault::Should { be, why } => write!(f, "{key} should be {be}: {why}"),
+            Fault::Unreadable { error } => write!(f, "cannot be read: {error}"),
+            Fault::Syntax { line, column, message } => write!(f, "line {line}, column {column}: {message}"),
+            Fault::FlagForm => write!(f, "{key} is no table.key=value"),
+        }
+    }
+}
+
+/// What ends a run before it starts.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// One or more problems, all of them.
+    #[error("{}", listed(.problems))]
+    Refused {
+        /// At least one.
+        problems: Vec<Problem>,
+    },
+    /// A key that this verb needs and that no source gives.
+    #[error("{key} is not set: {how}")]
+    Unset {
+        /// Dotted path.
+        key: &'static str,
+        /// How to set it.
+        how: &'static str,
+    },
+    /// The environment variable that should hold the endpoint's key is empty or absent.
+    #[error("the environment variable {variable} (named by api_key_env) is not set: it holds the endpoint's key")]
+    NoApiKey {
+        /// Its name.
+        variable: String,
+    },
+    /// The endpoint's key holds characters that no request header takes; the key is not shown.
+    #[error("the key in {variable} holds a blank, a line break or a character outside ASCII: set it anew")]
+    BadApiKey {
+        /// The variable's name.
+        variable: String,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::Config
+    }
+}
+
+/// One problem in a line, several as a numbered list.
+fn listed(problems: &[Problem]) -> String {
+    match problems {
+        [one] => format!("configuration refused: {one}"),
+        many => {
+            let lines: Vec<String> = many.iter().enumerate().map(|(i, p)| format!("  {}. {p}", i + 1)).collect();
+            format!("configuration refused, {} problems:\n{}", many.len(), lines.join("\n"))
+        }
+    }
+}

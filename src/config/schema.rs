@@ -1,0 +1,296 @@
+//! The list of keys: which tables there are, which keys stand in them, and what a value must look like.
+//!
+//! The structs in `tables` say the same to serde, which stops at the first fault; this list lets a source be walked to its
+//! end, so that one wrong key hides no other. Tests hold the two and `configs/default.toml` together.
+
+use figment::value::{Num, Value};
+
+/// What a value must look like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Kind {
+    /// `true` or `false`.
+    Switch,
+    /// A whole number from 0.
+    Count,
+    /// Any number.
+    Number,
+    /// Text that is not empty.
+    Text,
+    /// One of these words.
+    Choice(&'static [&'static str]),
+    /// A list of texts.
+    Texts,
+    /// A list of two numbers.
+    Pair,
+    /// `true`, `false` or `"auto"`.
+    Offload,
+    /// `"exact"`, `"response"` or `{ last = N }`.
+    Gradient,
+    /// A table with keys that are not ours.
+    Free,
+}
+
+/// Where a value comes from when no source gives one.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Need {
+    /// The compiled-in default file.
+    Default,
+    /// Nowhere: absent has a meaning.
+    Optional,
+    /// Nowhere: it must be given.
+    Required,
+}
+
+/// One key.
+#[derive(Debug)]
+pub(super) struct Key {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    pub(super) need: Need,
+}
+
+/// One table; `path` is dotted for a table within a table.
+#[derive(Debug)]
+pub(super) struct Table {
+    pub(super) path: &'static str,
+    pub(super) keys: &'static [Key],
+}
+
+const fn key(name: &'static str, kind: Kind) -> Key {
+    Key { name, kind, need: Need::Default }
+}
+
+const fn optional(name: &'static str, kind: Kind) -> Key {
+    Key { name, kind, need: Need::Optional }
+}
+
+const fn required(name: &'static str, kind: Kind) -> Key {
+    Key { name, kind, need: Need::Required }
+}
+
+/// All tables, in the order of the default file.
+pub(super) const TABLES: &[Table] = &[
+    Table {
+        path: "parallel",
+        keys: &[
+            key("tp_size", Kind::Count),
+            optional("cp_size", Kind::Count),
+            key("ep_size", Kind::Count),
+            key("pp_size", Kind::Count),
+        ],
+    },
+    Table {
+        path: "context",
+        keys: &[
+            required("max_seq_len", Kind::Count),
+            required("prompt_len", Kind::Count),
+            required("answer_len", Kind::Count),
+            key("page_size", Kind::Count),
+            optional("cp_pages_per_gpu", Kind::Count),
+        ],
+    },
+    Table {
+        path: "memory",
+        keys: &[
+            key("prompt_no_grad", Kind::Switch),
+            key("cpu_offload_pages", Kind::Offload),
+            key("layer_wise_transfer", Kind::Switch),
+            key("activation_ckpt", Kind::Choice(&["layer", "none"])),
+            key("micro_block", Kind::Count),
+            key("head_block", Kind::Count),
+        ],
+    },
+    Table {
+        path: "optimizer",
+        keys: &[
+            key("name", Kind::Choice(&["adamw"])),
+            key("lr", Kind::Number),
+            key("grad_accum", Kind::Count),
+            key("betas", Kind::Pair),
+            key("eps", Kind::Number),
+            key("weight_decay", Kind::Number),
+            key("max_grad_norm", Kind::Number),
+            key("schedule", Kind::Choice(&["constant", "cosine", "linear"])),
+            key("warmup_steps", Kind::Count),
+        ],
+    },
+    Table {
+        path: "grpo",
+        keys: &[
+            required("group_size", Kind::Count),
+            key("reward_fn", Kind::Choice(&["synthetic", "data"])),
+            key("normalize_adv", Kind::Switch),
+            key("gradient", Kind::Gradient),
+            key("clip_low", Kind::Number),
+            key("clip_high", Kind::Number),
+            key("kl_coef", Kind::Number),
+            key("aggregation", Kind::Choice(&["sequence_mean", "token_mean", "constant"])),
+            optional("constant_divisor", Kind::Number),
+            key("temperature", Kind::Number),
+            key("updates_per_group", Kind::Count),
+        ],
+    },
+    Table {
+        path: "lora",
+        keys: &[
+            key("rank", Kind::Count),
+            key("alpha", Kind::Number),
+            optional("targets", Kind::Texts),
+            optional("init_from", Kind::Text),
+        ],
+    },
+    Table {
+        path: "model",
+        keys: &[
+            optional("path", Kind::Text),
+            key("dtype", Kind::Choice(&["bfloat16", "float32", "float64"])),
+            key("weights", Kind::Choice(&["checkpoint", "fp8"])),
+            key("random_init", Kind::Switch),
+            optional("rope_scaling", Kind::Free),
+        ],
+    },
+    Table {
+        path: "data",
+        keys: &[optional("path", Kind::Text), optional("held_out", Kind::Text), key("shuffle", Kind::Switch)],
+    },
+    Table {
+        path: "run",
+        keys: &[
+            key("dir", Kind::Text),
+            key("seed", Kind::Count),
+            key("steps", Kind::Count),
+            key("share_device", Kind::Switch),
+            key("deterministic", Kind::Switch),
+            key("trace", Kind::Switch),
+            key("log_level", Kind::Choice(&["error", "warn", "info", "debug", "trace"])),
+        ],
+    },
+    Table { path: "rollout", keys: &[] },
+    Table { path: "reward", keys: &[] },
+    Table { path: "checkpoint", keys: &[key("every", Kind::Count), key("keep", Kind::Count)] },
+    Table {
+        path: "endpoint",
+        keys: &[
+            optional("api_base", Kind::Text),
+            key("api_key_env", Kind::Text),
+            optional("default_model", Kind::Text),
+            key("timeout_sec", Kind::Count),
+            key("max_retries", Kind::Count),
+            key("retry_backoff", Kind::Number),
+        ],
+    },
+    Table { path: "endpoint.endpoints", keys: &[key("chat", Kind::Text), key("models", Kind::Text)] },
+    Table {
+        path: "endpoint.usage",
+        keys: &[
+            key("reward_scoring", Kind::Switch),
+            key("log_summary", Kind::Switch),
+            key("sample_replay", Kind::Switch),
+        ],
+    },
+];
+
+/// `table.name`, or the name alone at the top.
+pub(super) fn join(table: &str, name: &str) -> String {
+    if table.is_empty() { name.to_owned() } else { format!("{table}.{name}") }
+}
+
+/// The key at a dotted path.
+pub(super) fn key_at(path: &str) -> Option<&'static Key> {
+    let (table, name) = path.rsplit_once('.')?;
+    TABLES.iter().find(|t| t.path == table)?.keys.iter().find(|k| k.name == name)
+}
+
+/// Whether a dotted path is a table.
+pub(super) fn is_table(path: &str) -> bool {
+    TABLES.iter().any(|t| t.path == path)
+}
+
+/// Every key with its dotted path.
+pub(super) fn keys() -> impl Iterator<Item = (String, &'static Key)> {
+    TABLES.iter().flat_map(|t| t.keys.iter().map(|k| (join(t.path, k.name), k)))
+}
+
+/// The paths of keys or tables called `name`, whatever table they stand in.
+pub(super) fn homes(name: &str) -> Vec<String> {
+    let tail = |path: &str| path.rsplit('.').next() == Some(name);
+    let tables = TABLES.iter().map(|t| t.path.to_owned());
+    keys().map(|(path, _)| path).chain(tables).filter(|p| tail(p)).collect()
+}
+
+/// The known key or table that is spelt most like `name`: in `table` if one there is near, else anywhere.
+pub(super) fn nearest(table: &str, name: &str) -> String {
+    let wanted = name.to_lowercase();
+    let likeness = |path: &str| {
+        let last = path.rsplit('.').next().unwrap_or(path);
+        strsim::jaro_winkler(&wanted, last).max(strsim::normalized_damerau_levenshtein(&wanted, last))
+    };
+    let best = |paths: Vec<String>| {
+        paths.into_iter().map(|p| (likeness(&p), p)).max_by(|a, b| a.0.total_cmp(&b.0).then_with(|| b.1.cmp(&a.1)))
+    };
+    let all: Vec<String> = TABLES.iter().map(|t| t.path.to_owned()).chain(keys().map(|(p, _)| p)).collect();
+    let parent = |path: &str| path.rsplit_once('.').map_or(String::new(), |(t, _)| t.to_owned());
+    let here = best(all.iter().filter(|p| parent(p) == table).cloned().collect());
+    let anywhere = best(all);
+    match (here, anywhere) {
+        (Some((near, path)), Some((far, _))) if near >= 0.7 || near >= far => path,
+        (_, Some((_, path))) | (Some((_, path)), None) => path,
+        (None, None) => String::new(),
+    }
+}
+
+fn is_number(value: &Value) -> bool {
+    matches!(value, Value::Num(..))
+}
+
+fn is_text(value: &Value) -> bool {
+    matches!(value, Value::String(_, text) if !text.is_empty())
+}
+
+fn is_count(value: &Value) -> bool {
+    match value {
+        Value::Num(_, Num::F32(_) | Num::F64(_)) => false,
+        Value::Num(_, number) => number.to_u128_lossy().is_some_and(|n| i64::try_from(n).is_ok()),
+        _ => false,
+    }
+}
+
+impl Kind {
+    /// Whether a value looks as it must.
+    pub(super) fn accepts(self, value: &Value) -> bool {
+        match (self, value) {
+            (Kind::Switch | Kind::Offload, Value::Bool(..)) | (Kind::Free, Value::Dict(..)) => true,
+            (Kind::Count, value) => is_count(value),
+            (Kind::Number, value) => is_number(value),
+            (Kind::Text, value) => is_text(value),
+            (Kind::Choice(words), Value::String(_, text)) => words.contains(&text.as_str()),
+            (Kind::Texts, Value::Array(_, items)) => items.iter().all(is_text),
+            (Kind::Pair, Value::Array(_, items)) => items.len() == 2 && items.iter().all(is_number),
+            (Kind::Offload, Value::String(_, text)) => text == "auto",
+            (Kind::Gradient, Value::String(_, text)) => text == "exact" || text == "response",
+            (Kind::Gradient, Value::Dict(_, dict)) => dict.len() == 1 && dict.get("last").is_some_and(is_count),
+            _ => false,
+        }
+    }
+
+    /// The same in words.
+    pub(super) fn expects(self) -> String {
+        match self {
+            Kind::Switch => "true or false".to_owned(),
+            Kind::Count => "a whole number from 0".to_owned(),
+            Kind::Number => "a number".to_owned(),
+            Kind::Text => "a text that is not empty".to_owned(),
+            Kind::Choice([one]) => format!("\"{one}\", the only one there is"),
+            Kind::Choice(words) => {
+                let (last, first) = words.split_last().map_or(("", &words[..0]), |(l, f)| (*l, f));
+                let first: Vec<String> = first.iter().map(|w| format!("\"{w}\"")).collect();
+                format!("{} or \"{last}\"", first.join(", "))
+            }
+            Kind::Texts => "a list of texts".to_owned(),
+            Kind::Pair => "a list of two numbers".to_owned(),
+            Kind::Offload => "true, false or \"auto\"".to_owned(),
+            Kind::Gradient => "\"exact\", \"response\" or { last = N }".to_owned(),
+            Kind::Free => "a table".to_owned(),
+        }
+    }
+}

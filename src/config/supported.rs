@@ -1,0 +1,46 @@
+//! What the configuration can say and this build does not do yet. One row each, so that no key is ignored in silence; a
+//! row goes when its part is built.
+
+use super::RunConfig;
+use super::choices::{ActivationCkpt, Weights};
+
+/// One thing that is refused for now.
+#[derive(Debug)]
+pub struct Supported {
+    /// Dotted path of the key.
+    pub key: &'static str,
+    /// What it should be instead.
+    pub be: &'static str,
+    /// What this build does not do yet.
+    pub what: &'static str,
+    /// Whether a configuration asks for it.
+    pub lacks: fn(&RunConfig) -> bool,
+}
+
+/// All of them.
+pub const SUPPORTED: &[Supported] = &[
+    Supported {
+        key: "memory.prompt_no_grad",
+        be: "true",
+        what: "train on the conventional schedule that holds the whole sequence's graph",
+        lacks: |run| !run.memory.prompt_no_grad,
+    },
+    Supported {
+        key: "memory.activation_ckpt",
+        be: "\"layer\"",
+        what: "keep all activations of a layer",
+        lacks: |run| run.memory.activation_ckpt == ActivationCkpt::None,
+    },
+    Supported {
+        key: "grpo.updates_per_group",
+        be: "1",
+        what: "make several updates from one set of scores",
+        lacks: |run| run.grpo.updates_per_group > 1,
+    },
+    Supported {
+        key: "model.weights",
+        be: "\"checkpoint\"",
+        what: "hold weights in fp8",
+        lacks: |run| run.model.weights == Weights::Fp8,
+    },
+];

@@ -1,0 +1,564 @@
+//! The configuration as a user meets it: files in a folder, variables, flags, and what is said when something is wrong.
+
+use std::path::{Path, PathBuf};
+
+use longstraw::config::{
+    DEFAULT_TOML, Dtype, Environment, Error, Gradient, Loaded, Overrides, Problem, RewardFn, RunConfig, SUPPORTED,
+    Source, document, load_in,
+};
+use longstraw::failure::{Classified, Exit, Failure};
+use longstraw::units::{Pages, Tokens};
+
+const USERS_CONFIG: &str = include_str!("../configs/config.toml");
+const USERS_SETTINGS: &str = include_str!("../configs/settings.json");
+const SENTINEL: &str = "sk-sentinel-0451";
+
+/// A folder with these files.
+fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for (name, text) in files {
+        std::fs::write(folder.path().join(name), text).expect("a file in it");
+    }
+    folder
+}
+
+fn set(flags: &[&str]) -> Overrides {
+    Overrides { set: flags.iter().map(|f| (*f).to_owned()).collect(), ..Overrides::default() }
+}
+
+/// Loads these files with these variables and flags.
+fn load(files: &[(&str, &str)], variables: &[(&str, &str)], flags: &[&str]) -> Result<Loaded, Error> {
+    load_in(folder(files).path(), &Environment::of(variables.iter().copied()), &set(flags))
+}
+
+fn users(flags: &[&str]) -> Result<Loaded, Error> {
+    load(&[("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)], &[], flags)
+}
+
+/// The problems of a refusal, each as it is shown, without the temporary folder.
+fn problems(result: Result<Loaded, Error>) -> Vec<String> {
+    let error = result.expect_err("it is refused");
+    assert_eq!(error.exit(), Exit::Config);
+    let shown = |p: &Problem| match &p.source {
+        Some(Source::Config(path) | Source::Settings(path)) => {
+            let folder = path.parent().expect("a file in a folder").display().to_string();
+            p.to_string().replace(&format!("{folder}/"), "")
+        }
+        _ => p.to_string(),
+    };
+    match error {
+        Error::Refused { problems } => problems.iter().map(shown).collect(),
+        other => panic!("another error: {other}"),
+    }
+}
+
+/// The users' files with one line in place of another.
+fn with_line(old: &str, new: &str) -> Vec<String> {
+    assert!(USERS_CONFIG.contains(old), "{old}");
+    problems(load(&[("config.toml", &USERS_CONFIG.replace(old, new))], &[], &[]))
+}
+
+#[test]
+fn the_users_files_are_accepted_unchanged() {
+    let Loaded { run, rank, sources } = users(&[]).expect("accepted");
+    assert_eq!((run.context.prompt_len, run.context.answer_len), (Tokens(2_088_960), Tokens(8192)));
+    assert_eq!(run.prompt_pages(), Pages(32_640));
+    assert_eq!((run.cp_size(8), run.dp_size(8), run.dp_size(16)), (8, 1, 2));
+    assert_eq!(run.pages_per_rank(8), Pages(4080));
+    assert_eq!(run.grpo.reward_fn, RewardFn::Synthetic);
+    assert_eq!(run.grpo.gradient, Gradient::Exact);
+    assert_eq!(run.model.dtype, Dtype::Bfloat16);
+    assert_eq!(run.endpoint.default_model.as_deref(), Some("claude-sonnet-4-20250514"));
+    assert!(run.endpoint.usage.reward_scoring && run.api_base().is_ok());
+    assert_eq!((rank.log.as_str(), rank.dir), ("info", PathBuf::from("runs/default")));
+    assert_eq!(run.check(Some(8)), []);
+    let files = sources.iter().filter(|s| matches!(s, Source::Config(_) | Source::Settings(_))).count();
+    assert_eq!((files, sources.len()), (2, 3));
+}
+
+#[test]
+fn without_files_the_laptop_run_is_loaded() {
+    let loaded = load(&[], &[], &[]).expect("accepted");
+    assert_eq!(loaded.run, RunConfig::laptop());
+    assert_eq!(loaded.run.model_path().expect("it has a model"), Path::new("models/smollm2-135m-instruct"));
+    assert_eq!(loaded.rank.dir, PathBuf::from("runs/laptop"));
+    assert_eq!(loaded.run.grpo.gradient, Gradient::Response);
+    assert_eq!(loaded.run.tail(Tokens(100)), Tokens(1));
+    for world in [1, 2, 3, 8] {
+        assert_eq!(loaded.run.check(Some(world)), [], "{world} ranks");
+    }
+    assert_eq!(loaded.run.pages_per_rank(3), Pages(11));
+}
+
+#[test]
+fn without_a_model_the_error_says_how_to_set_one() {
+    let error = users(&[]).expect("accepted").run.model_path().map(Path::to_owned).expect_err("no model");
+    assert!(error.to_string().contains("model.path is not set") && error.to_string().contains("--set model.path="));
+    assert_eq!(Failure::from(error).exit().code(), 2);
+}
+
+#[test]
+fn a_page_count_that_does_not_match_gets_the_right_one() {
+    let found = with_line("cp_pages_per_gpu = 4080", "cp_pages_per_gpu = 4000");
+    assert_eq!(found.len(), 1);
+    assert!(found[0].starts_with("config.toml: "), "{found:?}");
+    assert!(found[0].contains("cp_pages_per_gpu should be 4080: 32640 pages / 8 ranks"), "{found:?}");
+}
+
+#[test]
+fn every_wrong_value_is_refused_with_the_right_one() {
+    for (flag, right) in [
+        ("parallel.tp_size=2", "parallel.tp_size should be 1: "),
+        ("parallel.pp_size=4", "parallel.pp_size should be 1: "),
+        ("parallel.ep_size=3", "parallel.ep_size should be 2: it divides the 8 ranks"),
+        ("parallel.ep_size=0", "parallel.ep_size should be 1: "),
+        ("parallel.cp_size=0", "parallel.cp_size should be at least 1"),
+        ("optimizer.name=adam", "optimizer.name should be \"adamw\", the only one there is, not \"adam\""),
+        ("context.max_seq_len=2097153", "max_seq_len should be 2097152: prompt_len 2088960 + answer_len 8192"),
+        ("context.page_size=0", "context.page_size should be 64: "),
+        ("context.answer_len=0", "context.answer_len should be at least 1"),
+        ("context.prompt_len=-1", "context.prompt_len should be a whole number from 0, not -1"),
+        ("context.prompt_len=2088960.0", "context.prompt_len should be a whole number from 0, not 2088960.0"),
+        ("grpo.group_size=0", "grpo.group_size should be at least 1"),
+        ("grpo.clip_low=1.5", "grpo.clip_low should be above 0 and at most 1: it is 1.5"),
+        ("grpo.clip_high=0", "grpo.clip_high should be above 0 and finite: it is 0.0"),
+        ("grpo.kl_coef=-0.1", "grpo.kl_coef should be a finite number from 0: it is -0.1"),
+        ("grpo.temperature=0", "grpo.temperature should be a finite number above 0: it is 0.0"),
+        ("grpo.aggregation=constant", "grpo.constant_divisor should be set"),
+        ("grpo.constant_divisor=8", "grpo.constant_divisor should be left out"),
+        ("grpo.gradient={ last = 2088961 }", "grpo.gradient should be { last = 2088960 } at most"),
+        ("grpo.gradient=full", "grpo.gradient should be \"exact\", \"response\" or { last = N }, not \"full\""),
+        ("grpo.reward_fn=judge", "grpo.reward_fn should be \"synthetic\" or \"data\", not \"judge\""),
+        ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
+        ("optimizer.lr=nan", "optimizer.lr should be a finite number from 0: it is NaN"),
+        ("optimizer.lr=-1e-5", "optimizer.lr should be a finite number from 0: it is -1e-5"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas should be two numbers from 0 to below 1: it is [0.9, 1.0]"),
+        ("optimizer.betas=[0.9]", "optimizer.betas should be a list of two numbers, not a list of 1"),
+        ("optimizer.eps=0", "optimizer.eps should be a finite number above 0"),
+        ("optimizer.grad_accum=0", "optimizer.grad_accum should be at least 1"),
+        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm should be above 0, or inf"),
+        ("memory.micro_block=0", "memory.micro_block should be at least 1"),
+        ("memory.cpu_offload_pages=yes", "should be true, false or \"auto\", not \"yes\""),
+        ("memory.prompt_no_grad=false", "memory.prompt_no_grad should be true: this build does not"),
+        ("memory.activation_ckpt=none", "memory.activation_ckpt should be \"layer\": this build does not"),
+        ("grpo.updates_per_group=2", "grpo.updates_per_group should be 1: this build does not"),
+        ("model.weights=fp8", "model.weights should be \"checkpoint\": this build does not hold weights in fp8 yet"),
+        ("model.path=", "model.path should be a text that is not empty, not an empty text"),
+        ("lora.rank=0", "lora.rank should be at least 1"),
+        ("lora.targets=q_proj,q_proj", "lora.targets should be without repetition: q_proj stands in it twice"),
+        ("checkpoint.keep=0", "checkpoint.keep should be at least 1"),
+        ("endpoint.max_retries=40", "endpoint.max_retries should be 11 or less"),
+        ("endpoint.api_base=example.com", "endpoint.api_base should be an address"),
+    ] {
+        let found = problems(users(&[flag]));
+        assert!(found.iter().any(|p| p.contains(right)), "{flag}: {found:?}");
+    }
+}
+
+#[test]
+fn every_value_this_build_does_not_support_has_a_refusal() {
+    for (row, flag) in SUPPORTED.iter().zip(["false", "none", "2", "fp8"]) {
+        let found = problems(users(&[&format!("{}={flag}", row.key)]));
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].contains(row.what) && found[0].contains(row.key), "{found:?}");
+    }
+}
+
+#[test]
+fn a_world_that_is_no_multiple_of_cp_size_is_refused_with_one_that_is() {
+    let run = users(&[]).expect("accepted").run;
+    let found: Vec<String> = run.check(Some(6)).iter().map(ToString::to_string).collect();
+    assert_eq!(found, ["parallel.cp_size should be 6: the job has 6 ranks, no multiple of 8; or start 8 ranks"]);
+    let found: Vec<String> = run.check(Some(12)).iter().map(ToString::to_string).collect();
+    assert_eq!(found, ["parallel.cp_size should be 6: the job has 12 ranks, no multiple of 8; or start 16 ranks"]);
+    assert_eq!(run.check(Some(16)), []);
+}
+
+#[test]
+fn pages_per_rank_are_checked_against_the_world_where_cp_size_is_absent() {
+    let text = USERS_CONFIG.replace("cp_size = 8\n", "");
+    let run = load(&[("config.toml", &text)], &[], &[]).expect("accepted while the world is unknown").run;
+    assert_eq!(run.check(Some(8)), []);
+    let found: Vec<String> = run.check(Some(4)).iter().map(ToString::to_string).collect();
+    assert!(found.iter().any(|p| p.contains("cp_pages_per_gpu should be 8160: 32640 pages / 4 ranks")), "{found:?}");
+}
+
+#[test]
+fn all_problems_are_listed_at_once_and_none_twice() {
+    let text = USERS_CONFIG
+        .replace("tp_size = 1", "tp_size = 2")
+        .replace("lr = 1e-5", "lr = \"fast\"\nlearning_rate = 1e-5")
+        .replace("cp_pages_per_gpu = 4080", "cp_pages_per_gpu = 1")
+        .replace("group_size = 2", "group_size = 0\nlr = 1e-5")
+        .replace("[grpo]", "[gprop]\nx = 1\n[grpo]");
+    let settings = USERS_SETTINGS.replace("timeout_sec", "timeout");
+    let files = [("config.toml", text.as_str()), ("settings.json", settings.as_str())];
+    let found = problems(load(&files, &[("LONGSTRAW_RUN__SEEDS", "1")], &["run.steps=many", "seed"]));
+    for part in [
+        "config.toml: parallel.tp_size should be 1",
+        "config.toml: optimizer.lr should be a number, not \"fast\"",
+        "config.toml: unknown key optimizer.learning_rate; the nearest known one is ",
+        "config.toml: context.cp_pages_per_gpu should be 4080",
+        "config.toml: grpo.group_size should be at least 1",
+        "config.toml: grpo.lr stands in the wrong place: it belongs under [optimizer]",
+        "config.toml: unknown table gprop; the nearest known name is grpo",
+        "settings.json: unknown key timeout; the nearest known one is timeout_sec",
+        "environment: unknown key LONGSTRAW_RUN__SEEDS; the nearest known one is LONGSTRAW_RUN__SEED",
+        "--set: run.steps should be a whole number from 0, not \"many\"",
+        "--set: seed is no table.key=value",
+    ] {
+        assert_eq!(found.iter().filter(|p| p.starts_with(part)).count(), 1, "{part}: {found:#?}");
+    }
+    let different: std::collections::BTreeSet<&String> = found.iter().collect();
+    assert_eq!((different.len(), found.len()), (found.len(), 11), "{found:#?}");
+}
+
+#[test]
+fn an_unknown_key_is_an_error_in_every_table_and_names_the_nearest() {
+    for (table, wrong, nearest) in [
+        ("parallel", "cp_sise", "parallel.cp_size"),
+        ("context", "page_sizes", "context.page_size"),
+        ("memory", "cpu_offload", "memory.cpu_offload_pages"),
+        ("optimizer", "weigth_decay", "optimizer.weight_decay"),
+        ("grpo", "groupsize", "grpo.group_size"),
+        ("lora", "ranks", "lora.rank"),
+        ("model", "dtypes", "model.dtype"),
+        ("data", "heldout", "data.held_out"),
+        ("run", "step", "run.steps"),
+        ("rollout", "temperatur", "grpo.temperature"),
+        ("reward", "reward_fun", "grpo.reward_fn"),
+        ("checkpoint", "kept", "checkpoint.keep"),
+        ("endpoint", "time_out_sec", "endpoint.timeout_sec"),
+        ("endpoint.endpoints", "chats", "endpoint.endpoints.chat"),
+        ("endpoint.usage", "reward_score", "endpoint.usage.reward_scoring"),
+    ] {
+        let text = format!("[{table}]\n{wrong} = 1\n");
+        let given = ["context.max_seq_len=20", "context.prompt_len=10", "context.answer_len=10", "grpo.group_size=2"];
+        let found = problems(load(&[("config.toml", &text)], &[], &given));
+        let words = format!("config.toml: unknown key {table}.{wrong}; the nearest known one is {nearest}");
+        assert_eq!(found, [words]);
+    }
+}
+
+#[test]
+fn a_misplaced_key_is_sent_to_its_table_in_the_words_of_its_source() {
+    let laptop = |flag: &str| problems(load(&[], &[], &[flag]));
+    assert_eq!(
+        laptop("group_size=2"),
+        ["--set: group_size stands in the wrong place: it is spelt --set grpo.group_size=VALUE"]
+    );
+    let found = problems(load(&[], &[("LONGSTRAW_LR", "1")], &[]));
+    assert_eq!(found, ["environment: LONGSTRAW_LR stands in the wrong place: it is spelt LONGSTRAW_OPTIMIZER__LR"]);
+    let found = with_line("[optimizer]", "timeout_sec = 3\n[optimizer]");
+    assert_eq!(
+        found,
+        ["config.toml: memory.timeout_sec stands in the wrong place: \
+          it belongs into settings.json or under [endpoint]"]
+    );
+    for (key, home) in [
+        ("\"lr\": 1", "lr stands in the wrong place: it belongs under [optimizer] of config.toml"),
+        ("\"chat\": \"/x\"", "chat stands in the wrong place: it belongs under \"endpoints\""),
+        ("\"endpoint\": {}", "endpoint stands in the wrong place: it is left out here: its keys stand without it"),
+        ("\"grpo\": {}", "grpo stands in the wrong place: it belongs into config.toml, as [grpo]"),
+        (
+            "\"usage\": { \"max_retries\": 1 }",
+            "usage.max_retries stands in the wrong place: it belongs to the top level",
+        ),
+    ] {
+        let found = problems(load(&[("settings.json", &format!("{{ {key} }}"))], &[], &[]));
+        assert_eq!(found, [format!("settings.json: {home}")]);
+    }
+    let found = with_line("[parallel]", "lr = 1e-5\n[parallel]");
+    assert_eq!(found, ["config.toml: lr stands in the wrong place: it belongs under [optimizer]"]);
+    let found = with_line("[parallel]", "[grpo.lora]\nrank = 8\n[parallel]");
+    assert_eq!(found, ["config.toml: grpo.lora stands in the wrong place: it is a table at the top level, [lora]"]);
+}
+
+#[test]
+fn lengths_and_group_size_have_no_defaults() {
+    let found = problems(load(&[("config.toml", "[run]\nseed = 1\n")], &[], &[]));
+    assert_eq!(found.len(), 4, "{found:?}");
+    for key in ["context.max_seq_len", "context.prompt_len", "context.answer_len", "grpo.group_size"] {
+        assert!(found.iter().any(|p| p.starts_with(&format!("{key} is missing and has no default"))), "{found:?}");
+    }
+    assert!(found[0].contains("LONGSTRAW_CONTEXT__MAX_SEQ_LEN") && found[0].contains("--set context.max_seq_len="));
+    let text = USERS_CONFIG.replace("prompt_len =", "prompt_length =");
+    let found = problems(load(&[("config.toml", &text)], &[], &[]));
+    assert_eq!(found, ["config.toml: unknown key context.prompt_length; the nearest known one is context.prompt_len"]);
+}
+
+#[test]
+fn later_sources_go_before_earlier_ones() {
+    let files = [("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)];
+    let variables = [
+        ("LONGSTRAW_GRPO__GROUP_SIZE", "4"),
+        ("LONGSTRAW_OPTIMIZER__LR", "2e-5"),
+        ("LONGSTRAW_ENDPOINT__ENDPOINTS__CHAT", "/v2/messages"),
+        ("LONGSTRAW_LORA__TARGETS", "q_proj, v_proj"),
+        ("LONGSTRAW_MODEL__PATH", "123"),
+        ("LONGSTRAW_LOG", "longstraw=debug"),
+        ("LONGSTRAW_FORCE", "1"),
+        ("OTHER", "x"),
+    ];
+    let flags = ["grpo.group_size=8", "grpo.gradient={ last = 0 }", "memory.cpu_offload_pages=auto"];
+    let Loaded { run, rank, sources } = load(&files, &variables, &flags).expect("accepted");
+    assert_eq!(run.grpo.group_size, 8);
+    assert!((run.optimizer.lr - 2e-5).abs() < 1e-12);
+    assert_eq!(run.endpoint.endpoints.chat, "/v2/messages");
+    assert_eq!(run.endpoint.endpoints.models, "/v1/models");
+    assert_eq!(run.lora.targets, Some(vec!["q_proj".to_owned(), "v_proj".to_owned()]));
+    assert_eq!(run.model.path, Some(PathBuf::from("123")));
+    assert_eq!(run.grpo.gradient, Gradient::Last(Tokens(0)));
+    assert_eq!(rank.log, "longstraw=debug");
+    assert_eq!(sources.len(), 3 + 5 + 3);
+    let run = load(&files, &variables, &[]).expect("accepted").run;
+    assert_eq!(run.grpo.group_size, 4);
+}
+
+#[test]
+fn a_value_that_is_a_table_is_replaced_whole() {
+    let text =
+        format!("{USERS_CONFIG}\n[model]\nrope_scaling = {{ rope_type = \"yarn\", factor = 4.0, beta_fast = 32 }}\n");
+    let flag = "model.rope_scaling={ type = \"linear\", factor = 2.0 }";
+    let run = load(&[("config.toml", &text)], &[], &[flag]).expect("accepted").run;
+    let keys: Vec<String> = run.model.rope_scaling.expect("it is set").into_keys().collect();
+    assert_eq!(keys, ["factor", "type"]);
+}
+
+#[test]
+fn named_files_and_run_dir_go_before_the_usual_ones() {
+    let folder = folder(&[("config.toml", "nonsense"), ("mine.toml", USERS_CONFIG), ("mine.json", USERS_SETTINGS)]);
+    let overrides = Overrides {
+        config: Some(folder.path().join("mine.toml")),
+        settings: Some(folder.path().join("mine.json")),
+        set: vec!["run.dir=elsewhere".to_owned()],
+        run_dir: Some(PathBuf::from("here")),
+    };
+    let loaded = load_in(folder.path(), &Environment::default(), &overrides).expect("accepted");
+    assert_eq!((loaded.run.parallel.cp_size, loaded.rank.dir), (Some(8), PathBuf::from("here")));
+    let overrides = Overrides { config: Some(folder.path().join("absent.toml")), ..Overrides::default() };
+    let found = problems(load_in(folder.path(), &Environment::default(), &overrides));
+    assert!(found.len() == 1 && found[0].starts_with("absent.toml: cannot be read: "), "{found:?}");
+}
+
+#[test]
+fn a_broken_file_is_named_with_line_and_column_and_hides_no_other_fault() {
+    let broken = format!("[grpo]\ngroup_size = 2\napi_key = \"{SENTINEL}\n");
+    let found =
+        problems(load(&[("config.toml", &broken), ("settings.json", "{ \"timeout_sec\": 1, }")], &[], &["run.sed=1"]));
+    assert_eq!(found.len(), 3, "{found:?}");
+    assert!(found[0].starts_with("config.toml: line 3, column "), "{found:?}");
+    assert!(found[1].starts_with("settings.json: line 1, column "), "{found:?}");
+    assert_eq!(found[2], "--set: unknown key run.sed; the nearest known one is run.seed");
+    assert!(!found.iter().any(|p| p.contains(SENTINEL)), "{found:?}");
+    let found = problems(load(&[("config.toml", "[run]\nseed = 1\nseed = 2\n")], &[], &[]));
+    assert!(found.len() == 1 && found[0].contains("line 3"), "{found:?}");
+}
+
+#[test]
+fn no_output_shows_the_key() {
+    let key = [("TAOTOKEN_API_KEY", SENTINEL)];
+    let files = [("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)];
+    let environment = Environment::of(key);
+    let loaded = load(&files, &key, &[]).expect("accepted");
+    let secret = environment.api_key(&loaded.run.endpoint).expect("it is set");
+    assert_eq!(secret.expose(), SENTINEL);
+    let mut shown = vec![
+        format!("{loaded:?} {secret:?} {secret} {environment:?}"),
+        loaded.run.to_toml(),
+        serde_json::to_string(&loaded.run).expect("JSON"),
+    ];
+    // A key where none belongs, in each way a hand may slip.
+    let slips = ["api_key", "api_key_env", "timeout_sec", "api_base", "usage"];
+    for slip in slips {
+        let settings = format!("{{ \"{slip}\": \"{SENTINEL}\" }}");
+        let error = load(&[("settings.json", &settings)], &key, &[]).expect_err("refused");
+        shown.push(format!("{error} {error:?}"));
+        let flag = format!("endpoint.{slip}={SENTINEL}");
+        let error = load(&[], &key, &[&flag]).expect_err("refused");
+        shown.push(format!("{error} {error:?}"));
+        let variable = format!("LONGSTRAW_ENDPOINT__{}", slip.to_uppercase());
+        let error = load(&[], &[(&variable, SENTINEL)], &[]).expect_err("refused");
+        shown.push(format!("{error} {error:?}"));
+    }
+    let bad = Environment::of([("TAOTOKEN_API_KEY", format!("{SENTINEL}\u{e9}"))]);
+    shown.push(bad.api_key(&loaded.run.endpoint).expect_err("no header takes it").to_string());
+    for text in shown {
+        assert!(!text.contains(SENTINEL), "{text}");
+    }
+    let error = Environment::default().api_key(&loaded.run.endpoint).expect_err("not set");
+    assert!(error.to_string().contains("TAOTOKEN_API_KEY"), "{error}");
+}
+
+#[test]
+fn the_variable_of_the_key_may_begin_like_ours() {
+    let variables = [("LONGSTRAW_JUDGE_KEY", SENTINEL)];
+    let settings = [("settings.json", "{ \"api_key_env\": \"LONGSTRAW_JUDGE_KEY\" }")];
+    let run = load(&settings, &variables, &[]).expect("accepted").run;
+    assert_eq!(Environment::of(variables).api_key(&run.endpoint).expect("it is set").expose(), SENTINEL);
+}
+
+#[test]
+fn the_digest_changes_with_every_shared_value_and_with_no_other() {
+    let given = [
+        "parallel.cp_size=8",
+        "context.cp_pages_per_gpu=4",
+        "grpo.aggregation=constant",
+        "grpo.constant_divisor=8",
+        "lora.targets=q_proj",
+        "lora.init_from=adapter",
+        "endpoint.api_base=http://localhost",
+        "endpoint.default_model=judge",
+        "model.rope_scaling={ rope_type = \"yarn\", factor = 4.0 }",
+        "optimizer.max_grad_norm=inf",
+    ];
+    let loaded = load(&[], &[], &given).expect("accepted");
+    let before = serde_json::to_value(&loaded.run).expect("JSON");
+    let mut finite = before.clone();
+    finite["optimizer"]["max_grad_norm"] = 1.0.into();
+    let digest_of =
+        |json: &serde_json::Value| serde_json::from_value::<RunConfig>(json.clone()).expect("the same shape").digest();
+    let plain = digest_of(&finite);
+    assert_eq!(plain.len(), 64);
+    let mut leaves = Vec::new();
+    pointers(&finite, String::new(), &mut leaves);
+    assert!(leaves.len() > 60, "{}", leaves.len());
+    for pointer in leaves {
+        let mut changed = finite.clone();
+        let leaf = changed.pointer_mut(&pointer).expect("it was found there");
+        *leaf = match pointer.as_str() {
+            "/optimizer/name" => continue, // There is one optimizer.
+            "/grpo/aggregation" => "token_mean".into(),
+            _ => other_value(leaf),
+        };
+        assert_ne!(digest_of(&changed), plain, "{pointer}");
+    }
+    let digest = loaded.run.digest();
+    let mut other: Vec<&str> = given.to_vec();
+    other.extend(["run.dir=elsewhere", "run.share_device=true", "run.log_level=debug"]);
+    let elsewhere = load(&[], &[("LONGSTRAW_LOG", "trace")], &other).expect("accepted");
+    assert_ne!(elsewhere.rank, loaded.rank);
+    assert_eq!(elsewhere.run.digest(), digest);
+}
+
+/// The JSON pointers of all leaves.
+fn pointers(json: &serde_json::Value, at: String, leaves: &mut Vec<String>) {
+    match json {
+        serde_json::Value::Object(map) => map.iter().for_each(|(k, v)| pointers(v, format!("{at}/{k}"), leaves)),
+        serde_json::Value::Array(items) => {
+            items.iter().enumerate().for_each(|(i, v)| pointers(v, format!("{at}/{i}"), leaves));
+        }
+        _ => leaves.push(at),
+    }
+}
+
+/// Another value of the same kind.
+fn other_value(value: &serde_json::Value) -> serde_json::Value {
+    let words = [
+        ("layer", "none"),
+        ("constant", "linear"),
+        ("data", "synthetic"),
+        ("response", "exact"),
+        ("float32", "float64"),
+        ("checkpoint", "fp8"),
+    ];
+    match value {
+        serde_json::Value::Bool(on) => (!on).into(),
+        serde_json::Value::Number(n) if n.is_u64() => (n.as_u64().expect("whole") + 1).into(),
+        serde_json::Value::Number(n) => (n.as_f64().expect("a number") + 0.5).into(),
+        serde_json::Value::String(text) => words
+            .iter()
+            .find(|(old, _)| old == text)
+            .map_or_else(|| format!("{text}x"), |(_, new)| (*new).to_owned())
+            .into(),
+        other => other.clone(),
+    }
+}
+
+#[test]
+fn the_resolved_file_loads_to_the_same_run() {
+    let flags = [
+        "grpo.gradient={ last = 3 }",
+        "model.rope_scaling={ rope_type = \"yarn\", factor = 4.0 }",
+        "optimizer.max_grad_norm=inf",
+    ];
+    for files in [vec![("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)], vec![]] {
+        let run = load(&files, &[], &flags).expect("accepted").run;
+        let resolved = run.to_toml();
+        let again = load(&[("config.toml", &resolved)], &[], &[]).expect("accepted").run;
+        assert_eq!(again, run, "{resolved}");
+        assert_eq!(again.digest(), run.digest());
+    }
+}
+
+#[test]
+fn a_group_of_one_is_a_note_and_no_refusal() {
+    let loaded = users(&["grpo.group_size=1"]).expect("accepted");
+    assert!(loaded.notes()[0].contains("grpo.group_size = 1"), "{:?}", loaded.notes());
+    assert_eq!(users(&[]).expect("accepted").notes(), Vec::<String>::new());
+}
+
+#[test]
+fn the_default_file_lacks_nothing_but_the_required_keys() {
+    let found = problems(load(&[("config.toml", DEFAULT_TOML)], &[], &[]));
+    assert_eq!(found.len(), 4, "{found:?}");
+    let uncommented: String = DEFAULT_TOML
+        .lines()
+        .filter(|l| !l.contains("constant_divisor"))
+        .map(|l| l.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(l).to_owned() + "\n")
+        .collect();
+    load(&[("config.toml", &uncommented)], &[], &[]).expect("the examples go together");
+}
+
+#[test]
+fn a_wrong_key_hides_no_fault_of_the_key_that_it_resembles() {
+    let found = with_line("lr = 1e-5", "lr = -1.0\nlrr = 1e-5");
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert!(found.iter().any(|p| p.contains("unknown key optimizer.lrr")), "{found:?}");
+    assert!(found.iter().any(|p| p.contains("optimizer.lr should be a finite number from 0: it is -1.0")), "{found:?}");
+    // The file's value is of the wrong kind and the flag's is out of range: both are said.
+    let text = USERS_CONFIG.replace("lr = 1e-5", "lr = \"fast\"");
+    let found = problems(load(&[("config.toml", &text)], &[], &["optimizer.lr=-2"]));
+    assert_eq!(
+        found,
+        [
+            "config.toml: optimizer.lr should be a number, not \"fast\"",
+            "--set: optimizer.lr should be a finite number from 0: it is -2.0"
+        ]
+    );
+    // A misspelt table is one fault, not one for each key that it should have given.
+    let text = USERS_CONFIG.replace("[context]", "[contxt]");
+    let found = problems(load(&[("config.toml", &text)], &[], &[]));
+    assert_eq!(found, ["config.toml: unknown table contxt; the nearest known name is context"]);
+}
+
+#[test]
+fn duplicate_keys_in_settings_are_refused() {
+    let found = problems(load(&[("settings.json", "{ \"timeout_sec\": 1, \"timeout_sec\": 2 }")], &[], &[]));
+    assert!(found.len() == 1 && found[0].contains("duplicate key timeout_sec"), "{found:?}");
+}
+
+#[test]
+fn settings_that_are_no_object_are_refused_without_showing_them() {
+    for text in [format!("\"{SENTINEL}\""), format!("[\"{SENTINEL}\"]"), String::new()] {
+        let found = problems(load(&[("settings.json", &text)], &[], &[]));
+        assert!(found.len() == 1 && found[0].starts_with("settings.json: line "), "{found:?}");
+        assert!(!found[0].contains(SENTINEL), "{found:?}");
+    }
+}
+
+fn document_path() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md")
+}
+
+#[test]
+fn the_document_is_what_the_default_file_and_the_list_of_keys_say() {
+    let there = std::fs::read_to_string(document_path()).expect("docs/configuration.md");
+    assert!(there == document(), "make it anew: cargo test --release --test config -- --ignored");
+}
+
+#[test]
+#[ignore = "writes docs/configuration.md"]
+fn write_the_document() {
+    std::fs::write(document_path(), document()).expect("docs/configuration.md");
+}
