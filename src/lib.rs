@@ -7,3 +7,9 @@
 // Row 0.
 pub mod failure;
 pub mod units;
+
+// Row 3.
+pub mod data;
+
+// Row 8.
+pub mod convert;
