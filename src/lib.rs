@@ -17,6 +17,7 @@ pub mod tensor;
 pub mod world;
 
 // Row 3.
+pub mod data;
 pub mod layout;
 pub mod pages;
 
@@ -30,11 +31,18 @@ pub mod model;
 
 // Row 6.
 pub mod capture;
+pub mod checkpoint;
 pub mod finalize;
 pub mod optimizer;
 pub mod replay;
 pub mod score;
 
+// Row 7.
+pub mod report;
+
 // Row 8.
 pub mod conventional;
+pub mod convert;
 pub mod parity;
+pub mod plan;
+pub mod trainer;

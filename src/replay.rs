@@ -10,6 +10,8 @@
 //! of the pages, so the tail comes last in every layer; it runs once for the group. Only one layer's gradient of page
 //! state exists at a time. The pool holds exactly answers × rows × width × layers.
 
+use std::time::Instant;
+
 use tch::Tensor;
 
 use crate::failure::{Failure, Phase};
@@ -50,6 +52,8 @@ pub struct Replayed {
     pub logprobs: Scores,
     /// The most bytes that waited in the pool of answers' hidden states.
     pub pool_bytes: Bytes,
+    /// Seconds up to the top layer's end, and from there down.
+    pub seconds: (f64, f64),
 }
 
 struct Replay<'a> {
@@ -74,8 +78,15 @@ pub fn run(
     goal: Goal,
     board: &Board,
 ) -> Result<Replayed, Failure> {
-    let nothing =
-        Replayed { loss: 0.0, ratio: (1.0, 1.0), clipped: 0, logprobs: Scores(Vec::new()), pool_bytes: Bytes(0) };
+    let start = Instant::now();
+    let nothing = Replayed {
+        loss: 0.0,
+        ratio: (1.0, 1.0),
+        clipped: 0,
+        logprobs: Scores(Vec::new()),
+        pool_bytes: Bytes(0),
+        seconds: (0.0, 0.0),
+    };
     let pool = HiddenPool::new(pass.seat.ledger.clone());
     let mut replay = Replay { pass, head, work, captured, goal, pool, done: nothing };
     let top = LayerIndex(pass.decoder.layers() - 1);
@@ -90,11 +101,13 @@ pub fn run(
     board.layer(top);
     let mut dtail = replay.top(top)?;
     replay.done.pool_bytes = replay.pool.bytes();
+    replay.done.seconds.0 = start.elapsed().as_secs_f64();
     board.enter(Phase::Sweep);
     for layer in (0..top.0).rev().map(LayerIndex) {
         board.layer(layer);
         dtail = replay.down(layer, dtail)?;
     }
+    replay.done.seconds.1 = start.elapsed().as_secs_f64() - replay.done.seconds.0;
     Ok(replay.done)
 }
 

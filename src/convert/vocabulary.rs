@@ -1,0 +1,248 @@
+//! The tokenizer of a GGUF file as tokenizer.json and its companions.
+//!
+//! The file keeps tokens, merges, token types and the *name* of the rule that cuts text before merging; the rule itself
+//! is a fact of the model family and stands here. Only byte-level BPE (`gpt2`) is written.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::Splits;
+use super::error::Error;
+use super::gguf::{Gguf, Value};
+use super::llama::token_id;
+
+/// Token types of the format that become added tokens.
+const CONTROL: i64 = 3;
+const USER_DEFINED: i64 = 4;
+
+/// GPT-2's rule in llama3's form: contractions in any case, letters with one leading sign, up to three digits.
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The same with single digits.
+const QWEN2: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// The files besides config.json that describe text.
+#[derive(Debug)]
+pub(super) struct Files {
+    /// tokenizer.json.
+    pub(super) tokenizer: Json,
+    /// `tokenizer_config.json`.
+    pub(super) tokenizer_config: Json,
+    /// `special_tokens_map.json`.
+    pub(super) special_tokens: Json,
+    /// `generation_config.json`.
+    pub(super) generation: Json,
+}
+
+impl Files {
+    /// Reads the tokenizer of `gguf`.
+    pub(super) fn read(gguf: &Gguf, splits: Splits) -> Result<Files, Error> {
+        let kind = gguf.needed("tokenizer.ggml.model", gguf.text("tokenizer.ggml.model")?)?;
+        if kind != "gpt2" {
+            return Err(gguf.wrong("tokenizer.ggml.model", kind, "gpt2 (byte-level BPE)"));
+        }
+        let tokens = texts(gguf, "tokenizer.ggml.tokens")?;
+        let mut vocabulary = HashMap::new();
+        for (id, token) in tokens.iter().enumerate() {
+            if let Some(first) = vocabulary.insert(*token, id) {
+                let found = format!("{token:?} at {first} and at {id}");
+                return Err(gguf.wrong("tokenizer.ggml.tokens", found, "every token once"));
+            }
+        }
+        let added = added_tokens(gguf, &tokens)?;
+        let name = |key: &str| -> Result<Option<&str>, Error> {
+            Ok(token_id(gguf, key)?.and_then(|id| usize::try_from(id).ok()).map(|id| tokens[id]))
+        };
+        let mut special = Map::new();
+        for (field, key) in [
+            ("bos_token", "tokenizer.ggml.bos_token_id"),
+            ("eos_token", "tokenizer.ggml.eos_token_id"),
+            ("unk_token", "tokenizer.ggml.unknown_token_id"),
+            ("pad_token", "tokenizer.ggml.padding_token_id"),
+        ] {
+            if let Some(token) = name(key)? {
+                special.insert(field.into(), token.into());
+            }
+        }
+        let generation = json!({
+            "bos_token_id": token_id(gguf, "tokenizer.ggml.bos_token_id")?,
+            "eos_token_id": token_id(gguf, "tokenizer.ggml.eos_token_id")?,
+            "pad_token_id": token_id(gguf, "tokenizer.ggml.padding_token_id")?,
+        });
+        Ok(Files {
+            tokenizer: tokenizer(gguf, splits, &tokens, &vocabulary, &added, &special)?,
+            tokenizer_config: tokenizer_config(gguf, &added, &special)?,
+            special_tokens: Json::Object(special),
+            generation,
+        })
+    }
+}
+
+/// tokenizer.json.
+fn tokenizer(
+    gguf: &Gguf,
+    splits: Splits,
+    tokens: &[&str],
+    vocabulary: &HashMap<&str, usize>,
+    added: &[Json],
+    special: &Map<String, Json>,
+) -> Result<Json, Error> {
+    let pre = gguf.text("tokenizer.ggml.pre")?.unwrap_or("default");
+    let ids: Map<String, Json> =
+        tokens.iter().enumerate().map(|(id, token)| ((*token).to_owned(), id.into())).collect();
+    let llama3 = matches!(pre, "llama-bpe" | "llama3" | "llama-v3");
+    Ok(json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": added,
+        "normalizer": null,
+        "pre_tokenizer": pre_tokenizer(gguf, pre, splits)?,
+        "post_processor": post_processor(gguf, vocabulary, special)?,
+        "decoder": byte_level(true),
+        "model": {
+            "type": "BPE",
+            "dropout": null,
+            "unk_token": null,
+            "continuing_subword_prefix": null,
+            "end_of_word_suffix": null,
+            "fuse_unk": false,
+            "byte_fallback": false,
+            "ignore_merges": llama3 && splits == Splits::AsTrained,
+            "vocab": ids,
+            "merges": merges(gguf, vocabulary)?,
+        },
+    }))
+}
+
+/// The rule that cuts text before merging.
+fn pre_tokenizer(gguf: &Gguf, pre: &str, splits: Splits) -> Result<Json, Error> {
+    let pattern = match pre {
+        "default" | "gpt-2" => return Ok(byte_level(true)),
+        "smollm" if splits == Splits::AsTransformers => return Ok(byte_level(true)),
+        "smollm" => {
+            let digits = json!({ "type": "Digits", "individual_digits": true });
+            return Ok(json!({ "type": "Sequence", "pretokenizers": [digits, byte_level(true)] }));
+        }
+        "llama-bpe" | "llama3" | "llama-v3" => LLAMA3,
+        "qwen2" => QWEN2,
+        other => {
+            let known = "default, gpt-2, smollm, llama-bpe, llama3, llama-v3 or qwen2";
+            return Err(gguf.wrong("tokenizer.ggml.pre", other, known));
+        }
+    };
+    let split = json!({
+        "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false
+    });
+    Ok(json!({ "type": "Sequence", "pretokenizers": [split, byte_level(false)] }))
+}
+
+/// Bytes as printable characters; with `use_regex` also GPT-2's own cutting rule.
+fn byte_level(use_regex: bool) -> Json {
+    json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex })
+}
+
+/// Start and end tokens around an encoded text, where the file asks for them.
+fn post_processor(gguf: &Gguf, vocabulary: &HashMap<&str, usize>, special: &Map<String, Json>) -> Result<Json, Error> {
+    let mut around = [None, None];
+    for (place, (flag, field)) in
+        around.iter_mut().zip([("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")])
+    {
+        let key = format!("tokenizer.ggml.{flag}");
+        if gguf.flag(&key)? {
+            let token = special.get(field).and_then(Json::as_str);
+            *place = Some(token.ok_or_else(|| gguf.wrong(&key, "true", format!("a {field}_id besides")))?);
+        }
+    }
+    let [start, end] = around;
+    if start.is_none() && end.is_none() {
+        return Ok(Json::Null);
+    }
+    let token = |token: &str, type_id: u8| json!({ "SpecialToken": { "id": token, "type_id": type_id } });
+    let sequence = |name: &str, type_id: u8| json!({ "Sequence": { "id": name, "type_id": type_id } });
+    let framed = |name: &str, type_id: u8| {
+        let parts = [start.map(|text| token(text, type_id)), Some(sequence(name, type_id))];
+        parts.into_iter().chain([end.map(|text| token(text, type_id))]).flatten().collect::<Vec<_>>()
+    };
+    let named: Map<String, Json> = start
+        .iter()
+        .chain(&end)
+        .map(|text| ((*text).to_owned(), json!({ "id": text, "ids": [vocabulary.get(text)], "tokens": [text] })))
+        .collect();
+    let pair: Vec<Json> = framed("A", 0).into_iter().chain(framed("B", 1)).collect();
+    Ok(json!({ "type": "TemplateProcessing", "single": framed("A", 0), "pair": pair, "special_tokens": named }))
+}
+
+/// The merge rules as pairs.
+fn merges(gguf: &Gguf, vocabulary: &HashMap<&str, usize>) -> Result<Vec<[String; 2]>, Error> {
+    let merges = texts(gguf, "tokenizer.ggml.merges")?;
+    let pair = |(index, merge): (usize, &&str)| {
+        merge
+            .split_once(' ')
+            .filter(|(left, right)| vocabulary.contains_key(left) && vocabulary.contains_key(right))
+            .filter(|(left, right)| vocabulary.contains_key(format!("{left}{right}").as_str()))
+            .map(|(left, right)| [left.to_owned(), right.to_owned()])
+            .ok_or_else(|| Error::Merge { file: gguf.path.clone(), index, merge: (*merge).to_owned() })
+    };
+    merges.iter().enumerate().map(pair).collect()
+}
+
+/// Control tokens as special, user-defined ones as plain added tokens.
+fn added_tokens(gguf: &Gguf, tokens: &[&str]) -> Result<Vec<Json>, Error> {
+    let key = "tokenizer.ggml.token_type";
+    let types = gguf.needed(key, gguf.list(key)?)?;
+    if types.len() != tokens.len() {
+        return Err(gguf.wrong(key, format!("a list of {}", types.len()), format!("one for each of {}", tokens.len())));
+    }
+    let mut added = Vec::new();
+    for (id, (token, kind)) in tokens.iter().zip(types).enumerate() {
+        let kind = match kind {
+            Value::Signed(kind) => *kind,
+            Value::Unsigned(kind) => i64::try_from(*kind).unwrap_or(i64::MAX),
+            _ => return Err(gguf.wrong(key, "a list of other things", "a list of integers")),
+        };
+        if kind == CONTROL || kind == USER_DEFINED {
+            added.push(json!({
+                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": kind == CONTROL,
+            }));
+        }
+    }
+    Ok(added)
+}
+
+/// `tokenizer_config.json` with the chat template.
+fn tokenizer_config(gguf: &Gguf, added: &[Json], special: &Map<String, Json>) -> Result<Json, Error> {
+    let mut decoder = Map::new();
+    for token in added {
+        let mut token = token.clone();
+        let id = token.as_object_mut().and_then(|fields| fields.remove("id")).unwrap_or_default();
+        decoder.insert(id.to_string(), token);
+    }
+    let mut config = json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": gguf.flag("tokenizer.ggml.add_bos_token")?,
+        "add_eos_token": gguf.flag("tokenizer.ggml.add_eos_token")?,
+        "added_tokens_decoder": decoder,
+        "clean_up_tokenization_spaces": false,
+        "model_max_length": gguf.unsigned("llama.context_length")?,
+    });
+    for (field, token) in special {
+        config[field] = token.clone();
+    }
+    if let Some(template) = gguf.text("tokenizer.chat_template")? {
+        config["chat_template"] = template.into();
+    }
+    Ok(config)
+}
+
+/// A list of texts.
+fn texts<'gguf>(gguf: &'gguf Gguf, key: &str) -> Result<Vec<&'gguf str>, Error> {
+    let items = gguf.needed(key, gguf.list(key)?)?;
+    let text = |item: &'gguf Value| match item {
+        Value::Text(text) => Ok(text.as_str()),
+        _ => Err(gguf.wrong(key, "a list of other things", "a list of texts")),
+    };
+    items.iter().map(text).collect()
+}

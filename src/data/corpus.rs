@@ -1,0 +1,159 @@
+//! Real text out of folders, as paragraphs that each stand once.
+
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use super::error::Error;
+use super::order::Random;
+use super::tokenizer::Tokenizer;
+use crate::units::{Tokens, from_index};
+
+/// Folders of English text that stand on any Debian machine; those that are absent are passed over.
+pub(super) const DEFAULT_FOLDERS: [&str; 3] = ["/usr/share/common-licenses", "/usr/share/doc", "/usr/share/perl"];
+
+/// Most files that are listed.
+const FILES_MAX: usize = 200_000;
+/// Longest file that is read.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+/// Deepest folder.
+const DEPTH_MAX: usize = 16;
+/// Longest paragraph; longer ones are cut at a line's end.
+const PARAGRAPH_BYTES_MAX: usize = 2_000;
+
+/// A run of lines without a blank one.
+#[derive(Debug)]
+pub(super) struct Paragraph {
+    /// Its lines.
+    pub(super) text: String,
+    /// Tokens of it with a blank line after it.
+    pub(super) tokens: Tokens,
+}
+
+/// Paragraphs in the order of their files, which is shuffled by the seed.
+#[derive(Debug)]
+pub(super) struct Corpus {
+    /// No two of them say the same.
+    pub(super) paragraphs: Vec<Paragraph>,
+    /// How many files they come from.
+    pub(super) files: usize,
+}
+
+/// Collects at least `tokens_wanted` tokens of text where there are so many.
+pub(super) fn collect(
+    folders: &[PathBuf],
+    tokenizer: &Tokenizer,
+    seed: u64,
+    tokens_wanted: Tokens,
+) -> Result<Corpus, Error> {
+    let mut files = Vec::new();
+    for folder in folders {
+        list(folder, DEPTH_MAX, &mut files)?;
+    }
+    files.sort();
+    files.dedup();
+    Random::new(seed, 0x66_696c_6573).shuffle(&mut files);
+    let added = tokenizer.added();
+    let mut known = HashSet::new();
+    let mut corpus = Corpus { paragraphs: Vec::new(), files: 0 };
+    let mut tokens = Tokens(0);
+    for file in files {
+        if tokens >= tokens_wanted {
+            break;
+        }
+        let Some(text) = text_of(&file)? else { continue };
+        let before = corpus.paragraphs.len();
+        for text in paragraphs(&text) {
+            let said: Vec<&str> = text.split_whitespace().collect();
+            let new = known.insert(<[u8; 32]>::from(Sha256::digest(said.join(" "))));
+            if new && !added.iter().any(|token| text.contains(token.as_str())) {
+                let count = Tokens(from_index(tokenizer.encode(&format!("{text}\n\n"))?.len()));
+                tokens += count;
+                corpus.paragraphs.push(Paragraph { text, tokens: count });
+            }
+        }
+        corpus.files += usize::from(corpus.paragraphs.len() > before);
+    }
+    Ok(corpus)
+}
+
+/// All plain files under `path`; links are not followed, so that no text comes twice.
+fn list(path: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), Error> {
+    let io = |action| move |source| Error::Io { file: path.to_owned(), action, source };
+    for entry in fs::read_dir(path).map_err(io("list it"))? {
+        let entry = entry.map_err(io("list it"))?;
+        let kind = entry.file_type().map_err(io("list it"))?;
+        if files.len() >= FILES_MAX {
+            break;
+        }
+        if kind.is_file() {
+            files.push(entry.path());
+        } else if kind.is_dir() && depth > 0 {
+            list(&entry.path(), depth - 1, files)?;
+        }
+    }
+    Ok(())
+}
+
+/// The file's text if it is text: UTF-8 without control characters, neither tiny nor huge.
+fn text_of(file: &Path) -> Result<Option<String>, Error> {
+    let io = |action| move |source| Error::Io { file: file.to_owned(), action, source };
+    let bytes = fs::metadata(file).map_err(io("ask its length"))?.len();
+    if !(200..=FILE_BYTES_MAX).contains(&bytes) {
+        return Ok(None);
+    }
+    let text = String::from_utf8(fs::read(file).map_err(io("read it"))?).map(|text| text.replace("\r\n", "\n"));
+    let plain = |text: &String| text.chars().all(|sign| !sign.is_control() || matches!(sign, '\n' | '\t'));
+    Ok(text.ok().filter(plain))
+}
+
+/// Runs of lines between blank ones, none longer than the bound (but for a single line that is).
+fn paragraphs(text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut current = String::new();
+    for line in text.lines() {
+        if line.trim().is_empty() || current.len() + line.len() > PARAGRAPH_BYTES_MAX {
+            found.push(std::mem::take(&mut current));
+        }
+        if !line.trim().is_empty() {
+            if !current.is_empty() {
+                current.push('\n');
+            }
+            current.push_str(line.trim_end());
+        }
+    }
+    found.push(current);
+    found.retain(|paragraph| !paragraph.is_empty());
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample;
+    use super::*;
+
+    #[test]
+    fn only_text_is_taken_and_every_paragraph_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let body = "A first paragraph,\nin two lines.\n\n\nThe second one is unique to this file. ".repeat(1)
+            + &"x".repeat(200);
+        fs::write(folder.path().join("a"), &body).unwrap();
+        fs::create_dir(folder.path().join("deep")).unwrap();
+        fs::write(folder.path().join("deep/b"), body.replace("unique", "new").replace('\n', "\r\n")).unwrap();
+        fs::write(folder.path().join("binary"), [0_u8; 400]).unwrap();
+        fs::write(folder.path().join("latin1"), [0xe9_u8; 400]).unwrap();
+        fs::write(folder.path().join("special"), "Says <|im_end|> in it. ".repeat(20)).unwrap();
+        std::os::unix::fs::symlink(folder.path().join("a"), folder.path().join("link")).unwrap();
+        let model = sample::folder();
+        let tokenizer = Tokenizer::open(model.path()).unwrap();
+        let corpus = collect(&[folder.path().to_owned()], &tokenizer, 1, Tokens(u64::MAX)).unwrap();
+        assert_eq!(corpus.files, 2);
+        let mut texts: Vec<&str> = corpus.paragraphs.iter().map(|paragraph| &paragraph.text[..20]).collect();
+        texts.sort_unstable();
+        assert_eq!(texts, ["A first paragraph,\ni", "The second one is ne", "The second one is un"]);
+        let first = corpus.paragraphs.iter().find(|paragraph| paragraph.text.starts_with('A')).unwrap();
+        assert_eq!(first.tokens, Tokens(34));
+    }
+}

@@ -1,0 +1,123 @@
+//! Which group comes next: a shuffled order that a seed fixes for ever and for all ranks.
+
+use serde::{Deserialize, Serialize};
+
+use super::error::Error;
+use super::order::Random;
+
+/// A place in the endless shuffled order of a dataset: epoch after epoch, each a permutation of its own.
+///
+/// All ranks hold the same cursor and take the same indices; data-parallel ranks pick different ones among them. Stored
+/// in a checkpoint, it goes on where it stood.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cursor {
+    seed: u64,
+    groups: usize,
+    epoch: u64,
+    offset: usize,
+}
+
+impl Cursor {
+    /// The start of the order over `groups` groups.
+    ///
+    /// # Panics
+    /// When `groups` is 0; a dataset holds at least one.
+    #[must_use]
+    pub fn new(seed: u64, groups: usize) -> Cursor {
+        assert!(groups > 0, "an order needs at least one group");
+        Cursor { seed, groups, epoch: 0, offset: 0 }
+    }
+
+    /// Whole passes over the dataset so far.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Groups taken within this pass.
+    #[must_use]
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// The next dataset index; takes it.
+    pub fn next_index(&mut self) -> usize {
+        self.take(1)[0]
+    }
+
+    /// The next `count` dataset indices in order, over the end of an epoch where it comes; takes them.
+    pub fn take(&mut self, count: usize) -> Vec<usize> {
+        let mut taken = Vec::with_capacity(count);
+        while taken.len() < count {
+            let order = self.order();
+            let end = self.groups.min(self.offset + (count - taken.len()));
+            taken.extend_from_slice(&order[self.offset..end]);
+            self.offset = end;
+            if end == self.groups {
+                self.offset = 0;
+                self.epoch += 1;
+            }
+        }
+        taken
+    }
+
+    /// Whether a stored cursor belongs to a dataset of `groups` groups.
+    ///
+    /// # Errors
+    /// When the dataset has another size than the one the cursor was made for, or the stored place is not within it.
+    pub fn check(&self, groups: usize) -> Result<(), Error> {
+        if self.groups == groups && self.offset < groups {
+            return Ok(());
+        }
+        Err(Error::OtherDataset { saved: self.groups, found: groups })
+    }
+
+    /// The permutation of this epoch.
+    fn order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.groups).collect();
+        Random::new(self.seed, self.epoch).shuffle(&mut order);
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_epoch_holds_every_group_once_in_another_order() {
+        let mut cursor = Cursor::new(7, 13);
+        let (first, second) = (cursor.take(13), cursor.take(13));
+        assert_ne!(first, second);
+        assert_eq!(cursor.epoch(), 2);
+        for mut order in [first, second] {
+            order.sort_unstable();
+            assert_eq!(order, (0..13).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn taking_one_by_one_equals_taking_many_over_the_end_of_an_epoch() {
+        let (mut one, mut many) = (Cursor::new(3, 5), Cursor::new(3, 5));
+        let singles: Vec<usize> = (0..17).map(|_| one.next_index()).collect();
+        assert_eq!(singles, many.take(17));
+        assert_eq!((many.epoch(), many.offset()), (3, 2));
+        assert_eq!(one, many);
+    }
+
+    #[test]
+    fn a_stored_cursor_goes_on_where_it_stood() {
+        let mut cursor = Cursor::new(11, 9);
+        cursor.take(4);
+        let mut restored: Cursor = serde_json::from_str(&serde_json::to_string(&cursor).unwrap()).unwrap();
+        restored.check(9).unwrap();
+        assert_eq!(restored.take(20), cursor.take(20));
+    }
+
+    #[test]
+    fn rejects_a_cursor_of_another_dataset() {
+        let error = Cursor::new(1, 9).check(10).unwrap_err();
+        assert!(error.to_string().contains("over 9 groups, the dataset now holds 10"), "{error}");
+    }
+}

@@ -1,0 +1,272 @@
+//! The plan: the rank layout and the memory budget of a rank, as a sum with a reason for each addend.
+//!
+//! No GPU and no MPI are needed. The sum is written here once; what a run measures is a second number, compared in the
+//! receipt, never the same formula twice.
+
+use crate::config::{Dtype, Offload, RunConfig};
+use crate::failure::{Classified, Exit};
+use crate::model::spec::Spec;
+use crate::units::{Bytes, Pages, Tokens};
+
+/// Why a run is refused before it starts.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// More memory than there is.
+    #[error(
+        "{ranks} ranks on this machine need {needed} of {what} memory and {available} are there; the largest part is \
+         {largest}: {knob}"
+    )]
+    DoesNotFit {
+        /// Ranks on the machine.
+        ranks: u64,
+        /// Which memory.
+        what: &'static str,
+        /// What they need.
+        needed: Bytes,
+        /// What there is.
+        available: Bytes,
+        /// The largest addend and its size.
+        largest: String,
+        /// What brings it down.
+        knob: &'static str,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::DoesNotFit
+    }
+}
+
+/// Where an addend lies.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Place {
+    /// Where the model computes: the GPU's memory, or the machine's when there is none.
+    Device,
+    /// Host memory.
+    Host,
+}
+
+/// One addend of a rank's memory.
+#[derive(Clone, Debug)]
+pub struct Addend {
+    /// What it is.
+    pub name: &'static str,
+    /// Where it lies.
+    pub place: Place,
+    /// How much.
+    pub bytes: Bytes,
+    /// How it comes about.
+    pub reason: String,
+    /// What brings it down.
+    pub knob: &'static str,
+}
+
+/// The layout, and the sum where the model is known.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Ranks of the world.
+    pub ranks: u64,
+    /// Ranks that share a prompt.
+    pub cp_size: u64,
+    /// Pages of the longest prompt.
+    pub pages: Pages,
+    /// Pages on the rank that holds most.
+    pub pages_per_rank: Pages,
+    /// A rank's memory; empty while the model is not known.
+    pub addends: Vec<Addend>,
+}
+
+impl Plan {
+    /// Bytes of a rank in one place.
+    #[must_use]
+    pub fn sum(&self, place: Place) -> Bytes {
+        self.addends.iter().filter(|addend| addend.place == place).map(|addend| addend.bytes).sum()
+    }
+
+    /// Compares `ranks` ranks' memory in the given places with what there is.
+    ///
+    /// # Errors
+    /// When it does not fit; names the largest addend and what brings it down.
+    pub fn fits(&self, ranks: u64, what: &'static str, places: &[Place], available: Bytes) -> Result<(), Error> {
+        let mine = || self.addends.iter().filter(|addend| places.contains(&addend.place));
+        let needed = Bytes(mine().map(|addend| addend.bytes).sum::<Bytes>().0.saturating_mul(ranks));
+        match mine().max_by_key(|addend| addend.bytes) {
+            Some(largest) if needed > available => Err(Error::DoesNotFit {
+                ranks,
+                what,
+                needed,
+                available,
+                largest: format!("{} ({} a rank, {})", largest.name, largest.bytes, largest.reason),
+                knob: largest.knob,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The plan in words.
+    #[must_use]
+    pub fn text(&self, config: &RunConfig) -> String {
+        let context = &config.context;
+        let mut lines = vec![
+            format!(
+                "{} ranks, {} share a prompt, {} prompts side by side",
+                self.ranks,
+                self.cp_size,
+                self.ranks / self.cp_size.max(1)
+            ),
+            format!(
+                "prompt {} + answer {} = {} positions, pages of {}",
+                context.prompt_len, context.answer_len, context.max_seq_len, context.page_size
+            ),
+            format!("{} pages, {} pages a rank", self.pages, self.pages_per_rank),
+            format!("gradient {}, group of {}", config.grpo.gradient, config.grpo.group_size),
+        ];
+        if self.addends.is_empty() {
+            lines.push(
+                "memory unknown: no model is set; name its folder with --model FOLDER or --set model.path=FOLDER"
+                    .into(),
+            );
+            return lines.join("\n");
+        }
+        for (title, place) in [("device", Place::Device), ("host", Place::Host)] {
+            lines.push(format!("{title} memory of a rank: {}", self.sum(place)));
+            for addend in self.addends.iter().filter(|addend| addend.place == place) {
+                lines.push(format!("  {:>12}  {:<22} {}", addend.bytes.to_string(), addend.name, addend.reason));
+            }
+        }
+        let node = Bytes(self.sum(Place::Host).0.saturating_mul(self.ranks));
+        lines.push(format!("host memory of all {} ranks: {node}", self.ranks));
+        lines.join("\n")
+    }
+}
+
+/// The plan of `config` for a world of `ranks`.
+#[must_use]
+pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>) -> Plan {
+    Plan {
+        ranks,
+        cp_size: config.cp_size(ranks),
+        pages: config.prompt_pages(),
+        pages_per_rank: config.pages_per_rank(ranks),
+        addends: spec.map(|spec| addends(config, ranks, spec)).unwrap_or_default(),
+    }
+}
+
+/// Bytes of an element in the model's dtype and in the dtype that sums are kept in.
+fn widths(dtype: Dtype) -> (u64, u64) {
+    match dtype {
+        Dtype::Bfloat16 => (2, 4),
+        Dtype::Float32 => (4, 4),
+        Dtype::Float64 => (8, 8),
+    }
+}
+
+fn addends(config: &RunConfig, ranks: u64, spec: &Spec) -> Vec<Addend> {
+    let (model, acc) = widths(config.model.dtype);
+    let (layers, width) = (spec.layers as u64, spec.width);
+    let heads = spec.query_heads * spec.head_dim;
+    let state = 2 * spec.kv_heads * spec.head_dim * model;
+    let rows = config.pages_per_rank(ranks).0 * config.context.page_size.0;
+    let answer = config.context.answer_len.0.div_ceil(config.cp_size(ranks));
+    let tail = config.tail(config.context.prompt_len).0.div_ceil(config.cp_size(ranks));
+    let (micro, head) = (config.memory.micro_block.0.min(rows.max(1)), config.memory.head_block.0);
+    let group = config.grpo.group_size;
+    let adapters = spec.adapted(config.lora.targets.as_deref()).unwrap_or_default();
+    let pairs: u64 = adapters.iter().map(|linear| config.lora.rank * (linear.inputs + linear.outputs)).sum();
+    let pages_in = if config.memory.cpu_offload_pages == Offload::Never { Place::Device } else { Place::Host };
+    let staged = if config.memory.layer_wise_transfer { 1 } else { layers };
+    let product = |factors: &[u64]| Bytes(factors.iter().fold(1u64, |all, &factor| all.saturating_mul(factor)));
+    let addend = |name, place, bytes, reason: String, knob| Addend { name, place, bytes, reason, knob };
+    let mut sum = vec![
+        addend(
+            "weights",
+            Place::Device,
+            product(&[spec.parameter_count(), model]),
+            format!("{} parameters × {model} B", spec.parameter_count()),
+            "a smaller model, or model.dtype = \"bfloat16\"",
+        ),
+        addend(
+            "adapters",
+            Place::Device,
+            product(&[pairs, acc, 4]),
+            format!("{pairs} values × {acc} B × (master, gradient, two moments)"),
+            "a smaller lora.rank, or fewer lora.targets",
+        ),
+        addend(
+            "prompt hidden states",
+            Place::Device,
+            product(&[rows, width * model * 2 + heads * (model + acc)]),
+            format!("{rows} positions × (in and out, {width} wide; queries and outputs, {heads} wide)"),
+            "more ranks (parallel.cp_size)",
+        ),
+        addend(
+            "segment scratch",
+            Place::Device,
+            product(&[micro, (3 * spec.ffn_width + 4 * width) * (model + acc)]),
+            format!("{micro} rows × one block's intermediates"),
+            "a smaller memory.micro_block",
+        ),
+        addend(
+            "head scratch",
+            Place::Device,
+            product(&[head.min(answer.max(1)), spec.vocabulary, 4 * acc]),
+            format!("{} rows × vocabulary {}", head.min(answer.max(1)), spec.vocabulary),
+            "a smaller memory.head_block",
+        ),
+        addend(
+            "pages",
+            pages_in,
+            product(&[rows, state, layers]),
+            format!("{rows} positions × {state} B × {layers} layers"),
+            "more ranks (parallel.cp_size), or a shorter context.prompt_len",
+        ),
+        addend(
+            "answers' hidden states",
+            Place::Host,
+            product(&[group, answer, width, layers, model]),
+            format!("{group} answers × {answer} rows × {width} × {layers} layers × {model} B"),
+            "a smaller grpo.group_size, or a shorter context.answer_len",
+        ),
+    ];
+    if pages_in == Place::Host {
+        sum.push(addend(
+            "staged pages",
+            Place::Device,
+            product(&[rows, state, staged]),
+            format!("{rows} positions × {state} B × {staged} layers at a time"),
+            "memory.layer_wise_transfer = true",
+        ));
+    }
+    if tail > 0 {
+        sum.push(addend(
+            "tail's hidden states",
+            Place::Host,
+            product(&[tail, width, layers, model]),
+            format!("{tail} positions that carry gradient × {width} × {layers} layers × {model} B"),
+            "grpo.gradient = \"response\"",
+        ));
+    }
+    sum
+}
+
+/// Memory that this machine can still give, if it says so.
+#[must_use]
+pub fn available_memory() -> Option<Bytes> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(Bytes(kib * 1024))
+}
+
+/// A number of GiB as bytes.
+#[must_use]
+pub fn gib(count: u64) -> Bytes {
+    Bytes(count << 30)
+}
+
+/// The longest sequence, for a note about a context window that ends before it.
+#[must_use]
+pub fn context_note(config: &RunConfig, spec: &Spec) -> Option<String> {
+    spec.context_note(Tokens(config.context.max_seq_len.0))
+}

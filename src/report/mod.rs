@@ -1,0 +1,220 @@
+//! What a run tells: lines on the terminal, metrics, the receipt. Only writer to the terminal besides the command itself.
+//!
+//! Rank 0 writes; on a terminal the current step is one line that is rewritten, in a file each step is one plain line.
+
+mod receipt;
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{IsTerminal as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+pub use receipt::{Receipt, Seconds};
+
+use crate::failure::{Classified, Exit};
+use crate::units::Bytes;
+
+/// Why a run directory cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file or folder of the run directory.
+    #[error("cannot write {}: {source}; choose another place with --run-dir", file.display())]
+    Write {
+        /// Which.
+        file: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::Data
+    }
+}
+
+/// One update's numbers: one object a line in metrics.jsonl.
+#[derive(Debug, Serialize)]
+pub struct Step {
+    /// Updates made, this one included.
+    pub step: u64,
+    /// Gradient mode.
+    pub gradient: String,
+    /// Loss over the whole batch.
+    pub loss: f64,
+    /// Mean reward over the answers that have one.
+    pub reward_mean: Option<f64>,
+    /// Share of groups whose rewards are all equal: they add nothing to the gradient.
+    pub frac_groups_zero_std: f64,
+    /// Smallest and largest ratio to the frozen scores.
+    pub ratio: [f64; 2],
+    /// Tokens whose ratio was clipped in effect.
+    pub clipped_tokens: u64,
+    /// Norm of the adapters' gradient before clipping.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub learning_rate: f64,
+    /// Prompts of this update, over all ranks.
+    pub prompts: Vec<String>,
+    /// Seconds by phase on rank 0.
+    pub seconds: Seconds,
+}
+
+/// Log-prob margin of right over wrong answers on held-out prompts, in nats.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct HeldOut {
+    /// Mean over prompts of the best-rewarded answers' log-probability minus that of the others.
+    pub margin: f64,
+    /// Share of prompts whose best-rewarded answer is the most probable.
+    pub accuracy: f64,
+    /// How many prompts.
+    pub prompts: usize,
+}
+
+/// Writes a run directory and the terminal.
+pub struct Reporter {
+    folder: PathBuf,
+    metrics: Option<File>,
+    bar: Option<ProgressBar>,
+    first: bool,
+}
+
+impl Reporter {
+    /// Opens `folder` on rank 0 (`first`); other ranks say nothing and write nothing here.
+    ///
+    /// # Errors
+    /// When the folder cannot be written.
+    pub fn open(folder: &Path, first: bool, config_toml: &str) -> Result<Reporter, Error> {
+        let mut metrics = None;
+        if first {
+            let write = |file: PathBuf, source| Error::Write { file, source };
+            fs::create_dir_all(folder).map_err(|source| write(folder.into(), source))?;
+            let resolved = folder.join("config.resolved.toml");
+            fs::write(&resolved, config_toml).map_err(|source| write(resolved, source))?;
+            let file = folder.join("metrics.jsonl");
+            let opened = OpenOptions::new().create(true).write(true).truncate(true).open(&file);
+            metrics = Some(opened.map_err(|source| write(file, source))?);
+        }
+        Ok(Reporter { folder: folder.into(), metrics, bar: None, first })
+    }
+
+    /// A line of its own.
+    pub fn line(&self, text: &str) {
+        if !self.first {
+            return;
+        }
+        match &self.bar {
+            Some(bar) => bar.suspend(|| say(text)),
+            None => say(text),
+        }
+    }
+
+    /// What is happening now: a line that is rewritten on a terminal, nothing in a file.
+    pub fn now(&mut self, text: String) {
+        if !self.first || !std::io::stderr().is_terminal() {
+            return;
+        }
+        let bar = self.bar.get_or_insert_with(|| {
+            let bar = ProgressBar::new_spinner();
+            bar.set_style(ProgressStyle::default_spinner());
+            bar.enable_steady_tick(Duration::from_millis(200));
+            bar
+        });
+        bar.set_message(text);
+    }
+
+    /// An update is done.
+    ///
+    /// # Errors
+    /// When metrics.jsonl cannot be written.
+    pub fn step(&mut self, step: &Step, steps: u64) -> Result<(), Error> {
+        let Some(metrics) = &mut self.metrics else { return Ok(()) };
+        let written = serde_json::to_string(step).map_err(std::io::Error::from).and_then(|text| {
+            writeln!(metrics, "{text}")?;
+            metrics.flush()
+        });
+        let file = self.folder.join("metrics.jsonl");
+        written.map_err(|source| Error::Write { file, source })?;
+        let reward = step.reward_mean.map_or_else(|| "none".into(), |mean| format!("{mean:.3}"));
+        self.line(&format!(
+            "step {:>3}/{steps}  loss {:>10.6}  reward {reward}  grad norm {:>9.3e}  ratio {:.6}..{:.6}  {:.1} s",
+            step.step, step.loss, step.grad_norm, step.ratio[0], step.ratio[1], step.seconds.total
+        ));
+        if step.frac_groups_zero_std >= 1.0 {
+            self.line("  every group's rewards are equal, so this update has no gradient from rewards");
+        }
+        Ok(())
+    }
+
+    /// Writes receipt.json, beside and renamed.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn receipt(&self, receipt: &Receipt) -> Result<(), Error> {
+        if !self.first {
+            return Ok(());
+        }
+        let (file, beside) = (self.folder.join("receipt.json"), self.folder.join("receipt.json.new"));
+        let text = serde_json::to_string_pretty(receipt).map_err(std::io::Error::from);
+        let written = text.and_then(|text| fs::write(&beside, text + "\n")).and_then(|()| fs::rename(&beside, &file));
+        written.map_err(|source| Error::Write { file, source })
+    }
+
+    /// The table at the end of a run.
+    pub fn table(&mut self, receipt: &Receipt) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+        if self.first {
+            say(&table(receipt));
+        }
+    }
+}
+
+/// A result on standard output: what `--json` or a verb that prints a result was asked for.
+pub fn print_result(text: &str) {
+    let mut out = std::io::stdout().lock();
+    // A reader that has gone away wants no more lines.
+    let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+}
+
+/// A line on standard error.
+pub fn say(text: &str) {
+    let mut err = std::io::stderr().lock();
+    let _ = writeln!(err, "{text}").and_then(|()| err.flush());
+}
+
+fn table(receipt: &Receipt) -> String {
+    let mut rows: Vec<(String, String)> = Vec::new();
+    let mut row = |name: &str, value: String| rows.push((name.into(), value));
+    row("gradient", receipt.gradient.clone());
+    row("ranks", format!("{} ({} a prompt)", receipt.ranks, receipt.cp_size));
+    row("loss, first and last update", format!("{:.6}, {:.6}", receipt.loss_first, receipt.loss));
+    if let [Some(before), Some(after)] = receipt.held_out {
+        let prompts = after.prompts;
+        row(
+            "held-out margin, right over wrong (nats)",
+            format!("{:.3} -> {:.3} on {prompts} prompts", before.margin, after.margin),
+        );
+        row("held-out accuracy", format!("{:.2} -> {:.2}", before.accuracy, after.accuracy));
+    }
+    for (name, seconds) in receipt.seconds.by_phase() {
+        row(&format!("seconds, {name}"), format!("{seconds:.1}"));
+    }
+    for (rank, bytes) in receipt.page_bytes_per_rank.iter().enumerate() {
+        row(
+            &format!("page bytes, rank {rank}"),
+            format!("{} ({bytes} of {} pages)", Bytes(bytes.0), receipt.pages_per_rank[rank]),
+        );
+    }
+    for (rank, digest) in receipt.adapter_digest.iter().enumerate() {
+        row(&format!("adapter digest, rank {rank}"), digest.chars().take(16).collect());
+    }
+    let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    let line = "-".repeat(width + 42);
+    let body: Vec<String> = rows.iter().map(|(name, value)| format!("{name:<width$}  {value}")).collect();
+    format!("{line}\n{}\n{line}", body.join("\n"))
+}

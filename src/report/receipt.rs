@@ -1,0 +1,111 @@
+//! The receipt: what a run was and what came out, for machines.
+
+use serde::Serialize;
+
+use super::HeldOut;
+use crate::units::{Bytes, Pages, Tokens};
+
+/// Seconds by phase.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Seconds {
+    /// The prompt without a graph.
+    pub capture: f64,
+    /// Frozen log-probabilities.
+    pub score: f64,
+    /// Answers up to the top layer.
+    pub replay: f64,
+    /// From the top layer down.
+    pub sweep: f64,
+    /// The sum over ranks.
+    pub finalize: f64,
+    /// The optimizer's step.
+    pub update: f64,
+    /// All of it.
+    pub total: f64,
+}
+
+impl Seconds {
+    /// Names and values, in the order of a step.
+    #[must_use]
+    pub fn by_phase(&self) -> [(&'static str, f64); 7] {
+        [
+            ("capture", self.capture),
+            ("score", self.score),
+            ("replay", self.replay),
+            ("sweep", self.sweep),
+            ("finalize", self.finalize),
+            ("update", self.update),
+            ("all updates", self.total),
+        ]
+    }
+
+    /// Adds another update's seconds.
+    pub fn add(&mut self, other: &Seconds) {
+        self.capture += other.capture;
+        self.score += other.score;
+        self.replay += other.replay;
+        self.sweep += other.sweep;
+        self.finalize += other.finalize;
+        self.update += other.update;
+        self.total += other.total;
+    }
+}
+
+/// One run, or one gate.
+#[derive(Debug, Serialize)]
+pub struct Receipt {
+    /// Whether the run came to its end.
+    pub passed: bool,
+    /// The source it was built from.
+    pub commit: &'static str,
+    /// SHA-256 of the configuration that all ranks share.
+    pub config_digest: String,
+    /// Digest of the checkpoint.
+    pub model_digest: String,
+    /// Gradient mode.
+    pub gradient: String,
+    /// Ranks of the world.
+    pub ranks: usize,
+    /// Ranks that share a prompt.
+    pub cp_size: usize,
+    /// Longest prompt and answer together.
+    pub positions: Tokens,
+    /// Longest prompt.
+    pub prompt_len: Tokens,
+    /// Longest answer.
+    pub answer_len: Tokens,
+    /// Answers of a group.
+    pub group_size: u64,
+    /// Updates made.
+    pub steps: u64,
+    /// Pages of the last prompt by rank.
+    pub pages_per_rank: Vec<Pages>,
+    /// Storage of those pages by rank.
+    pub page_bytes_per_rank: Vec<Bytes>,
+    /// Seconds of all updates on rank 0.
+    pub seconds: Seconds,
+    /// Peak of the counting allocator by rank: graphs, scratch, stages and weights.
+    pub peak_device_bytes: Vec<Bytes>,
+    /// Peak of host pools by rank: pages and saved hidden states.
+    pub peak_host_bytes: Vec<Bytes>,
+    /// Rows of a segment and of a log-probability chunk.
+    pub micro_blocks: [Tokens; 2],
+    /// Share of capture in the updates' seconds.
+    pub capture_share: f64,
+    /// Loss of the first update.
+    pub loss_first: f64,
+    /// Loss of the last update.
+    pub loss: f64,
+    /// Rewards of the last group that rank 0 trained on.
+    pub rewards: Vec<Option<f64>>,
+    /// Their advantages.
+    pub advantages: Vec<Option<f64>>,
+    /// Smallest and largest ratio of the first replay.
+    pub ratio_first: [f64; 2],
+    /// Norm of the last update's gradient before clipping.
+    pub grad_norm: f64,
+    /// Held-out margin before the first and after the last update.
+    pub held_out: [Option<HeldOut>; 2],
+    /// SHA-256 of the adapters by rank.
+    pub adapter_digest: Vec<String>,
+}

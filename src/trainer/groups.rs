@@ -1,0 +1,98 @@
+//! Which groups an update is made of, and what the whole batch knows before its first backward.
+
+use super::{Session, advantages};
+use crate::config::RewardFn;
+use crate::objective::{self, Counted, Terms};
+use crate::units::from_index;
+use crate::world::World;
+
+/// One group with its rewards and advantages.
+#[derive(Clone, Debug)]
+pub(super) struct Scored {
+    /// The record's name.
+    pub(super) name: String,
+    /// The prompt.
+    pub(super) prompt_ids: Vec<i64>,
+    /// The answers.
+    pub(super) answers: Vec<Vec<i64>>,
+    /// Reward of each answer, where it has one.
+    pub(super) rewards: Vec<Option<f64>>,
+    /// Advantage of each answer.
+    pub(super) advantages: Vec<Option<f64>>,
+}
+
+/// The groups of one update.
+#[derive(Debug)]
+pub(super) struct Batch {
+    /// Those that this rank's prompt group works on.
+    pub(super) mine: Vec<Scored>,
+    /// All names, in order.
+    pub(super) names: Vec<String>,
+    counts: objective::Batch,
+    rewards: Vec<Vec<Option<f64>>>,
+}
+
+impl Batch {
+    /// Weight of each token of an answer of `length` tokens: its denominator is the whole batch's.
+    pub(super) fn weight(&self, terms: &Terms, length: usize) -> f64 {
+        self.counts.weight(terms.aggregation, from_index(length))
+    }
+
+    /// Mean reward of the answers that have one.
+    pub(super) fn reward_mean(&self) -> Option<f64> {
+        let known: Vec<f64> = self.rewards.iter().flatten().filter_map(|&reward| reward).collect();
+        (!known.is_empty()).then(|| known.iter().sum::<f64>() / float(known.len()))
+    }
+
+    /// Share of groups whose known rewards are all equal.
+    pub(super) fn zero_std_share(&self) -> f64 {
+        let equal = |rewards: &&Vec<Option<f64>>| {
+            let known = || rewards.iter().filter_map(|&reward| reward);
+            known().fold(f64::NEG_INFINITY, f64::max) <= known().fold(f64::INFINITY, f64::min)
+        };
+        float(self.rewards.iter().filter(equal).count()) / float(self.rewards.len().max(1))
+    }
+}
+
+fn float(count: usize) -> f64 {
+    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
+}
+
+impl Session {
+    /// The next `dp_size × grad_accum` groups. Every rank knows all of them, so denominators need no message; each
+    /// prompt group works on its own share.
+    pub(super) fn next_batch(&mut self, world: &World) -> Batch {
+        let indices = self.cursor.take(world.dp_size * self.grad_accum);
+        let all: Vec<Scored> = indices.into_iter().map(|index| self.scored(index)).collect();
+        let counts = objective::Batch::of(all.iter().flat_map(|group| {
+            group
+                .answers
+                .iter()
+                .zip(&group.rewards)
+                .map(|(answer, reward)| Counted { tokens: from_index(answer.len()), scored: reward.is_some() })
+        }));
+        Batch {
+            names: all.iter().map(|group| group.name.clone()).collect(),
+            rewards: all.iter().map(|group| group.rewards.clone()).collect(),
+            mine: all.into_iter().skip(world.dp_index).step_by(world.dp_size).collect(),
+            counts,
+        }
+    }
+
+    fn scored(&self, index: usize) -> Scored {
+        let group = self.data.group(index);
+        let rewards: Vec<Option<f64>> = match self.reward_fn {
+            RewardFn::Synthetic => {
+                (0..group.answers.len()).map(|answer| Some(if answer % 2 == 0 { 0.0 } else { 1.0 })).collect()
+            }
+            RewardFn::Data => group.answers.iter().map(|answer| answer.reward).collect(),
+        };
+        Scored {
+            name: group.name.clone(),
+            prompt_ids: group.prompt_ids.clone(),
+            answers: group.answers.iter().map(|answer| answer.ids.clone()).collect(),
+            advantages: advantages(self, &rewards),
+            rewards,
+        }
+    }
+}

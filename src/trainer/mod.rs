@@ -1,0 +1,152 @@
+//! The training loop: one step from top to bottom, one call a phase.
+
+mod evaluate;
+mod groups;
+mod setup;
+mod tally;
+
+use std::time::Instant;
+
+pub use setup::Session;
+
+use crate::config::Loaded;
+use crate::failure::{Failure, Phase};
+use crate::handoff::{Captured, Scores, Work};
+use crate::model::lora::Adapters;
+use crate::objective;
+use crate::replay::Goal;
+use crate::report::{Receipt, Reporter, Seconds, Step};
+use crate::world::World;
+use crate::{capture, finalize, replay, score};
+use groups::Batch;
+use tally::Tally;
+
+/// Trains as the configuration says, from the start to the last step, and leaves receipt and adapters behind.
+///
+/// # Errors
+/// When something cannot be loaded, does not fit, or is not finite.
+pub fn run(loaded: &Loaded, world: &mut World) -> Result<Receipt, Failure> {
+    let mut session = Session::open(loaded, world)?;
+    let opened = Reporter::open(&loaded.rank.dir, world.all.rank().0 == 0, &loaded.run.to_toml());
+    let mut reporter = world.agree(opened.map_err(Failure::from))?;
+    session.notes(loaded).iter().for_each(|note| reporter.line(note));
+    let before = evaluate::held_out(&session, world, &mut reporter)?;
+    let mut tally = Tally::default();
+    for step in 1..=loaded.run.run.steps {
+        let done = one_step(&mut session, world, &mut reporter, &mut tally, step)?;
+        reporter.step(&done, loaded.run.run.steps)?;
+        tally.stepped(done);
+    }
+    let after = evaluate::held_out(&session, world, &mut reporter)?;
+    let receipt = tally.receipt(&session, loaded, world, [before, after]);
+    world.board().enter(Phase::Save);
+    session.save(loaded, world)?;
+    reporter.receipt(&receipt)?;
+    reporter.table(&receipt);
+    Ok(receipt)
+}
+
+/// One update over `dp_size × grad_accum` groups.
+fn one_step(
+    session: &mut Session,
+    world: &World,
+    reporter: &mut Reporter,
+    tally: &mut Tally,
+    step: u64,
+) -> Result<Step, Failure> {
+    let start = Instant::now();
+    let batch = session.next_batch(world);
+    for (count, group) in batch.mine.iter().enumerate() {
+        reporter.now(format!(
+            "step {step}: prompt {} of {} on this rank ({})",
+            count + 1,
+            batch.mine.len(),
+            group.name
+        ));
+        one_group(session, world, &batch, group, tally)?;
+    }
+    world.board().enter(Phase::Finalize);
+    let local = finalize::take(&session.adapters);
+    let reduced =
+        tally.clock.time("finalize", || finalize::run(&world.all, local, &session.adapters, session.max_grad_norm))?;
+    world.board().enter(Phase::Update);
+    let learning_rate = session.learning_rate(step);
+    tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));
+    let numbers = tally.batch_numbers(world);
+    Ok(Step {
+        step,
+        gradient: session.gradient.to_string(),
+        loss: numbers.loss,
+        reward_mean: batch.reward_mean(),
+        frac_groups_zero_std: batch.zero_std_share(),
+        ratio: numbers.ratio,
+        clipped_tokens: numbers.clipped,
+        grad_norm: reduced.norm(),
+        learning_rate,
+        prompts: batch.names.clone(),
+        seconds: Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() },
+    })
+}
+
+/// Captures, scores and replays one group; gradients add up in the adapters.
+fn one_group(
+    session: &Session,
+    world: &World,
+    batch: &Batch,
+    group: &groups::Scored,
+    tally: &mut Tally,
+) -> Result<(), Failure> {
+    let work = session.work(&group.prompt_ids, &group.answers, world);
+    let weights: Vec<f64> = group.answers.iter().map(|answer| batch.weight(&session.terms, answer.len())).collect();
+    let reference = match &session.reference {
+        None => None,
+        Some(reference) => {
+            let captured = captured(session, world, &work, reference, tally)?;
+            Some(scored(session, world, &work, &captured, reference, tally)?)
+        }
+    };
+    let captured = captured(session, world, &work, &session.adapters, tally)?;
+    let old = scored(session, world, &work, &captured, &session.adapters, tally)?;
+    let goal = Goal {
+        old: &old,
+        reference: reference.as_ref(),
+        advantages: &group.advantages,
+        weights: &weights,
+        terms: &session.terms,
+    };
+    world.board().enter(Phase::Replay);
+    let pass = session.pass(world, &session.adapters);
+    let done = replay::run(&pass, &session.head, &work, &captured, goal, world.board())?;
+    tally.replayed(&done, &work, &captured, group, session)?;
+    Ok(())
+}
+
+fn captured(
+    session: &Session,
+    world: &World,
+    work: &Work,
+    adapters: &Adapters,
+    tally: &mut Tally,
+) -> Result<Captured, Failure> {
+    world.board().enter(Phase::Capture);
+    let pass = session.pass(world, adapters);
+    tally.clock.time("capture", || capture::run(&pass, work, session.residency, world.board()))
+}
+
+fn scored(
+    session: &Session,
+    world: &World,
+    work: &Work,
+    captured: &Captured,
+    adapters: &Adapters,
+    tally: &mut Tally,
+) -> Result<Scores, Failure> {
+    world.board().enter(Phase::Score);
+    let pass = session.pass(world, adapters);
+    tally.clock.time("score", || score::run(&pass, &session.head, work, captured, world.board()))
+}
+
+/// Advantages of a group under the session's rule.
+fn advantages(session: &Session, rewards: &[Option<f64>]) -> Vec<Option<f64>> {
+    objective::advantages(rewards, session.normalize)
+}

@@ -1,0 +1,284 @@
+//! Everything a run opens before its first step: checks, weights, adapters, data.
+
+use std::rc::Rc;
+
+use tch::{Device, Kind};
+
+use crate::checkpoint;
+use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, Offload, RewardFn, RunConfig, Schedule};
+use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
+use crate::failure::Failure;
+use crate::handoff::Work;
+use crate::layout::PromptLayout;
+use crate::model::adapter_file::AdapterShape;
+use crate::model::decoder::Decoder;
+use crate::model::head::Head;
+use crate::model::lora::Adapters;
+use crate::model::mixer::Seat;
+use crate::model::pass::Pass;
+use crate::model::spec::Spec;
+use crate::model::weights::Weights;
+use crate::objective::{Aggregation, Terms};
+use crate::optimizer::{AdamW, Settings};
+use crate::pages::Residency;
+use crate::plan::{self, Place};
+use crate::tensor::accumulation;
+use crate::units::{Rank, Tokens, as_dim, as_index, from_index};
+use crate::watch::Ledger;
+use crate::world::World;
+
+/// A run that is ready to step.
+pub struct Session {
+    pub(super) decoder: Box<dyn Decoder>,
+    pub(super) adapters: Adapters,
+    pub(super) reference: Option<Adapters>,
+    pub(super) optimizer: AdamW,
+    pub(super) data: Dataset,
+    pub(super) held_out: Option<Dataset>,
+    pub(super) cursor: Cursor,
+    pub(super) head: Head,
+    pub(super) terms: Terms,
+    pub(super) gradient: Gradient,
+    pub(super) residency: Residency,
+    pub(super) reward_fn: RewardFn,
+    pub(super) normalize: bool,
+    pub(super) max_grad_norm: f64,
+    pub(super) grad_accum: usize,
+    pub(super) model_digest: String,
+    pub(super) seat_rank: Rank,
+    spec: Spec,
+    shape: AdapterShape,
+    ledger: Ledger,
+    page_size: Tokens,
+    micro_block: Tokens,
+    schedule: LearningRate,
+}
+
+struct LearningRate {
+    peak: f64,
+    schedule: Schedule,
+    warmup: u64,
+    steps: u64,
+}
+
+impl LearningRate {
+    /// Of step 1, 2, …: a linear warm-up, then constant, or down to 0 at the end along a line or a cosine.
+    fn at(&self, step: u64) -> f64 {
+        let float = |count: u64| f64::from(u32::try_from(count).unwrap_or(u32::MAX));
+        if step <= self.warmup {
+            return self.peak * float(step) / float(self.warmup);
+        }
+        let through = float(step - self.warmup - 1) / float((self.steps - self.warmup).max(1));
+        match self.schedule {
+            Schedule::Constant => self.peak,
+            Schedule::Linear => self.peak * (1.0 - through),
+            Schedule::Cosine => self.peak * 0.5 * (1.0 + (std::f64::consts::PI * through).cos()),
+        }
+    }
+}
+
+/// The libtorch name of a configured dtype.
+#[must_use]
+fn kind_of(dtype: Dtype) -> Kind {
+    match dtype {
+        Dtype::Bfloat16 => Kind::BFloat16,
+        Dtype::Float32 => Kind::Float,
+        Dtype::Float64 => Kind::Double,
+    }
+}
+
+impl Session {
+    /// Opens a run; all ranks fail together, with one message.
+    ///
+    /// # Errors
+    /// When the configuration, the checkpoint or the data is wrong, ranks differ, or memory is short.
+    pub fn open(loaded: &Loaded, world: &mut World) -> Result<Session, Failure> {
+        let config = &loaded.run;
+        world.same("the configuration (digest)", &config.digest())?;
+        let ranks = from_index(world.all.size());
+        world.agree(checked(config, ranks))?;
+        world.cut(as_index(config.cp_size(ranks)))?;
+        let spec = world.agree(read_spec(config))?;
+        world.agree(fits(config, world, &spec))?;
+        let weights = world.agree(load_weights(config, &spec))?;
+        let model_digest = weights.digest().to_owned();
+        world.same("the checkpoint (digest)", &model_digest)?;
+        let kind = kind_of(config.model.dtype);
+        let decoder = spec.family.decoder(&spec, Rc::new(weights), kind);
+        let shape = shape_of(config, &spec)?;
+        let adapters = world.agree(start_adapters(config, &spec, &shape, kind))?;
+        world.same("the adapters (digest)", &adapters.digest())?;
+        let (data, held_out) = world.agree(open_data(config, &spec))?;
+        let optimizer = &config.optimizer;
+        Ok(Session {
+            optimizer: AdamW::new(
+                &adapters,
+                Settings { betas: optimizer.betas, eps: optimizer.eps, weight_decay: optimizer.weight_decay },
+            ),
+            reference: (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference")),
+            cursor: cursor(config, data.len()),
+            head: Head { rows_max: config.memory.head_block.dim(), temperature: config.grpo.temperature },
+            terms: terms(config),
+            gradient: config.grpo.gradient,
+            residency: residency(config),
+            reward_fn: config.grpo.reward_fn,
+            normalize: config.grpo.normalize_adv,
+            max_grad_norm: optimizer.max_grad_norm,
+            grad_accum: as_index(optimizer.grad_accum),
+            seat_rank: world.cp.rank(),
+            page_size: config.context.page_size,
+            micro_block: config.memory.micro_block,
+            schedule: LearningRate {
+                peak: optimizer.lr,
+                schedule: optimizer.schedule,
+                warmup: optimizer.warmup_steps,
+                steps: config.run.steps,
+            },
+            ledger: Ledger::default(),
+            decoder,
+            adapters,
+            data,
+            held_out,
+            model_digest,
+            spec,
+            shape,
+        })
+    }
+
+    /// What a user should know before the first step.
+    pub(super) fn notes(&self, loaded: &Loaded) -> Vec<String> {
+        loaded.notes().into_iter().chain(plan::context_note(&loaded.run, &self.spec)).collect()
+    }
+
+    /// A group dealt to the ranks of this prompt group.
+    pub(super) fn work(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> Work {
+        let prompt = Tokens(from_index(prompt_ids.len()));
+        let layout = PromptLayout::new(prompt, self.page_size, world.cp.size(), self.gradient.tail(prompt));
+        Work::new(layout, prompt_ids.to_vec(), answers.to_vec())
+    }
+
+    /// A pass under some adapters.
+    pub(super) fn pass<'a>(&'a self, world: &'a World, adapters: &'a Adapters) -> Pass<'a> {
+        let seat = Seat { axis: &world.cp, ledger: &self.ledger };
+        Pass { decoder: &*self.decoder, adapters, seat, micro_block: self.micro_block }
+    }
+
+    /// Learning rate of step 1, 2, ….
+    pub(super) fn learning_rate(&self, step: u64) -> f64 {
+        self.schedule.at(step)
+    }
+
+    /// Writes the adapters into the run directory; rank 0 writes, all ranks agree that it is done.
+    pub(super) fn save(&self, loaded: &Loaded, world: &World) -> Result<(), Failure> {
+        let written = match world.all.rank() {
+            Rank(0) => checkpoint::save(&loaded.rank.dir.join("adapter"), &self.adapters, &self.shape).map(|_| ()),
+            _ => Ok(()),
+        };
+        world.agree(written)
+    }
+}
+
+fn checked(config: &RunConfig, ranks: u64) -> Result<(), Failure> {
+    let problems = config.check(Some(ranks));
+    if problems.is_empty() { Ok(()) } else { Err(config::Error::Refused { problems }.into()) }
+}
+
+fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
+    let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
+    Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
+}
+
+/// Without a GPU the model computes in the machine's own memory, so everything counts there.
+fn fits(config: &RunConfig, world: &World, spec: &Spec) -> Result<(), Failure> {
+    let (_, here) = world.on_this_machine();
+    let plan = plan::of(config, from_index(world.all.size()), Some(spec));
+    match plan::available_memory() {
+        Some(available) => Ok(plan.fits(from_index(here), "host", &[Place::Device, Place::Host], available)?),
+        None => Ok(()),
+    }
+}
+
+fn load_weights(config: &RunConfig, spec: &Spec) -> Result<Weights, Failure> {
+    let kind = kind_of(config.model.dtype);
+    if config.model.random_init {
+        return Ok(Weights::random(spec, config.run.seed, kind, Device::Cpu)?);
+    }
+    Ok(Weights::load(config.model_path()?, spec, kind, Device::Cpu)?)
+}
+
+fn shape_of(config: &RunConfig, spec: &Spec) -> Result<AdapterShape, Failure> {
+    let linears = spec.adapted(config.lora.targets.as_deref())?;
+    let mut targets: Vec<String> = Vec::new();
+    for linear in linears {
+        if !targets.iter().any(|known| known == linear.projection) {
+            targets.push(linear.projection.to_owned());
+        }
+    }
+    let base_model = config.model_path()?.display().to_string();
+    Ok(AdapterShape { rank: config.lora.rank, alpha: config.lora.alpha, targets, base_model })
+}
+
+fn start_adapters(config: &RunConfig, spec: &Spec, shape: &AdapterShape, kind: Kind) -> Result<Adapters, Failure> {
+    let acc = accumulation(kind);
+    if let Some(folder) = &config.lora.init_from {
+        return checkpoint::load(folder, spec, shape, acc, Device::Cpu);
+    }
+    let linears = spec.adapted(config.lora.targets.as_deref())?;
+    let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
+    Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, Device::Cpu))
+}
+
+fn terms(config: &RunConfig) -> Terms {
+    let aggregation = match config.grpo.aggregation {
+        Rule::SequenceMean => Aggregation::SequenceMean,
+        Rule::TokenMean => Aggregation::TokenMean,
+        Rule::Constant => Aggregation::Constant(config.grpo.constant_divisor.unwrap_or(1.0)),
+    };
+    Terms {
+        clip_low: config.grpo.clip_low,
+        clip_high: config.grpo.clip_high,
+        kl_coef: config.grpo.kl_coef,
+        aggregation,
+    }
+}
+
+fn residency(config: &RunConfig) -> Residency {
+    // Without a GPU the two are one memory, so "auto" leaves pages where they are.
+    match config.memory.cpu_offload_pages {
+        Offload::Always => Residency::Host,
+        Offload::Never | Offload::Auto => Residency::Device,
+    }
+}
+
+fn cursor(config: &RunConfig, groups: usize) -> Cursor {
+    Cursor::new(config.run.seed, groups)
+}
+
+/// Training and held-out data; without a data file, random tokens at the planned lengths.
+fn open_data(config: &RunConfig, spec: &Spec) -> Result<(Dataset, Option<Dataset>), Failure> {
+    let limits = Limits {
+        prompt_len_max: config.context.prompt_len,
+        answer_len_max: config.context.answer_len,
+        vocab_size: spec.vocabulary,
+        group_size: as_index(config.grpo.group_size),
+    };
+    let Some(path) = &config.data.path else { return Ok((random_group(config, spec), None)) };
+    let folder = config.model_path()?;
+    let tokenizer = if folder.join("tokenizer.json").is_file() { Some(Tokenizer::open(folder)?) } else { None };
+    let held_out = config.data.held_out.as_ref();
+    let held_out = held_out.map(|path| Dataset::open(path, tokenizer.as_ref(), &limits)).transpose()?;
+    Ok((Dataset::open(path, tokenizer.as_ref(), &limits)?, held_out))
+}
+
+/// One group of random tokens at the planned lengths: what a run needs to be measured, not to learn.
+fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
+    tch::manual_seed(i64::try_from(config.run.seed).unwrap_or(i64::MAX));
+    let draw = |count: Tokens| -> Vec<i64> {
+        let drawn = tch::Tensor::randint(as_dim(spec.vocabulary), [count.dim()], (Kind::Int64, Device::Cpu));
+        Vec::<i64>::try_from(drawn).unwrap_or_default()
+    };
+    let prompt_ids = draw(config.context.prompt_len);
+    let answers =
+        (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None }).collect();
+    Dataset::of(vec![Group { name: "random tokens".into(), prompt_ids, answers }])
+}

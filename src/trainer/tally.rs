@@ -1,0 +1,145 @@
+//! Numbers that a run gathers on its way to the receipt.
+
+use super::Session;
+use super::groups::Scored;
+use crate::config::Loaded;
+use crate::exchange::sum_number;
+use crate::failure::Failure;
+use crate::handoff::{Captured, Work};
+use crate::replay::Replayed;
+use crate::report::{HeldOut, Receipt, Seconds, Step};
+use crate::tensor::boundary::{Purse, counted};
+use crate::units::{Bytes, LayerIndex, Pages};
+use crate::watch::Clock;
+use crate::world::World;
+
+/// What has been gathered so far.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    /// Seconds of the current update.
+    pub(super) clock: Clock,
+    loss: f64,
+    ratio: Option<(f64, f64)>,
+    clipped: u64,
+    pages: Pages,
+    page_bytes: Bytes,
+    rewards: Vec<Option<f64>>,
+    advantages: Vec<Option<f64>>,
+    seconds: Seconds,
+    first: Option<Step>,
+    last: Option<Step>,
+    steps: u64,
+}
+
+/// One update's numbers over all ranks.
+#[derive(Debug)]
+pub(super) struct BatchNumbers {
+    pub(super) loss: f64,
+    pub(super) ratio: [f64; 2],
+    pub(super) clipped: u64,
+}
+
+impl Tally {
+    /// A group has been replayed.
+    pub(super) fn replayed(
+        &mut self,
+        done: &Replayed,
+        work: &Work,
+        captured: &Captured,
+        group: &Scored,
+        session: &Session,
+    ) -> Result<(), Failure> {
+        self.loss += done.loss;
+        self.clipped += done.clipped;
+        let (least, most) = self.ratio.unwrap_or(done.ratio);
+        self.ratio = Some((least.min(done.ratio.0), most.max(done.ratio.1)));
+        self.clock.add("replay", done.seconds.0);
+        self.clock.add("sweep", done.seconds.1);
+        self.pages = work.layout.pages_of(session.seat_rank);
+        self.page_bytes = captured.pages.audit(&session.decoder.mixer(LayerIndex(0)).planes())?;
+        self.rewards.clone_from(&group.rewards);
+        self.advantages.clone_from(&group.advantages);
+        Ok(())
+    }
+
+    /// Sums over ranks; starts anew for the next update.
+    pub(super) fn batch_numbers(&mut self, world: &World) -> BatchNumbers {
+        let (least, most) = self.ratio.take().unwrap_or((1.0, 1.0));
+        let all = world.all.gather_floats(least);
+        let least = all.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = world.all.gather_floats(most).iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let clipped = world.all.gather_numbers(std::mem::take(&mut self.clipped)).iter().sum();
+        let loss = sum_number(&world.all, std::mem::take(&mut self.loss));
+        BatchNumbers { loss, ratio: [least, most], clipped }
+    }
+
+    /// Seconds of the update that has just ended; the clock starts anew.
+    pub(super) fn step_seconds(&mut self) -> Seconds {
+        let clock = std::mem::take(&mut self.clock);
+        let of = |name: &str| clock.seconds().iter().find(|(known, _)| *known == name).map_or(0.0, |(_, spent)| *spent);
+        Seconds {
+            capture: of("capture"),
+            score: of("score"),
+            replay: of("replay"),
+            sweep: of("sweep"),
+            finalize: of("finalize"),
+            update: of("update"),
+            total: 0.0,
+        }
+    }
+
+    /// An update has ended.
+    pub(super) fn stepped(&mut self, step: Step) {
+        self.seconds.add(&step.seconds);
+        self.steps = step.step;
+        if self.first.is_none() {
+            self.first = Some(step);
+        } else {
+            self.last = Some(step);
+        }
+    }
+
+    /// The receipt; every rank takes part in gathering it.
+    pub(super) fn receipt(
+        self,
+        session: &Session,
+        loaded: &Loaded,
+        world: &World,
+        held_out: [Option<HeldOut>; 2],
+    ) -> Receipt {
+        let config = &loaded.run;
+        let numbers = |value: u64| world.all.gather_numbers(value);
+        let peak = |purse| numbers(counted(purse).peak.0).into_iter().map(Bytes).collect();
+        let last = self.last.as_ref().or(self.first.as_ref());
+        let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
+        Receipt {
+            passed: true,
+            commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
+            config_digest: config.digest(),
+            model_digest: session.model_digest.clone(),
+            gradient: session.gradient.to_string(),
+            ranks: world.all.size(),
+            cp_size: world.cp.size(),
+            positions: config.context.max_seq_len,
+            prompt_len: config.context.prompt_len,
+            answer_len: config.context.answer_len,
+            group_size: config.grpo.group_size,
+            steps: self.steps,
+            pages_per_rank: numbers(self.pages.0).into_iter().map(Pages).collect(),
+            page_bytes_per_rank: numbers(self.page_bytes.0).into_iter().map(Bytes).collect(),
+            seconds: self.seconds,
+            peak_device_bytes: peak(Purse::Device),
+            peak_host_bytes: peak(Purse::Host),
+            micro_blocks: [config.memory.micro_block, config.memory.head_block],
+            capture_share,
+            loss_first: self.first.as_ref().map_or(0.0, |step| step.loss),
+            loss: last.map_or(0.0, |step| step.loss),
+            rewards: self.rewards,
+            advantages: self.advantages,
+            ratio_first: self.first.as_ref().map_or([1.0, 1.0], |step| step.ratio),
+            grad_norm: last.map_or(0.0, |step| step.grad_norm),
+            held_out,
+            adapter_digest: world.all.gather_texts(&session.adapters.digest()),
+        }
+    }
+}
