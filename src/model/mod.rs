@@ -5,6 +5,7 @@
 pub mod adapter_file;
 pub mod family;
 pub mod keys;
+pub mod problems;
 pub mod rope;
 pub mod shards;
 pub mod spec;
