@@ -34,10 +34,30 @@ pub enum Exit {
 }
 
 impl Exit {
+    /// All of them.
+    const ALL: [Exit; 10] = [
+        Exit::Done,
+        Exit::Config,
+        Exit::Data,
+        Exit::Disagree,
+        Exit::DoesNotFit,
+        Exit::NotFinite,
+        Exit::Endpoint,
+        Exit::Gate,
+        Exit::Bug,
+        Exit::Requeue,
+    ];
+
     /// The process's exit code.
     #[must_use]
     pub fn code(self) -> i32 {
         self as i32
+    }
+
+    /// The exit that has this code; a code that none has is a bug's.
+    #[must_use]
+    pub fn of_code(code: i32) -> Exit {
+        Exit::ALL.into_iter().find(|exit| exit.code() == code).unwrap_or(Exit::Bug)
     }
 }
 

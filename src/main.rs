@@ -1,3 +1,26 @@
-//! The `longstraw` command.
+//! The `longstraw` command: parse the verb, build configuration and world, map a failure to an exit code.
 
-fn main() {}
+mod verbs;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+fn main() -> ExitCode {
+    let outcome = match verbs::Command::try_parse() {
+        Ok(command) => verbs::run(command),
+        Err(usage) => {
+            // Clap's own words; help and version are no failures.
+            let failed = usage.use_stderr();
+            let _ = usage.print();
+            return if failed { ExitCode::from(2) } else { ExitCode::SUCCESS };
+        }
+    };
+    match outcome {
+        Ok(exit) => ExitCode::from(u8::try_from(exit.code()).unwrap_or(70)),
+        Err(failure) => {
+            longstraw::report::say(&format!("longstraw: {failure}"));
+            ExitCode::from(u8::try_from(failure.exit().code()).unwrap_or(70))
+        }
+    }
+}

@@ -152,6 +152,30 @@ pub struct Report {
     pub gradients: Vec<(String, Tensor)>,
 }
 
+impl Report {
+    /// The report in words, worst error first.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let verdict = if self.passed { "passed" } else { "FAILED" };
+        let mut lines = vec![format!(
+            "{}: {verdict}, gradient {}, {}, {} ranks, pages of {}: worst {:.1e} ({}), limit {:.0e}, ratio {}",
+            self.case,
+            self.gradient,
+            self.dtype,
+            self.ranks,
+            self.page_size,
+            self.worst,
+            self.worst_tensor,
+            self.limit,
+            if self.ratio_is_one { "exactly 1" } else { "NOT 1" }
+        )];
+        lines.extend(
+            self.errors.iter().map(|(name, error)| format!("  {:9.2e}  {name}", error.as_f64().unwrap_or(f64::NAN))),
+        );
+        lines.join("\n")
+    }
+}
+
 #[derive(Deserialize)]
 struct CaseFile {
     answer_lens: Vec<usize>,

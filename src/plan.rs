@@ -3,6 +3,8 @@
 //! No GPU and no MPI are needed. The sum is written here once; what a run measures is a second number, compared in the
 //! receipt, never the same formula twice.
 
+use serde::Serialize;
+
 use crate::config::{Dtype, Offload, RunConfig};
 use crate::failure::{Classified, Exit};
 use crate::model::spec::Spec;
@@ -39,7 +41,8 @@ impl Classified for Error {
 }
 
 /// Where an addend lies.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Place {
     /// Where the model computes: the GPU's memory, or the machine's when there is none.
     Device,
@@ -48,7 +51,7 @@ pub enum Place {
 }
 
 /// One addend of a rank's memory.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Addend {
     /// What it is.
     pub name: &'static str,
@@ -63,7 +66,7 @@ pub struct Addend {
 }
 
 /// The layout, and the sum where the model is known.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Plan {
     /// Ranks of the world.
     pub ranks: u64,

@@ -1,14 +1,14 @@
 //! Reading a published `config.json`: typed look-ups that collect every problem instead of stopping at the first.
 
-use std::fmt;
-
 use serde_json::{Map, Value};
 
-/// Problems that one message lists; further ones are counted.
-pub const PROBLEMS_MAX: usize = 16;
+use crate::units::as_index;
 
 /// Largest count that a config may state (tensor dimensions stay far below 2³¹).
 const COUNT_MAX: u64 = 1 << 31;
+
+/// Most layers of a decoder; no published one comes near, and lists per layer stay small whatever a file states.
+const LAYERS_MAX: u64 = 1 << 14;
 
 /// One thing that is wrong with a config, with its key and value.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -85,22 +85,6 @@ pub enum Problem {
     },
 }
 
-/// All problems of one file, in one line.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Problems(pub Vec<Problem>);
-
-impl fmt::Display for Problems {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, problem) in self.0.iter().take(PROBLEMS_MAX).enumerate() {
-            write!(f, "{}{problem}", if i == 0 { "" } else { "; " })?;
-        }
-        match self.0.len().saturating_sub(PROBLEMS_MAX) {
-            0 => Ok(()),
-            more => write!(f, "; and {more} more"),
-        }
-    }
-}
-
 /// A table of a config, and the problems found in it so far.
 ///
 /// Every look-up returns a usable value, so that reading goes on to the next key; the value of a key with a problem is
@@ -166,6 +150,15 @@ impl<'a> Keys<'a> {
             self.refuse(key, value, "a whole number from 1 to 2^31");
             1
         })
+    }
+
+    /// A number of layers. Absent: a problem.
+    pub fn layers(&mut self, key: &str) -> usize {
+        let stated = self.count(key, None);
+        if stated > LAYERS_MAX {
+            self.refuse(key, &Value::from(stated), "at most 16384");
+        }
+        as_index(stated.min(LAYERS_MAX))
     }
 
     /// A finite number above 0. Absent: `default`, or a problem where there is none.

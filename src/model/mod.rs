@@ -13,6 +13,7 @@ pub mod keys;
 pub mod lora;
 pub mod mixer;
 pub mod pass;
+pub mod problems;
 pub mod rope;
 pub mod shards;
 pub mod spec;

@@ -8,10 +8,11 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::family::{self, Family};
-use super::keys::{Keys, Problem, Problems};
+use super::keys::{Keys, Problem};
+use super::problems::Problems;
 use super::rope::RopeSpec;
 use crate::failure::{Classified, Exit};
-use crate::units::{LayerIndex, Tokens, from_index};
+use crate::units::{LayerIndex, Tokens};
 
 /// Why a config gives no spec.
 #[derive(Debug, thiserror::Error)]
@@ -38,7 +39,7 @@ pub enum Error {
         /// The file.
         file: PathBuf,
         /// Everything that is wrong.
-        problems: Problems,
+        problems: Problems<Problem>,
     },
     /// An adapter target that the family does not have.
     #[error(
@@ -331,14 +332,4 @@ fn find_family(keys: &mut Keys<'_>) -> Option<&'static dyn Family> {
 /// Positions as a number to compare with; beyond 2³² they exceed every context there is.
 fn count_as_number(positions: u64) -> f64 {
     u32::try_from(positions).map_or(f64::INFINITY, f64::from)
-}
-
-/// Layers as a number of list entries.
-pub(super) fn layer_count(layers: u64) -> usize {
-    /// No published decoder comes near this; the bound keeps lists per layer small whatever a file states.
-    const LAYERS_MAX: u64 = 1 << 14;
-    let bounded = layers.min(LAYERS_MAX);
-    let count = crate::units::as_index(bounded);
-    debug_assert_eq!(from_index(count), bounded);
-    count
 }

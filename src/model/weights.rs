@@ -128,6 +128,9 @@ impl Weights {
         let mut checkpoint = Checkpoint::open(folder, spec)?;
         let digest = digest_of(spec, &checkpoint);
         drop_tied_head(&mut checkpoint, folder, spec)?;
+        if !spec.tied_embeddings && !checkpoint.places.contains_key(HEAD) {
+            tracing::info!(folder = %folder.display(), "no {HEAD}: the head is the embedding");
+        }
         let mut loader = Loader { tensors: BTreeMap::new(), not_finite: Vec::new(), kind, device };
         for shard in 0..checkpoint.shards.len() {
             loader.load_shard(&checkpoint, shard)?;

@@ -6,6 +6,7 @@
 
 mod axis;
 
+use std::cell::Cell;
 use std::io::Write as _;
 
 use mpi::Threading;
@@ -59,12 +60,12 @@ pub enum Error {
         other_value: String,
     },
     /// Another rank failed; that rank says why.
-    #[error("rank {rank} failed with exit code {code}")]
+    #[error("rank {rank} failed")]
     Elsewhere {
         /// The rank that failed.
         rank: Rank,
-        /// Its exit code.
-        code: i32,
+        /// How it ends.
+        exit: Exit,
     },
 }
 
@@ -72,6 +73,7 @@ impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
             Error::Uneven { .. } => Exit::Config,
+            Error::Elsewhere { exit, .. } => *exit,
             _ => Exit::Disagree,
         }
     }
@@ -88,6 +90,8 @@ pub struct World {
     /// How many prompt groups run side by side.
     pub dp_size: usize,
     board: Board,
+    /// Who says why, once all ranks have agreed to fail.
+    speaker: Cell<Option<Rank>>,
     // Last, because fields are dropped in order: communicators must be freed before MPI is finalized.
     _universe: Universe,
 }
@@ -116,7 +120,7 @@ impl World {
             return Err(Error::Alone { variable, tasks }.into());
         }
         let cp = all.split(0);
-        Ok(World { all, cp, dp_index: 0, dp_size: 1, board, _universe: universe })
+        Ok(World { all, cp, dp_index: 0, dp_size: 1, board, speaker: Cell::new(None), _universe: universe })
     }
 
     /// Cuts the world into groups of `cp_size` consecutive ranks.
@@ -126,7 +130,7 @@ impl World {
     pub fn cut(&mut self, cp_size: usize) -> Result<(), Failure> {
         let ranks = self.all.size();
         if cp_size == 0 || !ranks.is_multiple_of(cp_size) {
-            return Err(Error::Uneven { ranks: ranks as u64, cp_size: cp_size as u64 }.into());
+            return Err(self.together(Error::Uneven { ranks: ranks as u64, cp_size: cp_size as u64 }));
         }
         self.dp_index = self.all.rank().0 / cp_size;
         self.dp_size = ranks / cp_size;
@@ -143,10 +147,17 @@ impl World {
         let code = attempt.as_ref().err().map_or(0, |failure| failure.exit().code());
         let codes = self.all.gather_codes(code);
         let Some(rank) = codes.iter().position(|&code| code != 0) else { return attempt };
+        self.speaker.set(Some(Rank(rank)));
         match attempt {
-            Err(failure) if rank == self.all.rank().0 => Err(failure),
-            _ => Err(Error::Elsewhere { rank: Rank(rank), code: codes[rank] }.into()),
+            Err(failure) if rank == self.all.rank().0 => Err(failure.at(self.board.site())),
+            _ => Err(Error::Elsewhere { rank: Rank(rank), exit: Exit::of_code(codes[rank]) }.into()),
         }
+    }
+
+    /// A failure that every rank sees alike: rank 0 speaks.
+    fn together(&self, error: Error) -> Failure {
+        self.speaker.set(Some(Rank(0)));
+        error.into()
     }
 
     /// Compares a short text over all ranks.
@@ -157,15 +168,27 @@ impl World {
         let all = self.all.gather_texts(value);
         match all.iter().position(|other| *other != all[0]) {
             None => Ok(()),
-            Some(other) => Err(Error::Disagree {
+            Some(other) => Err(self.together(Error::Disagree {
                 what,
                 first: Rank(0),
                 first_value: all[0].clone(),
                 other: Rank(other),
                 other_value: all[other].clone(),
-            }
-            .into()),
+            })),
         }
+    }
+
+    /// Ends this rank's part after a failure. When all ranks have agreed to fail, one of them speaks and all leave in
+    /// order with its exit code; otherwise the others wait for this rank, so the job is aborted.
+    #[must_use]
+    pub fn leave(&self, failure: Failure) -> Exit {
+        let Some(speaker) = self.speaker.get() else { self.abort(failure) };
+        if speaker == self.all.rank() {
+            say(&format!("longstraw: {failure}"));
+        }
+        // Launchers end a job at its first non-zero exit: nobody leaves before the reason is on its way.
+        self.all.barrier();
+        failure.exit()
     }
 
     /// Prints the failure with this rank's site and ends the whole job with its exit code. Never returns.

@@ -178,9 +178,18 @@ fn variants_of_lora_that_are_not_computed_are_refused_by_key() {
     edit_config(
         folder.path(),
         &json!({"use_dora": true, "bias": "all", "rank_pattern": {"q_proj": 2}, "r": 0,
-        "peft_type": "IA3", "lora_alpha": "big"}),
+        "peft_type": "IA3", "lora_alpha": "big", "init_lora_weights": "pissa", "eva_config": {"rho": 2}}),
     );
-    let parts = ["`use_dora` is true", "`bias` is \"all\"", "`rank_pattern`", "`r` is 0", "\"IA3\"", "`lora_alpha`"];
+    let parts = [
+        "`use_dora` is true",
+        "`bias` is \"all\"",
+        "`rank_pattern`",
+        "`r` is 0",
+        "\"IA3\"",
+        "\"pissa\"",
+        "`eva_config`",
+        "`lora_alpha`",
+    ];
     refusal(folder.path(), None, &parts);
     let folder = saved(&["q_proj"]);
     edit_config(folder.path(), &json!({"target_modules": "all-linear"}));

@@ -1,6 +1,5 @@
 //! What can be wrong with adapters on disk.
 
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
@@ -8,10 +7,8 @@ use safetensors::SafeTensorError;
 
 use super::{CONFIG, VALUES};
 use crate::failure::{Classified, Exit};
+use crate::model::problems::Problems;
 use crate::tensor::bytes;
-
-/// Problems that one message lists; further ones are counted.
-const PROBLEMS_MAX: usize = 12;
 
 /// One thing that is wrong with adapters on disk.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -20,7 +17,7 @@ pub enum Problem {
     #[error("{CONFIG}: `{key}` is {found}; it must be {wanted}")]
     Key {
         /// The key.
-        key: &'static str,
+        key: String,
         /// The value, as JSON, or `absent`.
         found: String,
         /// What is accepted.
@@ -72,22 +69,6 @@ pub enum Problem {
     },
 }
 
-/// All problems of one folder, in one line.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Problems(pub Vec<Problem>);
-
-impl fmt::Display for Problems {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, problem) in self.0.iter().take(PROBLEMS_MAX).enumerate() {
-            write!(f, "{}{problem}", if i == 0 { "" } else { "; " })?;
-        }
-        match self.0.len().saturating_sub(PROBLEMS_MAX) {
-            0 => Ok(()),
-            more => write!(f, "; and {more} more"),
-        }
-    }
-}
-
 /// Why adapters could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -121,7 +102,7 @@ pub enum Error {
         /// The folder.
         folder: PathBuf,
         /// Everything that is wrong.
-        problems: Problems,
+        problems: Problems<Problem>,
     },
     /// A value could not be copied to or from a tensor.
     #[error("adapter {name}: {source}")]

@@ -5,7 +5,7 @@
 
 mod error;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -15,8 +15,9 @@ use safetensors::{Dtype, SafeTensors, serialize_to_file};
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
-pub use self::error::{Error, Problem, Problems};
+pub use self::error::{Error, Problem};
 use super::lora::Adapter;
+use super::problems::Problems;
 use super::shards::kind_of;
 use super::spec::{self, Linear, Spec};
 use crate::tensor::bytes::{self, bytes_of, fill_from_bytes, map_file};
@@ -58,7 +59,7 @@ pub fn save(folder: &Path, shape: &AdapterShape, entries: &[Adapter]) -> Result<
     }
     fs::create_dir_all(folder).map_err(|source| Error::File { file: folder.to_owned(), source })?;
     let values = Begun::beside(folder, VALUES);
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = [("format".to_owned(), "pt".to_owned())].into_iter().collect();
     serialize_to_file(views, Some(metadata), &values.partial)
         .map_err(|source| Error::Values { file: values.partial.clone(), source })?;
     let config = Begun::beside(folder, CONFIG);
@@ -210,38 +211,8 @@ fn read_config(
     let file = folder.join(CONFIG);
     let text = fs::read(&file).map_err(|source| Error::File { file: file.clone(), source })?;
     let config: Map<String, Value> = serde_json::from_slice(&text).map_err(|source| Error::NotJson { file, source })?;
-    let mut refuse = |key: &'static str, wanted: &str| {
-        let found = config.get(key).map_or_else(|| "absent".to_owned(), Value::to_string);
-        problems.push(Problem::Key { key, found, wanted: wanted.to_owned() });
-    };
-    let off = |key: &str| match config.get(key) {
-        None | Some(Value::Null | Value::Bool(false)) => true,
-        Some(Value::Object(table)) => table.is_empty(),
-        Some(Value::Array(list)) => list.is_empty(),
-        Some(_) => false,
-    };
-    if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
-        refuse("peft_type", "\"LORA\"");
-    }
-    if config.get("bias").is_some_and(|bias| bias != "none") {
-        refuse("bias", "\"none\"");
-    }
-    for key in [
-        "use_dora",
-        "use_rslora",
-        "fan_in_fan_out",
-        "lora_bias",
-        "rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-        "layers_to_transform",
-        "exclude_modules",
-        "target_parameters",
-    ] {
-        if !off(key) {
-            refuse(key, "absent or off: plain LoRA on whole linear layers is computed");
-        }
-    }
+    refuse_variants(&config, problems);
+    let mut refuse = |key: &str, wanted: &str| problems.push(key_problem(&config, key, wanted));
     let rank = config.get("r").and_then(Value::as_u64).filter(|rank| (1..1 << 31).contains(rank));
     if rank.is_none() {
         refuse("r", "a rank of 1 or more");
@@ -265,6 +236,53 @@ fn read_config(
     Ok(Some((AdapterShape { rank, alpha, targets, base_model }, linears)))
 }
 
+fn key_problem(config: &Map<String, Value>, key: &str, wanted: &str) -> Problem {
+    let found = config.get(key).map_or_else(|| "absent".to_owned(), Value::to_string);
+    Problem::Key { key: key.to_owned(), found, wanted: wanted.to_owned() }
+}
+
+/// Refuses what makes the file's pairs mean something other than y = Wx + (alpha / r)·B·A·x on the model's own W.
+fn refuse_variants(config: &Map<String, Value>, problems: &mut Vec<Problem>) {
+    /// Keys of variants, besides every `use_…` and `…_config`.
+    const VARIANT_KEYS: [&str; 11] = [
+        "fan_in_fan_out",
+        "lora_bias",
+        "rank_pattern",
+        "alpha_pattern",
+        "modules_to_save",
+        "layers_to_transform",
+        "layer_replication",
+        "exclude_modules",
+        "target_parameters",
+        "trainable_token_indices",
+        "alora_invocation_tokens",
+    ];
+    let mut refuse = |key: &str, wanted: &str| problems.push(key_problem(config, key, wanted));
+    if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
+        refuse("peft_type", "\"LORA\"");
+    }
+    if config.get("bias").is_some_and(|bias| bias != "none") {
+        refuse("bias", "\"none\"");
+    }
+    // Other starts (PiSSA, OLoRA, LoftQ, …) change W itself, and the pair is relative to the changed one.
+    let start = config.get("init_lora_weights").unwrap_or(&Value::Null);
+    if !(start.is_null() || start.is_boolean() || start == "gaussian") {
+        refuse("init_lora_weights", "true, false or \"gaussian\": other starts change the model's own weights");
+    }
+    for (key, value) in config {
+        let is_variant = VARIANT_KEYS.contains(&key.as_str()) || key.starts_with("use_") || key.ends_with("_config");
+        let is_off = match value {
+            Value::Null | Value::Bool(false) => true,
+            Value::Object(table) => table.is_empty(),
+            Value::Array(list) => list.is_empty(),
+            _ => false,
+        };
+        if is_variant && !is_off {
+            refuse(key, "absent or off: plain LoRA on whole linear layers is computed");
+        }
+    }
+}
+
 /// The linear layers that the config's targets name, or what the value must be.
 fn read_targets(value: Option<&Value>, spec: &Spec) -> Result<Vec<Linear>, String> {
     let listed = value.and_then(Value::as_array);
@@ -279,9 +297,10 @@ fn read_targets(value: Option<&Value>, spec: &Spec) -> Result<Vec<Linear>, Strin
 
 fn compare_with_run(found: &AdapterShape, wanted: Option<&AdapterShape>, problems: &mut Vec<Problem>) {
     let Some(wanted) = wanted else { return };
-    let mut differ = |key: &'static str, found: String, wanted: String| {
+    let mut differ = |key: &str, found: String, wanted: String| {
         if found != wanted {
-            problems.push(Problem::Key { key, found, wanted: format!("{wanted}, as this run's [lora] asks") });
+            let wanted = format!("{wanted}, as this run's [lora] asks");
+            problems.push(Problem::Key { key: key.to_owned(), found, wanted });
         }
     };
     differ("r", found.rank.to_string(), wanted.rank.to_string());

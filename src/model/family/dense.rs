@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::Family;
 use crate::model::keys::{Keys, Problem};
 use crate::model::rope::RopeSpec;
-use crate::model::spec::{Biases, Expected, Linear, Spec, layer_count};
+use crate::model::spec::{Biases, Expected, Linear, Spec};
 use crate::units::LayerIndex;
 
 /// Where dense families differ; a default stands in for a key that a config leaves out.
@@ -30,11 +30,7 @@ pub(super) fn read(keys: &mut Keys<'_>, rope_scaling: Option<&Value>, own: &Diff
     let vocabulary = keys.count("vocab_size", None);
     let width = keys.count("hidden_size", None);
     let ffn_width = keys.count("intermediate_size", None);
-    let layers_stated = keys.count("num_hidden_layers", None);
-    let layers = layer_count(layers_stated);
-    if u64::try_from(layers).is_ok_and(|layers| layers != layers_stated) {
-        keys.refuse("num_hidden_layers", &Value::from(layers_stated), "at most 16384");
-    }
+    let layers = keys.layers("num_hidden_layers");
     let query_heads = keys.count("num_attention_heads", None);
     let kv_default = if keys.states("num_key_value_heads") { None } else { own.kv_heads };
     let kv_heads = keys.count("num_key_value_heads", Some(kv_default.unwrap_or(query_heads)));

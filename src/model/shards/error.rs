@@ -1,14 +1,11 @@
 //! What can be wrong with the files of a checkpoint.
 
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
 use super::{INDEX, SINGLE};
 use crate::failure::{Classified, Exit};
-
-/// Problems that one message lists; further ones are counted.
-pub(super) const PROBLEMS_MAX: usize = 12;
+use crate::model::problems::Problems;
 
 /// One thing that is wrong with a checkpoint.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -91,22 +88,6 @@ pub enum Problem {
     },
 }
 
-/// All problems of one checkpoint, in one line.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Problems(pub Vec<Problem>);
-
-impl fmt::Display for Problems {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, problem) in self.0.iter().take(PROBLEMS_MAX).enumerate() {
-            write!(f, "{}{problem}", if i == 0 { "" } else { "; " })?;
-        }
-        match self.0.len().saturating_sub(PROBLEMS_MAX) {
-            0 => Ok(()),
-            more => write!(f, "; and {more} more"),
-        }
-    }
-}
-
 /// What is wrong inside one safetensors file.
 #[derive(Debug, thiserror::Error)]
 pub enum Damage {
@@ -180,7 +161,7 @@ pub enum Error {
         /// The folder.
         folder: PathBuf,
         /// Everything that is wrong.
-        problems: Problems,
+        problems: Problems<Problem>,
     },
 }
 

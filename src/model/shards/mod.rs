@@ -11,7 +11,8 @@ use safetensors::{Dtype, SafeTensorError, SafeTensors};
 use serde_json::{Map, Value};
 use tch::Kind;
 
-pub use self::error::{Damage, Error, Problem, Problems};
+pub use self::error::{Damage, Error, Problem};
+use super::problems::Problems;
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
 use crate::tensor::bytes::map_file;
 use crate::units::{as_index, from_index};
@@ -129,10 +130,14 @@ impl Checkpoint {
             problems.push(Problem::Misplaced { file: name.to_owned(), name: tensor.clone() });
         }
         let number = self.shards.len();
+        let mut beyond = 0_u64;
         // The names come in the order of a hash map; sorted, the messages are the same on every run.
         for (tensor, info) in tensors.into_iter().collect::<BTreeMap<_, _>>() {
             let stripped = strip(&tensor);
-            if is_skipped(&stripped, spec) {
+            if is_beyond_last_layer(&stripped, spec) {
+                beyond += 1;
+            }
+            if is_foreign(&stripped) || is_beyond_last_layer(&stripped, spec) {
                 continue;
             }
             let shape = info.shape.iter().map(|size| from_index(*size)).collect();
@@ -141,6 +146,10 @@ impl Checkpoint {
                 let first = self.shards.get(first.shard).map_or(name, |shard| &shard.name).to_owned();
                 problems.push(Problem::Twice { name: tensor, first, second: name.to_owned() });
             }
+        }
+        if beyond > 0 {
+            tracing::warn!(file = %file.display(), layers = spec.layers, tensors = beyond,
+                "left out tensors of layers beyond num_hidden_layers");
         }
         self.shards.push(Shard { file, name: name.to_owned(), map: Some(map), data_start: header_bytes + 8 });
         Ok(())
@@ -261,12 +270,14 @@ fn strip(name: &str) -> String {
     }
 }
 
-/// Tensors that published checkpoints hold and the text model does not read: vision, multi-token prediction (also as
-/// layers beyond the last), and stored frequencies.
-fn is_skipped(name: &str, spec: &Spec) -> bool {
-    if name.starts_with("model.visual.") || name.starts_with("mtp.") || name.ends_with(".rotary_emb.inv_freq") {
-        return true;
-    }
+/// Tensors that published checkpoints hold and a text model does not read: vision, multi-token prediction, and stored
+/// frequencies.
+fn is_foreign(name: &str) -> bool {
+    name.starts_with("model.visual.") || name.starts_with("mtp.") || name.ends_with(".rotary_emb.inv_freq")
+}
+
+/// Tensors of a layer beyond the last: some families store their multi-token prediction there.
+fn is_beyond_last_layer(name: &str, spec: &Spec) -> bool {
     let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
     layer.and_then(|digits| digits.parse::<usize>().ok()).is_some_and(|layer| layer >= spec.layers)
 }

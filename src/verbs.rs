@@ -1,0 +1,313 @@
+//! The verbs, their flags, and what each calls.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use longstraw::config::{self, Environment, Loaded, Overrides};
+use longstraw::convert::{self, convert};
+use longstraw::data::{Tokenizer, keychain};
+use longstraw::failure::{Exit, Failure};
+use longstraw::model::spec::Spec;
+use longstraw::parity::{self, Gradient};
+use longstraw::plan::{self, Place};
+use longstraw::report::{print_result, say};
+use longstraw::tensor::boundary::count_allocations;
+use longstraw::trainer;
+use longstraw::units::Tokens;
+use longstraw::watch::Board;
+use longstraw::world::{Launcher, World};
+
+/// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
+#[derive(Debug, Parser)]
+#[command(name = "longstraw", version)]
+pub(crate) struct Command {
+    #[command(flatten)]
+    config: ConfigFlags,
+    #[command(subcommand)]
+    verb: Option<Verb>,
+}
+
+/// Where the configuration comes from.
+#[derive(Args, Clone, Debug)]
+struct ConfigFlags {
+    /// The configuration (default: ./config.toml where it exists, else the built-in laptop run)
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// The settings (default: ./settings.json where it exists)
+    #[arg(long, global = true, value_name = "FILE")]
+    settings: Option<PathBuf>,
+    /// One key's value; may be given again
+    #[arg(long, global = true, value_name = "table.key=value")]
+    set: Vec<String>,
+    /// Where the run writes (default: run.dir)
+    #[arg(long, global = true, value_name = "DIR")]
+    run_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Train (what `longstraw` alone does)
+    Train {
+        /// Print the receipt as one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// The rank layout, page counts and memory of a rank; needs no MPI and no GPU
+    Plan(PlanFlags),
+    /// Run a reference case at this world size and compare every number
+    Parity(ParityFlags),
+    /// A GGUF file, with its tokenizer, to an HF folder
+    Convert {
+        /// The GGUF file
+        source: PathBuf,
+        /// The folder to make
+        destination: PathBuf,
+        /// Write bfloat16 instead of float32
+        #[arg(long)]
+        bf16: bool,
+        /// Replace the destination, whatever it is
+        #[arg(long)]
+        force: bool,
+    },
+    /// Make datasets
+    Data {
+        #[command(subcommand)]
+        kind: DataVerb,
+    },
+}
+
+#[derive(Args, Debug)]
+struct PlanFlags {
+    /// Ranks of the world (default: parallel.cp_size, else 1)
+    #[arg(long)]
+    ranks: Option<u64>,
+    /// An HF folder, or just its config.json
+    #[arg(long, value_name = "FOLDER")]
+    model: Option<PathBuf>,
+    /// Refuse what does not fit a device of this size
+    #[arg(long, value_name = "GIB")]
+    device_gib: Option<u64>,
+    /// Refuse what does not fit this much host memory, all ranks together
+    #[arg(long, value_name = "GIB")]
+    host_gib: Option<u64>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct ParityFlags {
+    /// The case's folder
+    case_dir: PathBuf,
+    /// Which prompt positions carry gradient: exact, response, last=N
+    #[arg(long, default_value = "response", value_parser = gradient)]
+    gradient: Gradient,
+    /// float32, float64 or bfloat16
+    #[arg(long, default_value = "float64", value_parser = dtype)]
+    dtype: tch::Kind,
+    /// Positions in a page
+    #[arg(long, default_value = "64", value_parser = at_least_one)]
+    page_size: u64,
+    /// Most rows of a segment at one time
+    #[arg(long, default_value = "2048", value_parser = at_least_one)]
+    micro_block: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum DataVerb {
+    /// Find one of many notes hidden in real text; candidate answers carry rewards
+    Keychain {
+        /// The HF folder whose tokenizer and chat format are used
+        #[arg(long, value_name = "FOLDER")]
+        model: PathBuf,
+        /// Folders of text (default: texts that stand on any Debian machine)
+        #[arg(long, value_name = "FOLDER")]
+        text: Vec<PathBuf>,
+        /// Tokens of a prompt, at most
+        #[arg(long, default_value_t = 2000)]
+        prompt_tokens: u64,
+        /// Training prompts
+        #[arg(long, default_value_t = 40)]
+        train: usize,
+        /// Held-out prompts
+        #[arg(long, default_value_t = 8)]
+        held_out: usize,
+        /// Notes in a prompt
+        #[arg(long, default_value_t = 8)]
+        keys: usize,
+        /// Answers of a prompt, one of them right
+        #[arg(long, default_value_t = 4)]
+        group_size: usize,
+        /// Seed of everything random
+        #[arg(long, default_value_t = 0)]
+        seed: u64,
+        /// The folder to write train.jsonl and held_out.jsonl into
+        #[arg(long, value_name = "FOLDER")]
+        out: PathBuf,
+    },
+}
+
+fn gradient(text: &str) -> Result<Gradient, String> {
+    match text {
+        "exact" => Ok(Gradient::Exact),
+        "response" => Ok(Gradient::Last(Tokens(1))),
+        other => other
+            .strip_prefix("last=")
+            .and_then(|rows| rows.parse().ok())
+            .map(|rows| Gradient::Last(Tokens(rows)))
+            .ok_or_else(|| "should be exact, response or last=N".into()),
+    }
+}
+
+fn dtype(text: &str) -> Result<tch::Kind, String> {
+    match text {
+        "float32" => Ok(tch::Kind::Float),
+        "float64" => Ok(tch::Kind::Double),
+        "bfloat16" => Ok(tch::Kind::BFloat16),
+        _ => Err("should be float32, float64 or bfloat16".into()),
+    }
+}
+
+fn at_least_one(text: &str) -> Result<u64, String> {
+    text.parse().ok().filter(|&count: &u64| count > 0).ok_or_else(|| "should be a number of at least 1".into())
+}
+
+/// Runs the verb.
+pub(crate) fn run(command: Command) -> Result<Exit, Failure> {
+    let Command { config, verb } = command;
+    match verb.unwrap_or(Verb::Train { json: false }) {
+        Verb::Train { json } => train(config, json),
+        Verb::Plan(flags) => plan(config, &flags),
+        Verb::Parity(flags) => parity(&flags),
+        Verb::Convert { source, destination, bf16, force } => {
+            let weights = if bf16 { convert::Weights::Bfloat16 } else { convert::Weights::Float32 };
+            let summary = convert(&source, &destination, &convert::Options { weights, force, ..Default::default() })?;
+            say(&format!(
+                "{}: {} layers, {} tensors, {} parameters, {}",
+                summary.destination.display(),
+                summary.layers,
+                summary.tensors,
+                summary.parameters,
+                summary.bytes
+            ));
+            Ok(Exit::Done)
+        }
+        Verb::Data { kind } => keychain(kind),
+    }
+}
+
+fn overrides(flags: ConfigFlags) -> Overrides {
+    Overrides { config: flags.config, settings: flags.settings, set: flags.set, run_dir: flags.run_dir }
+}
+
+/// Starts MPI with this process's share of the machine's cores.
+fn world(environment: &Environment) -> Result<World, Failure> {
+    count_allocations();
+    let launcher = environment.launcher_tasks().map(|told| Launcher { variable: told.variable, tasks: told.tasks });
+    let world = World::start(launcher, Board::default())?;
+    if environment.omp_num_threads().is_none() {
+        let (_, here) = world.on_this_machine();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        tch::set_num_threads(i32::try_from((cores / here).max(1)).unwrap_or(1));
+    }
+    Ok(world)
+}
+
+fn train(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
+    let mut world = world(&Environment::process())?;
+    let loaded = world.agree(config::load(&overrides(flags)).map_err(Failure::from));
+    match loaded.and_then(|loaded: Loaded| trainer::run(&loaded, &mut world)) {
+        Ok(receipt) => {
+            if json && world.all.rank().0 == 0 {
+                print_json(&receipt);
+            }
+            Ok(Exit::Done)
+        }
+        Err(failure) => Ok(world.leave(failure)),
+    }
+}
+
+fn print_json<T: serde::Serialize>(value: &T) {
+    match serde_json::to_string(value) {
+        Ok(text) => print_result(&text),
+        Err(error) => say(&format!("longstraw: the result has no JSON form: {error}")),
+    }
+}
+
+fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
+    let loaded = config::load(&overrides(flags))?;
+    let config = &loaded.run;
+    let ranks = plan_flags.ranks.or(config.parallel.cp_size).unwrap_or(1);
+    let problems = config.check(Some(ranks));
+    if !problems.is_empty() {
+        return Err(config::Error::Refused { problems }.into());
+    }
+    let model = plan_flags.model.as_deref().or(config.model.path.as_deref());
+    let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
+    let spec = model.map(|folder| Spec::read(folder, scaling.as_ref())).transpose()?;
+    let plan = plan::of(config, ranks, spec.as_ref());
+    if plan_flags.json {
+        print_json(&plan);
+    } else {
+        print_result(&plan.text(config));
+    }
+    for note in loaded.notes().into_iter().chain(spec.as_ref().and_then(|spec| plan::context_note(config, spec))) {
+        say(&note);
+    }
+    if let Some(device) = plan_flags.device_gib {
+        plan.fits(1, "device", &[Place::Device], plan::gib(device))?;
+    }
+    if let Some(host) = plan_flags.host_gib {
+        plan.fits(ranks, "host", &[Place::Host], plan::gib(host))?;
+    }
+    Ok(Exit::Done)
+}
+
+fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
+    let world = world(&Environment::process())?;
+    let options = parity::Options {
+        gradient: flags.gradient,
+        kind: flags.dtype,
+        page_size: Tokens(flags.page_size),
+        micro_block: Tokens(flags.micro_block),
+    };
+    let report = match parity::run(&world, &flags.case_dir, &options) {
+        Ok(report) => report,
+        Err(failure) => return Ok(world.leave(failure)),
+    };
+    if world.all.rank().0 == 0 {
+        if flags.json {
+            print_json(&report);
+        } else {
+            print_result(&report.text());
+        }
+    }
+    Ok(if report.passed { Exit::Done } else { Exit::Gate })
+}
+
+fn keychain(kind: DataVerb) -> Result<Exit, Failure> {
+    let DataVerb::Keychain { model, text, prompt_tokens, train, held_out, keys, group_size, seed, out } = kind;
+    let tokenizer = Tokenizer::open(&model)?;
+    let options = keychain::Options {
+        folders: text,
+        prompt_tokens: Tokens(prompt_tokens),
+        train,
+        held_out,
+        keys,
+        group_size,
+        seed,
+    };
+    let made = keychain::write(&options, &tokenizer, &out)?;
+    say(&format!(
+        "{}: {} prompts of {} to {} tokens from {} text files",
+        out.display(),
+        made.prompts,
+        made.tokens_min,
+        made.tokens_max,
+        made.text_files
+    ));
+    Ok(Exit::Done)
+}
