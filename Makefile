@@ -56,10 +56,11 @@ lint: deps ## clippy, pedantic, no warning allowed
 tidy: deps ## the project's own rules: import table, file and function length, and so on
 	cargo test --release --locked --quiet --test tidy
 
-# The MPI test programs (tests/ranks*.rs) belong to test-mpi.
+# The MPI test programs belong to test-mpi. nextest refuses a filter that matches nothing.
+NOT_MPI := $(if $(wildcard tests/ranks*.rs tests/ranks*/main.rs),-E 'not binary(/^ranks/)')
 test-rust: deps
 	@if cargo nextest --version >/dev/null 2>&1; then set -x; \
-	  $(TEST_ENVIRONMENT) cargo nextest run --release --locked -E 'not binary(/^ranks/)'; \
+	  $(TEST_ENVIRONMENT) cargo nextest run --release --locked $(NOT_MPI); \
 	else set -x; \
 	  $(TEST_ENVIRONMENT) cargo test --release --locked; \
 	fi
