@@ -62,7 +62,7 @@ fn block_of_32(bits: u32, with_minimum: bool, dice: &mut Dice) -> (Vec<u8>, Vec<
     (bytes, values)
 }
 
-/// One Q4_K or Q5_K block.
+/// One `Q4_K` or `Q5_K` block.
 fn block_of_4_or_5_k(bits: u32, dice: &mut Dice) -> (Vec<u8>, Vec<f32>) {
     let (d, d_min) = (dice.scale(), dice.scale());
     let q: Vec<u8> = (0..256).map(|_| dice.below(1 << bits)).collect();
@@ -89,7 +89,7 @@ fn block_of_4_or_5_k(bits: u32, dice: &mut Dice) -> (Vec<u8>, Vec<f32>) {
     (bytes, values)
 }
 
-/// One Q6_K block.
+/// One `Q6_K` block.
 fn block_of_6_k(dice: &mut Dice) -> (Vec<u8>, Vec<f32>) {
     let d = dice.scale();
     let q: Vec<u8> = (0..256).map(|_| dice.below(64)).collect();
@@ -290,17 +290,18 @@ fn in_hf_order(tensor: &Made, interleaved: bool) -> Vec<f32> {
     values
 }
 
-fn converted(bytes: &[u8], options: &Options) -> Result<(tempfile::TempDir, Summary), Error> {
+fn converted(bytes: &[u8], options: Options) -> Result<(tempfile::TempDir, Summary), Error> {
     let room = tempfile::tempdir().unwrap();
     fs::write(room.path().join("model.gguf"), bytes).unwrap();
-    let summary = convert(&room.path().join("model.gguf"), &room.path().join("made/hf"), options)?;
+    let summary = convert(&room.path().join("model.gguf"), &room.path().join("made/hf"), &options)?;
     Ok((room, summary))
 }
 
 #[test]
+#[expect(clippy::float_cmp, reason = "all products are exact, so nothing is rounded in either formula")]
 fn every_readable_type_gives_the_values_of_its_formula_in_hf_order() {
     let made = tensors();
-    let (room, summary) = converted(&file(&keys(), &made), &Options::default()).unwrap();
+    let (room, summary) = converted(&file(&keys(), &made), Options::default()).unwrap();
     assert_eq!((summary.layers, summary.tensors, summary.vocabulary), (2, 20, 260));
     let bytes = fs::read(room.path().join("made/hf/model.safetensors")).unwrap();
     assert_eq!(summary.bytes, Bytes(from_index(bytes.len())));
@@ -320,7 +321,7 @@ fn every_readable_type_gives_the_values_of_its_formula_in_hf_order() {
 
 #[test]
 fn the_folder_holds_config_and_a_tokenizer_that_merges() {
-    let (room, _) = converted(&file(&keys(), &tensors()), &Options::default()).unwrap();
+    let (room, _) = converted(&file(&keys(), &tensors()), Options::default()).unwrap();
     let folder = room.path().join("made/hf");
     let read = |name: &str| -> Json { serde_json::from_slice(&fs::read(folder.join(name)).unwrap()).unwrap() };
     let config = read("config.json");
@@ -355,7 +356,7 @@ fn the_folder_holds_config_and_a_tokenizer_that_merges() {
 fn digits_are_cut_apart_first_only_where_asked() {
     let cut = |splits| {
         let bytes = file(&keys(), &tensors());
-        let (room, _) = converted(&bytes, &Options { splits, ..Options::default() }).unwrap();
+        let (room, _) = converted(&bytes, Options { splits, ..Options::default() }).unwrap();
         let json: Json =
             serde_json::from_slice(&fs::read(room.path().join("made/hf/tokenizer.json")).unwrap()).unwrap();
         json["pre_tokenizer"]["pretokenizers"][0]["type"].clone()
@@ -368,7 +369,7 @@ fn digits_are_cut_apart_first_only_where_asked() {
 fn bfloat16_weights_are_the_rounded_float32_ones() {
     let made = tensors();
     let options = Options { weights: Weights::Bfloat16, ..Options::default() };
-    let (room, _) = converted(&file(&keys(), &made), &options).unwrap();
+    let (room, _) = converted(&file(&keys(), &made), options).unwrap();
     let bytes = fs::read(room.path().join("made/hf/model.safetensors")).unwrap();
     let written = SafeTensors::deserialize(&bytes).unwrap();
     let view = written.tensor("model.embed_tokens.weight").unwrap();
@@ -466,7 +467,7 @@ fn llama3_factors_become_the_rule_and_others_are_refused() {
         all.push(Made { name: "rope_freqs.weight".into(), dims: vec![HEAD / 2], kind: 0, bytes, values: factors });
         file(&keys(), &all)
     };
-    let (room, _) = converted(&made(1.0), &Options::default()).unwrap();
+    let (room, _) = converted(&made(1.0), Options::default()).unwrap();
     let config: Json = serde_json::from_slice(&fs::read(room.path().join("made/hf/config.json")).unwrap()).unwrap();
     assert_eq!(config["rope_scaling"]["rope_type"], "llama3");
     assert_eq!(config["rope_scaling"]["factor"], 32.0);

@@ -68,7 +68,7 @@ pub(super) fn collect(
         for text in paragraphs(&text) {
             let said: Vec<&str> = text.split_whitespace().collect();
             let new = known.insert(<[u8; 32]>::from(Sha256::digest(said.join(" "))));
-            if new && !added.iter().any(|token| text.contains(token.as_str())) {
+            if new && prose(&text) && !added.iter().any(|token| text.contains(token.as_str())) {
                 let count = Tokens(from_index(tokenizer.encode(&format!("{text}\n\n"))?.len()));
                 tokens += count;
                 corpus.paragraphs.push(Paragraph { text, tokens: count });
@@ -109,6 +109,12 @@ fn text_of(file: &Path) -> Result<Option<String>, Error> {
     Ok(text.ok().filter(plain))
 }
 
+/// Whether most signs are letters: tables and addresses are no text to be read.
+fn prose(text: &str) -> bool {
+    let signs = || text.chars().filter(|sign| !sign.is_whitespace());
+    5 * signs().filter(|sign| sign.is_alphabetic()).count() >= 3 * signs().count()
+}
+
 /// Runs of lines between blank ones, none longer than the bound (but for a single line that is).
 fn paragraphs(text: &str) -> Vec<String> {
     let mut found = Vec::new();
@@ -137,13 +143,15 @@ mod tests {
     #[test]
     fn only_text_is_taken_and_every_paragraph_once() {
         let folder = tempfile::tempdir().unwrap();
-        let body = "A first paragraph,\nin two lines.\n\n\nThe second one is unique to this file. ".repeat(1)
+        let body = "A first paragraph,\nin two lines.\n\n\nThe second one is unique to this file. ".to_owned()
             + &"x".repeat(200);
         fs::write(folder.path().join("a"), &body).unwrap();
         fs::create_dir(folder.path().join("deep")).unwrap();
         fs::write(folder.path().join("deep/b"), body.replace("unique", "new").replace('\n', "\r\n")).unwrap();
         fs::write(folder.path().join("binary"), [0_u8; 400]).unwrap();
         fs::write(folder.path().join("latin1"), [0xe9_u8; 400]).unwrap();
+        fs::write(folder.path().join("table"), "0E45 ; [.3248.0020.0003] # THAI\n".repeat(10)).unwrap();
+        fs::write(folder.path().join("table"), "0E45 ; [.3248.0020.0003] # THAI\n".repeat(10)).unwrap();
         fs::write(folder.path().join("special"), "Says <|im_end|> in it. ".repeat(20)).unwrap();
         std::os::unix::fs::symlink(folder.path().join("a"), folder.path().join("link")).unwrap();
         let model = sample::folder();

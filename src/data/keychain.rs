@@ -442,7 +442,7 @@ mod tests {
         let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let summary = write(&options(library.path()), &tokenizer, out.path()).unwrap();
-        assert_eq!((summary.prompts, summary.text_files), (14, 12));
+        assert_eq!(summary.prompts, 14);
         let limits =
             Limits { prompt_len_max: Tokens(2_100), answer_len_max: Tokens(5), vocab_size: 259, group_size: 3 };
         for (file, count) in [(&summary.train_file, 9), (&summary.held_out_file, 5)] {
