@@ -165,92 +165,147 @@ fn widths(dtype: Dtype) -> (u64, u64) {
     }
 }
 
+/// Lengths and widths that addends are made of, per rank.
+struct Sizes<'a> {
+    config: &'a RunConfig,
+    spec: &'a Spec,
+    /// Bytes of an element in the model's dtype.
+    model: u64,
+    /// Bytes of an element in the dtype that sums are kept in.
+    acc: u64,
+    layers: u64,
+    /// Prompt positions on the rank that holds most.
+    rows: u64,
+    /// Answer rows.
+    answer: u64,
+    /// Prompt positions that carry gradient.
+    tail: u64,
+    /// Bytes of one position's state in one layer.
+    state: u64,
+}
+
 fn addends(config: &RunConfig, ranks: u64, spec: &Spec) -> Vec<Addend> {
     let (model, acc) = widths(config.model.dtype);
-    let (layers, width) = (spec.layers as u64, spec.width);
-    let heads = spec.query_heads * spec.head_dim;
-    let state = 2 * spec.kv_heads * spec.head_dim * model;
-    let rows = config.pages_per_rank(ranks).0 * config.context.page_size.0;
-    let answer = config.context.answer_len.0.div_ceil(config.cp_size(ranks));
-    let tail = config.tail(config.context.prompt_len).0.div_ceil(config.cp_size(ranks));
-    let (micro, head) = (config.memory.micro_block.0.min(rows.max(1)), config.memory.head_block.0);
-    let group = config.grpo.group_size;
-    let adapters = spec.adapted(config.lora.targets.as_deref()).unwrap_or_default();
-    let pairs: u64 = adapters.iter().map(|linear| config.lora.rank * (linear.inputs + linear.outputs)).sum();
-    let pages_in = if config.memory.cpu_offload_pages == Offload::Never { Place::Device } else { Place::Host };
-    let staged = if config.memory.layer_wise_transfer { 1 } else { layers };
-    let product = |factors: &[u64]| Bytes(factors.iter().fold(1u64, |all, &factor| all.saturating_mul(factor)));
-    let addend = |name, place, bytes, reason: String, knob| Addend { name, place, bytes, reason, knob };
-    let mut sum = vec![
-        addend(
-            "weights",
-            Place::Device,
-            product(&[spec.parameter_count(), model]),
-            format!("{} parameters × {model} B", spec.parameter_count()),
-            "a smaller model, or model.dtype = \"bfloat16\"",
-        ),
-        addend(
-            "adapters",
-            Place::Device,
-            product(&[pairs, acc, 4]),
-            format!("{pairs} values × {acc} B × (master, gradient, two moments)"),
-            "a smaller lora.rank, or fewer lora.targets",
-        ),
-        addend(
-            "prompt hidden states",
-            Place::Device,
-            product(&[rows, width * model * 2 + heads * (model + acc)]),
-            format!("{rows} positions × (in and out, {width} wide; queries and outputs, {heads} wide)"),
-            "more ranks (parallel.cp_size)",
-        ),
-        addend(
-            "segment scratch",
-            Place::Device,
-            product(&[micro, (3 * spec.ffn_width + 4 * width) * (model + acc)]),
-            format!("{micro} rows × one block's intermediates"),
-            "a smaller memory.micro_block",
-        ),
-        addend(
-            "head scratch",
-            Place::Device,
-            product(&[head.min(answer.max(1)), spec.vocabulary, 4 * acc]),
-            format!("{} rows × vocabulary {}", head.min(answer.max(1)), spec.vocabulary),
-            "a smaller memory.head_block",
-        ),
-        addend(
+    let cp_size = config.cp_size(ranks);
+    let sizes = Sizes {
+        config,
+        spec,
+        model,
+        acc,
+        layers: spec.layers as u64,
+        rows: config.pages_per_rank(ranks).0 * config.context.page_size.0,
+        answer: config.context.answer_len.0.div_ceil(cp_size),
+        tail: config.tail(config.context.prompt_len).0.div_ceil(cp_size),
+        state: 2 * spec.kv_heads * spec.head_dim * model,
+    };
+    [sizes.model(), sizes.scratch(), sizes.pages(), sizes.hidden()].concat()
+}
+
+/// A product that stays at the largest number instead of wrapping round.
+fn product(factors: &[u64]) -> Bytes {
+    Bytes(factors.iter().fold(1u64, |all, &factor| all.saturating_mul(factor)))
+}
+
+fn addend(name: &'static str, place: Place, bytes: Bytes, reason: String, knob: &'static str) -> Addend {
+    Addend { name, place, bytes, reason, knob }
+}
+
+impl Sizes<'_> {
+    fn model(&self) -> Vec<Addend> {
+        let (spec, lora) = (self.spec, &self.config.lora);
+        let adapted = spec.adapted(lora.targets.as_deref()).unwrap_or_default();
+        let pairs: u64 = adapted.iter().map(|linear| lora.rank * (linear.inputs + linear.outputs)).sum();
+        vec![
+            addend(
+                "weights",
+                Place::Device,
+                product(&[spec.parameter_count(), self.model]),
+                format!("{} parameters × {} B", spec.parameter_count(), self.model),
+                "choose a smaller model, or model.dtype = \"bfloat16\"",
+            ),
+            addend(
+                "adapters",
+                Place::Device,
+                product(&[pairs, self.acc, 4]),
+                format!("{pairs} values × {} B × (master, gradient, two moments)", self.acc),
+                "choose a smaller lora.rank, or fewer lora.targets",
+            ),
+        ]
+    }
+
+    fn scratch(&self) -> Vec<Addend> {
+        let (spec, memory) = (self.spec, &self.config.memory);
+        let (width, heads) = (spec.width, spec.query_heads * spec.head_dim);
+        let (micro, head) = (memory.micro_block.0.min(self.rows), memory.head_block.0.min(self.answer.max(1)));
+        vec![
+            addend(
+                "prompt hidden states",
+                Place::Device,
+                product(&[self.rows, width * self.model * 2 + heads * (self.model + self.acc)]),
+                format!("{} positions × (in and out, {width} wide; queries and outputs, {heads} wide)", self.rows),
+                "use more ranks (parallel.cp_size)",
+            ),
+            addend(
+                "segment scratch",
+                Place::Device,
+                product(&[micro, (3 * spec.ffn_width + 4 * width) * (self.model + self.acc)]),
+                format!("{micro} rows × one block's intermediates"),
+                "choose a smaller memory.micro_block",
+            ),
+            addend(
+                "head scratch",
+                Place::Device,
+                product(&[head, spec.vocabulary, 4 * self.acc]),
+                format!("{head} rows × vocabulary {}", spec.vocabulary),
+                "choose a smaller memory.head_block",
+            ),
+        ]
+    }
+
+    fn pages(&self) -> Vec<Addend> {
+        let memory = &self.config.memory;
+        let offloaded = memory.cpu_offload_pages != Offload::Never;
+        let staged = if memory.layer_wise_transfer { 1 } else { self.layers };
+        let mut sum = vec![addend(
             "pages",
-            pages_in,
-            product(&[rows, state, layers]),
-            format!("{rows} positions × {state} B × {layers} layers"),
-            "more ranks (parallel.cp_size), or a shorter context.prompt_len",
-        ),
-        addend(
+            if offloaded { Place::Host } else { Place::Device },
+            product(&[self.rows, self.state, self.layers]),
+            format!("{} positions × {} B × {} layers", self.rows, self.state, self.layers),
+            "use more ranks (parallel.cp_size), or a shorter context.prompt_len",
+        )];
+        if offloaded {
+            sum.push(addend(
+                "staged pages",
+                Place::Device,
+                product(&[self.rows, self.state, staged]),
+                format!("{} positions × {} B × {staged} layers at a time", self.rows, self.state),
+                "set memory.layer_wise_transfer = true",
+            ));
+        }
+        sum
+    }
+
+    fn hidden(&self) -> Vec<Addend> {
+        let (width, layers, model) = (self.spec.width, self.layers, self.model);
+        let (group, answer, tail) = (self.config.grpo.group_size, self.answer, self.tail);
+        let mut sum = vec![addend(
             "answers' hidden states",
             Place::Host,
             product(&[group, answer, width, layers, model]),
             format!("{group} answers × {answer} rows × {width} × {layers} layers × {model} B"),
-            "a smaller grpo.group_size, or a shorter context.answer_len",
-        ),
-    ];
-    if pages_in == Place::Host {
-        sum.push(addend(
-            "staged pages",
-            Place::Device,
-            product(&[rows, state, staged]),
-            format!("{rows} positions × {state} B × {staged} layers at a time"),
-            "memory.layer_wise_transfer = true",
-        ));
+            "choose a smaller grpo.group_size, or a shorter context.answer_len",
+        )];
+        if tail > 0 {
+            sum.push(addend(
+                "tail's hidden states",
+                Place::Host,
+                product(&[tail, width, layers, model]),
+                format!("{tail} positions that carry gradient × {width} × {layers} layers × {model} B"),
+                "set grpo.gradient = \"response\"",
+            ));
+        }
+        sum
     }
-    if tail > 0 {
-        sum.push(addend(
-            "tail's hidden states",
-            Place::Host,
-            product(&[tail, width, layers, model]),
-            format!("{tail} positions that carry gradient × {width} × {layers} layers × {model} B"),
-            "grpo.gradient = \"response\"",
-        ));
-    }
-    sum
 }
 
 /// Memory that this machine can still give, if it says so.

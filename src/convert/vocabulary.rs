@@ -3,7 +3,7 @@
 //! The file keeps tokens, merges, token types and the *name* of the rule that cuts text before merging; the rule itself
 //! is a fact of the model family and stands here. Only byte-level BPE (`gpt2`) is written.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
@@ -43,7 +43,7 @@ impl Files {
             return Err(gguf.wrong("tokenizer.ggml.model", kind, "gpt2 (byte-level BPE)"));
         }
         let tokens = texts(gguf, "tokenizer.ggml.tokens")?;
-        let mut vocabulary = HashMap::new();
+        let mut vocabulary = BTreeMap::new();
         for (id, token) in tokens.iter().enumerate() {
             if let Some(first) = vocabulary.insert(*token, id) {
                 let found = format!("{token:?} at {first} and at {id}");
@@ -84,7 +84,7 @@ fn tokenizer(
     gguf: &Gguf,
     splits: Splits,
     tokens: &[&str],
-    vocabulary: &HashMap<&str, usize>,
+    vocabulary: &BTreeMap<&str, usize>,
     added: &[Json],
     special: &Map<String, Json>,
 ) -> Result<Json, Error> {
@@ -144,7 +144,7 @@ fn byte_level(use_regex: bool) -> Json {
 }
 
 /// Start and end tokens around an encoded text, where the file asks for them.
-fn post_processor(gguf: &Gguf, vocabulary: &HashMap<&str, usize>, special: &Map<String, Json>) -> Result<Json, Error> {
+fn post_processor(gguf: &Gguf, vocabulary: &BTreeMap<&str, usize>, special: &Map<String, Json>) -> Result<Json, Error> {
     let mut around = [None, None];
     for (place, (flag, field)) in
         around.iter_mut().zip([("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")])
@@ -175,7 +175,7 @@ fn post_processor(gguf: &Gguf, vocabulary: &HashMap<&str, usize>, special: &Map<
 }
 
 /// The merge rules as pairs.
-fn merges(gguf: &Gguf, vocabulary: &HashMap<&str, usize>) -> Result<Vec<[String; 2]>, Error> {
+fn merges(gguf: &Gguf, vocabulary: &BTreeMap<&str, usize>) -> Result<Vec<[String; 2]>, Error> {
     let merges = texts(gguf, "tokenizer.ggml.merges")?;
     let pair = |(index, merge): (usize, &&str)| {
         merge

@@ -1,6 +1,6 @@
 //! Real text out of folders, as paragraphs that each stand once.
 
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -56,7 +56,7 @@ pub(super) fn collect(
     files.dedup();
     Random::new(seed, 0x66_696c_6573).shuffle(&mut files);
     let added = tokenizer.added();
-    let mut known = HashSet::new();
+    let mut known = BTreeSet::new();
     let mut corpus = Corpus { paragraphs: Vec::new(), files: 0 };
     let mut tokens = Tokens(0);
     for file in files {

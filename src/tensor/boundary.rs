@@ -7,6 +7,7 @@ use tch::Tensor;
 use super::Error;
 use crate::units::Bytes;
 
+// SAFETY: these are the functions of boundary.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {
     fn longstraw_backward(
         outputs: *const *mut torch_tensor,
