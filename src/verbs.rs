@@ -78,7 +78,7 @@ enum Verb {
 
 #[derive(Args, Debug)]
 struct PlanFlags {
-    /// Ranks of the world (default: parallel.cp_size, else 1)
+    /// Ranks of the world (default: `parallel.cp_size`, else 1)
     #[arg(long)]
     ranks: Option<u64>,
     /// An HF folder, or just its config.json
@@ -144,7 +144,7 @@ enum DataVerb {
         /// Seed of everything random
         #[arg(long, default_value_t = 0)]
         seed: u64,
-        /// The folder to write train.jsonl and held_out.jsonl into
+        /// The folder for `train.jsonl` and `held_out.jsonl`
         #[arg(long, value_name = "FOLDER")]
         out: PathBuf,
     },
