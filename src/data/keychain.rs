@@ -2,8 +2,9 @@
 //!
 //! A passage of real text carries short notes on lines of their own, each with the access code of another place. The
 //! question at the end asks for one of them. One answer is right (reward 1); the wrong ones (reward 0) are codes that the
-//! notes give for other places, so that they can only be told apart by reading. Train and held-out prompts share neither
-//! passages nor codes. Same text, tokenizer, options and seed: same files.
+//! notes give for other places, so that they can only be told apart by reading. Answers are whole sentences that begin as
+//! the note does: a small model then already copies codes from the text and has only to learn which. Train and held-out
+//! prompts share neither passages nor codes. Same text, tokenizer, options and seed: same files.
 
 use std::fs::{self, Permissions};
 use std::io::{BufWriter, Write};
@@ -254,7 +255,8 @@ impl Maker<'_> {
         let end = self.tokenizer.turn_end_text()?;
         let answer = |key: &usize| {
             let reward = if *key == asked { 1.0 } else { 0.0 };
-            json!({ "text": format!("{}{end}", keys[*key].code), "reward": reward })
+            let code = keys[*key].code;
+            json!({ "text": format!("The access code of the {} is {code}.{end}", keys[asked].name), "reward": reward })
         };
         let answers: Vec<_> = chosen.iter().map(answer).collect();
         let name = format!("keychain {} {index}", split.name);
@@ -368,7 +370,7 @@ fn user_turn(passage: &str, keys: &[Key], asked: &str) -> String {
     }
     text.push_str("\nQuestion: what is the access code of the ");
     text.push_str(asked);
-    text.push_str("? Answer with the code alone.");
+    text.push_str("? Answer in one sentence.");
     text
 }
 
@@ -444,7 +446,7 @@ mod tests {
         let summary = write(&options(library.path()), &tokenizer, out.path()).unwrap();
         assert_eq!(summary.prompts, 14);
         let limits =
-            Limits { prompt_len_max: Tokens(2_100), answer_len_max: Tokens(5), vocab_size: 259, group_size: 3 };
+            Limits { prompt_len_max: Tokens(2_100), answer_len_max: Tokens(64), vocab_size: 259, group_size: 3 };
         for (file, count) in [(&summary.train_file, 9), (&summary.held_out_file, 5)] {
             let data = Dataset::open(file, Some(&tokenizer), &limits).unwrap();
             assert_eq!(data.len(), count);
@@ -456,7 +458,8 @@ mod tests {
                 let asked = prompt.split("Question: what is the access code of the ").nth(1).unwrap();
                 let asked = asked.split('?').next().unwrap();
                 for (answer, text) in group.answers.iter().zip(record["answers"].as_array().unwrap()) {
-                    let code = text["text"].as_str().unwrap().strip_suffix("<|im_end|>").unwrap();
+                    let code = text["text"].as_str().unwrap().strip_suffix(".<|im_end|>").unwrap();
+                    let code = code.strip_prefix(&format!("The access code of the {asked} is ")).unwrap();
                     let right = prompt.contains(&format!("Note: the access code of the {asked} is {code}.\n"));
                     assert_eq!(answer.reward, Some(if right { 1.0 } else { 0.0 }));
                     assert!(prompt.contains(&format!(" is {code}.\n")), "wrong codes stand in the text too");
