@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$#" -gt 0 ] || set -- 1 2 3 4 8
-limit_s=${LIMIT_S:-300}
+limit_s=${LIMIT_S:-900}
 
 shopt -s nullglob
 targets=()

@@ -1,42 +1,70 @@
-//! Claims about any number of ranks; run under `mpirun -n N`.
-#![expect(clippy::print_stdout, reason = "a test binary without a harness prints its own results")]
+//! Claims about the paged step that must hold at any number of ranks. No harness: started by `mpirun -n N`, every rank
+//! runs every claim in the same order, and a claim that does not hold panics, which ends the whole job.
+
+#![expect(clippy::print_stdout, reason = "a test program without a harness prints its own results")]
+
+#[path = "ranks/axes.rs"]
+mod axes;
+#[path = "ranks/cases.rs"]
+mod cases;
+#[path = "ranks/fixture.rs"]
+mod fixture;
+#[path = "ranks/judged.rs"]
+mod judged;
+#[path = "ranks/learning.rs"]
+mod learning;
+#[path = "ranks/memory.rs"]
+mod memory;
+#[path = "ranks/wire.rs"]
+mod wire;
+
+use std::time::Instant;
+
+use longstraw::tensor::boundary::count_allocations;
+use longstraw::watch::Board;
+use longstraw::world::World;
+
+type Claim = (&'static str, fn(&mut World));
+
+const CLAIMS: &[Claim] = &[
+    ("collectives_move_the_same_bytes_in_many_small_rounds", wire::small_rounds),
+    ("a_ring_shows_every_run_and_holds_at_most_two_foreign_ones", wire::ring),
+    ("the_sum_over_ranks_is_the_sum_in_rank_order_on_every_rank", wire::sum),
+    ("reference_cases_hold_in_every_gradient_mode", cases::hold),
+    ("one_rank_and_all_ranks_agree", cases::one_and_all),
+    ("micro_blocks_change_nothing_but_rounding", cases::micro_blocks),
+    ("conventional_autograd_agrees_on_uneven_prompts_and_answers", judged::uneven),
+    ("conventional_autograd_agrees_where_a_window_cuts_pages_and_ranks", judged::windows),
+    ("pages_on_the_host_and_on_the_device_give_the_same_bits", memory::residency),
+    ("capture_leaves_no_graph_and_page_storage_is_exact", memory::exact_pages),
+    ("a_rank_never_holds_more_than_two_foreign_page_runs", memory::foreign_runs),
+    ("device_bytes_are_flat_in_the_group_and_the_pool_follows_its_formula", memory::flat_in_group),
+    ("two_prompt_groups_equal_one_with_twice_the_accumulation", axes::dp_equals_accumulation),
+    ("equal_rewards_give_a_gradient_of_exactly_zero", learning::equal_rewards),
+    ("ten_updates_leave_bit_equal_adapters_on_all_ranks_and_repeat", learning::ten_updates),
+    ("stale_pages_are_refused_after_an_update", learning::stale_pages),
+    ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),
+];
 
 fn main() {
-    let board = longstraw::watch::Board::default();
-    let world = longstraw::world::World::start(None, board).expect("MPI starts");
-    for case in ["qwen3", "qwen2", "llama", "mistral"] {
-        for page in [64, 3] {
-            for kind in [tch::Kind::Double, tch::Kind::Float] {
-                for gradient in [
-                    longstraw::parity::Gradient::Last(longstraw::units::Tokens(1)),
-                    longstraw::parity::Gradient::Last(longstraw::units::Tokens(0)),
-                    longstraw::parity::Gradient::Exact,
-                ] {
-                    let options = longstraw::parity::Options {
-                        gradient,
-                        kind,
-                        page_size: longstraw::units::Tokens(page),
-                        micro_block: longstraw::units::Tokens(5),
-                    };
-                    let report = longstraw::parity::run(
-                        &world,
-                        std::path::Path::new(&format!("tests/cases/{case}/base")),
-                        &options,
-                    )
-                    .unwrap_or_else(|e| panic!("{e}"));
-                    if world.all.rank().0 == 0 {
-                        println!(
-                            "{case} page {page} {} {}: {:.1e} {} ratio {} passed {}",
-                            report.gradient,
-                            report.dtype,
-                            report.worst,
-                            report.worst_tensor,
-                            report.ratio_is_one,
-                            report.passed
-                        );
-                    }
-                }
-            }
+    count_allocations();
+    let mut world = World::start(None, Board::default()).expect("MPI starts");
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    let mut passed = 0;
+    for (name, claim) in CLAIMS {
+        if !wanted.is_empty() && !wanted.iter().any(|part| name.contains(part.as_str())) {
+            continue;
         }
+        let start = Instant::now();
+        claim(&mut world);
+        world.cut(world.all.size()).expect("the whole world is one prompt group");
+        world.all.barrier();
+        passed += 1;
+        if world.all.rank().0 == 0 {
+            println!("ok  {:6.2} s  {name}", start.elapsed().as_secs_f64());
+        }
+    }
+    if world.all.rank().0 == 0 {
+        println!("{passed} passed, 0 failed");
     }
 }

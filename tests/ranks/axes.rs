@@ -1,0 +1,31 @@
+//! Prompt groups side by side.
+
+use longstraw::objective::{Batch, Counted};
+use longstraw::units::from_index;
+use longstraw::world::World;
+use serde_json::json;
+use tch::{Kind, Tensor};
+
+use crate::fixture::{Group, Model, PLAIN, apart, config, reduced, step};
+
+/// dp 2 × cp N/2 with one group each equals cp N with two groups accumulated; counts are uneven on purpose.
+pub(crate) fn dp_equals_accumulation(world: &mut World) {
+    let ranks = world.all.size();
+    if !ranks.is_multiple_of(2) {
+        return;
+    }
+    let model = Model::random(&config("qwen3", &json!({})), Kind::Double);
+    let groups = [Group::random(5, 61, 50, &[9, 2]), Group::random(6, 61, 31, &[1, 4, 30])];
+    let batch = Batch::of(groups.iter().flat_map(|group| {
+        group.answers.iter().map(|answer| Counted { tokens: from_index(answer.len()), scored: true })
+    }));
+    for group in &groups {
+        step(world, &model, group, PLAIN, &batch);
+    }
+    let accumulated: Vec<Tensor> = reduced(world, &model.adapters).gradients().iter().map(Tensor::copy).collect();
+    world.cut(ranks / 2).expect("two prompt groups");
+    step(world, &model, &groups[world.dp_index], PLAIN, &batch);
+    let side_by_side = reduced(world, &model.adapters);
+    let (worst, name) = apart(&model.adapters, side_by_side.gradients(), &accumulated);
+    assert!(worst <= 1e-12, "{name} is {worst:.1e} off");
+}

@@ -1,0 +1,74 @@
+//! The reference cases: expected values are transformers' in float64.
+
+use std::path::Path;
+
+use longstraw::parity::{self, Gradient, Options, Report};
+use longstraw::units::Tokens;
+use longstraw::world::World;
+use tch::Kind;
+
+use crate::fixture::run;
+
+const FAMILIES: [&str; 4] = ["qwen3", "qwen2", "llama", "mistral"];
+const GRADIENTS: [Gradient; 3] = [Gradient::Last(Tokens(1)), Gradient::Last(Tokens(0)), Gradient::Exact];
+
+fn report(world: &World, family: &str, options: &Options) -> Report {
+    let folder = format!("{}/tests/cases/{family}/base", env!("CARGO_MANIFEST_DIR"));
+    run(parity::run(world, Path::new(&folder), options))
+}
+
+fn options(gradient: Gradient, kind: Kind, page_size: u64) -> Options {
+    Options { gradient, kind, page_size: Tokens(page_size), micro_block: Tokens(5) }
+}
+
+/// Both losses, logits, log-probabilities and every adapter gradient, in float64 and float32, at pages of 64 and 3.
+pub(crate) fn hold(world: &mut World) {
+    for family in FAMILIES {
+        for gradient in GRADIENTS {
+            for (kind, limit) in [(Kind::Double, 1e-9), (Kind::Float, 5e-5)] {
+                for page_size in [64, 3] {
+                    let report = report(world, family, &options(gradient, kind, page_size));
+                    let gradients = report.errors.keys().filter(|name| name.starts_with("grad.")).count();
+                    assert_eq!(gradients, 2 * 4 * 7 * 2, "two losses, four layers, seven projections, A and B");
+                    assert!(report.worst <= limit, "{}", report.text());
+                    assert!(report.ratio_is_one, "{family}: replay and score differ");
+                }
+            }
+        }
+    }
+}
+
+/// The sharp test: the same gradients on one rank and on all of them, to rounding of a sum in another order. One family
+/// goes through all gradient modes; the others differ in their segments only, so one mode serves.
+pub(crate) fn one_and_all(world: &mut World) {
+    for family in FAMILIES {
+        for (kind, limit) in [(Kind::Double, 1e-12), (Kind::Float, 1e-5)] {
+            for &gradient in if family == "qwen3" { &GRADIENTS[..] } else { &GRADIENTS[..1] } {
+                let options = options(gradient, kind, 3);
+                let all = report(world, family, &options);
+                world.cut(1).expect("one rank a prompt");
+                let one = report(world, family, &options);
+                world.cut(world.all.size()).expect("all ranks on one prompt");
+                for ((name, all), (_, one)) in all.gradients.iter().zip(&one.gradients) {
+                    let apart = relative(all, one);
+                    assert!(apart <= limit, "{family} {} {kind:?} {name}: {apart:.1e}", options.gradient.name());
+                }
+            }
+        }
+    }
+}
+
+pub(crate) fn micro_blocks(world: &mut World) {
+    let large = Options { micro_block: Tokens(4096), ..options(GRADIENTS[0], Kind::Double, 3) };
+    let small = Options { micro_block: Tokens(1), ..large };
+    let (large, small) = (report(world, "qwen3", &large), report(world, "qwen3", &small));
+    for ((name, large), (_, small)) in large.gradients.iter().zip(&small.gradients) {
+        assert!(relative(small, large) <= 1e-12, "{name}");
+    }
+}
+
+fn relative(one: &tch::Tensor, two: &tch::Tensor) -> f64 {
+    let norm = |x: &tch::Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
+    let (apart, size) = (norm(&(one - two)), norm(two));
+    if size < 1e-12 { apart } else { apart / size }
+}

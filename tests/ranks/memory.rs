@@ -1,0 +1,99 @@
+//! How long tensors live, and how many bytes they take.
+
+use longstraw::capture;
+use longstraw::model::mixer::Seat;
+use longstraw::model::pass::Pass;
+use longstraw::pages::{PlaneRow, Residency};
+use longstraw::tensor::boundary::{Purse, counted, forget_peaks};
+use longstraw::units::{Bytes, LayerIndex, Rank, Tokens};
+use longstraw::watch::{Ledger, Purpose};
+use longstraw::world::World;
+use serde_json::json;
+use tch::Kind;
+
+use crate::fixture::{Group, How, Model, PLAIN, config, own, run, step, work};
+
+fn model(kind: Kind) -> Model {
+    Model::random(&config("qwen3", &json!({})), kind)
+}
+
+/// A stale or shared staging buffer holds NaN, so equal bits mean that none was read.
+pub(crate) fn residency(world: &mut World) {
+    let model = model(Kind::Double);
+    let group = Group::random(3, 61, 50, &[6, 9]);
+    let gradients = [Residency::Host, Residency::Device].map(|residency| {
+        let how = How { residency, tail: 9, ..PLAIN };
+        step(world, &model, &group, how, &group.batch());
+        own(&model.adapters)
+    });
+    assert!(gradients[0].iter().zip(&gradients[1]).all(|(host, device)| host.equal(device)));
+    assert!(gradients[0].iter().all(|gradient| gradient.isfinite().all().int64_value(&[]) == 1));
+}
+
+pub(crate) fn exact_pages(world: &mut World) {
+    for kind in [Kind::Float, Kind::Double] {
+        let model = model(kind);
+        for (prompt, page_size) in [(50, 7), (64, 64), (1, 3)] {
+            let group = Group::random(3, 61, prompt, &[3]);
+            let how = How { page_size, ..PLAIN };
+            let (ledger, work) = (Ledger::default(), work(world, &group, how));
+            let seat = Seat { axis: &world.cp, ledger: &ledger };
+            let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
+            let captured = run(capture::run(&pass, &work, Residency::Host, world.board()));
+            assert!(!captured.pages.has_graph(), "pages carry no graph");
+            let rows = model.decoder.mixer(LayerIndex(0)).planes();
+            let row_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0;
+            let pages = work.layout.pages_of(world.cp.rank());
+            let expected = Bytes(pages.0 * page_size * row_bytes * 3);
+            assert_eq!(captured.pages.audit(&rows).expect("exact"), expected, "three layers");
+            assert_eq!(ledger.now(Purpose::Pages), expected);
+        }
+    }
+}
+
+pub(crate) fn foreign_runs(world: &mut World) {
+    let model = model(Kind::Double);
+    let group = Group::random(3, 61, 200, &[3, 5]);
+    let how = How { page_size: 3, ..PLAIN };
+    let done = step(world, &model, &group, how, &group.batch());
+    let _ = own(&model.adapters);
+    let layout = work(world, &group, how).layout;
+    let row_bytes = model.decoder.mixer(LayerIndex(0)).planes().iter().map(PlaneRow::bytes).sum::<Bytes>().0;
+    let chunks = (0..world.cp.size()).flat_map(|rank| layout.chunks_of(Rank(rank)));
+    let largest = chunks.map(|run| run.rows().0 * row_bytes).max().unwrap_or(0);
+    let peak = done.ledger.peak(Purpose::Foreign);
+    assert!(peak <= Bytes(2 * largest), "{peak} of foreign runs, a run is at most {}", Bytes(largest));
+    assert!(world.cp.size() == 1 || peak > Bytes(0));
+    assert!(!done.pages_have_graph);
+}
+
+pub(crate) fn flat_in_group(world: &mut World) {
+    let shape = config("qwen3", &json!({"hidden_size": 64, "intermediate_size": 160}));
+    let model = Model::random(&shape, Kind::Float);
+    let how = How { page_size: 16, ..PLAIN };
+    let measured: Vec<(u64, Bytes, Bytes)> = [2u64, 2, 4, 8]
+        .into_iter()
+        .map(|answers| {
+            let lengths = vec![65; usize::try_from(answers).expect("few")];
+            let group = Group::random(3, 61, 100, &lengths);
+            let before = counted(Purse::Device).live;
+            forget_peaks();
+            let done = step(world, &model, &group, how, &group.batch());
+            let peak = Bytes(counted(Purse::Device).peak.0 - before.0);
+            let _ = own(&model.adapters);
+            (answers, peak, done.replayed.pool_bytes)
+        })
+        .collect();
+    let rows = work(world, &Group::random(3, 61, 100, &[65]), how).answers[0].span.counts()[world.cp.rank().0];
+    for &(answers, _, pool) in &measured {
+        assert_eq!(pool, Bytes(answers * rows.0 * 64 * 3 * 4), "answers × rows × width × layers × dtype");
+    }
+    // The first run warms caches up. Beyond that a further answer adds four numbers for each of its tokens (log-probs
+    // frozen, old, of the reference and of the replay) and not one hidden state or graph.
+    let further = 4 * 65 * 4;
+    for pair in measured[1..].windows(2) {
+        let (fewer, more) = (pair[0], pair[1]);
+        let grown = more.1.0.saturating_sub(fewer.1.0);
+        assert!(grown <= (more.0 - fewer.0) * further, "device bytes with 2, 4, 8 answers: {measured:?}");
+    }
+}

@@ -1,0 +1,99 @@
+//! Bytes between ranks.
+
+use longstraw::exchange::{gather_rows, return_rows, ring as pass_round, sum_over_ranks};
+use longstraw::layout::PromptLayout;
+use longstraw::units::{Bytes, Tokens, as_dim};
+use longstraw::watch::{Ledger, Purpose};
+use longstraw::world::World;
+use tch::{Device, Kind, Tensor};
+
+/// Uneven counts, some of them zero.
+fn counts(size: usize) -> Vec<Tokens> {
+    (0..size as u64).map(|rank| Tokens(if rank % 3 == 1 { 0 } else { 3 * rank + 1 })).collect()
+}
+
+fn rows(rank: usize, count: Tokens) -> Tensor {
+    let start = as_dim(rank as u64 * 1000);
+    let all = Tensor::arange_start(start, start + count.dim() * 6, (Kind::Double, Device::Cpu));
+    all.view([count.dim(), 2, 3])
+}
+
+pub(crate) fn small_rounds(world: &mut World) {
+    let axis = &world.all;
+    let (me, size) = (axis.rank().0, axis.size());
+    let counts = counts(size);
+    let expected = Tensor::cat(&(0..size).map(|rank| rows(rank, counts[rank])).collect::<Vec<_>>(), 0);
+    let whole = axis.round_bytes();
+    for round in [1, 7, 48, whole] {
+        axis.set_round_bytes(round);
+        let all = gather_rows(axis, &rows(me, counts[me]), &counts);
+        assert!(all.equal(&expected), "gathered in rounds of {round} bytes");
+        // Every rank returns all rows times its number; what arrives is this rank's rows times each number.
+        let parts = return_rows(axis, &(&expected * as_dim(me as u64 + 1)), &counts);
+        assert_eq!(parts.len(), size);
+        for (rank, part) in parts.iter().enumerate() {
+            assert!(part.equal(&(rows(me, counts[me]) * as_dim(rank as u64 + 1))), "rank {rank}, round {round}");
+        }
+    }
+    axis.set_round_bytes(whole);
+}
+
+pub(crate) fn ring(world: &mut World) {
+    let axis = &world.all;
+    for (prompt, page) in [(1, 3), (50, 7), (130, 3)] {
+        let layout = PromptLayout::new(Tokens(prompt), Tokens(page), axis.size(), Tokens(1));
+        let value = |start: u64, rows: i64| {
+            Tensor::arange_start(as_dim(start), as_dim(start) + rows, (Kind::Double, Device::Cpu)).view([rows, 1])
+        };
+        for pass in 0..2 {
+            let ledger = Ledger::default();
+            let own = layout.chunks_of(axis.rank())[pass];
+            let planes = vec![value(own.start.0, own.rows().dim()), value(own.start.0, own.rows().dim()) * 2.0];
+            let mut seen = Vec::new();
+            let outcome: Result<(), ()> = pass_round(
+                axis,
+                &ledger,
+                planes,
+                |rank| layout.chunks_of(rank)[pass],
+                |run, planes| {
+                    let expected = value(run.start.0, run.rows().dim());
+                    assert!(planes[0].equal(&expected) && planes[1].equal(&(expected * 2.0)));
+                    seen.push(run.rank.0);
+                    Ok(())
+                },
+            );
+            assert!(outcome.is_ok());
+            let me = axis.rank().0;
+            let order = (0..axis.size()).map(|step| (me + axis.size() - step) % axis.size());
+            let filled = |rank: &usize| layout.chunks_of(longstraw::units::Rank(*rank))[pass].rows().0 > 0;
+            assert_eq!(seen, order.filter(filled).collect::<Vec<_>>(), "every run once, in ring order");
+            let largest = (0..axis.size())
+                .map(|rank| layout.chunks_of(longstraw::units::Rank(rank))[pass].rows().0 * 16)
+                .max()
+                .unwrap_or(0);
+            assert!(ledger.peak(Purpose::Foreign) <= Bytes(2 * largest), "two runs at most");
+            assert_eq!(ledger.now(Purpose::Foreign), Bytes(0), "nothing foreign stays");
+        }
+    }
+}
+
+pub(crate) fn sum(world: &mut World) {
+    let axis = &world.all;
+    let part = |rank: usize| {
+        // Values whose sum depends on the order of addition.
+        let base = Tensor::arange(1001, (Kind::Float, Device::Cpu)) * 0.1 + as_dim(rank as u64 + 1);
+        base * 10f64.powi(i32::try_from(rank % 4).unwrap_or(0) * 3)
+    };
+    let whole = axis.round_bytes();
+    let mut expected = part(0);
+    for rank in 1..axis.size() {
+        expected += part(rank);
+    }
+    for round in [13, whole] {
+        axis.set_round_bytes(round);
+        let mut x = part(axis.rank().0).contiguous();
+        sum_over_ranks(axis, &mut x);
+        assert!(x.equal(&expected), "the same bits as adding in rank order, in rounds of {round}");
+    }
+    axis.set_round_bytes(whole);
+}
