@@ -83,7 +83,7 @@ fn one_layer(
         .zip(&mixed)
         .zip(&keeps)
         .map(|(((block, first), mixed), keep)| {
-            pass.decoder.finish(layer, &rows(block, *first), mixed, keep, pass.adapters)
+            pass.decoder.finish(layer, &rows(block, *first), &mixed.out, keep, pass.adapters)
         })
         .collect();
     (Tensor::cat(&ys, 0), slabs.into())

@@ -186,17 +186,16 @@ impl Replay<'_> {
         let Some(dy_tw) = dtail else { return Ok(None) };
         let layout = &self.work.layout;
         let span = layout.tail();
-        let past = Past::of_tail(staged, layout);
-        let mut constants = PastGradient::zeros(&past);
-        let later = gradient.into_tail();
-        let rows = |x_tw: &Tensor| {
-            let rows = SpanRows { span: &span, x_tw, dy_tw: &dy_tw };
-            self.pass.backward(layer, &rows, &past, later, &mut constants)
-        };
-        let dx_tw = if dy_tw.size()[0] > 0 {
-            rows(&self.captured.tail.stage(Slot { span: 0, layer }))?
+        let held = (dy_tw.size()[0] > 0).then(|| self.captured.tail.stage(Slot { span: 0, layer }));
+        let none = self.no_rows();
+        let rows = SpanRows { span: &span, x_tw: held.as_deref().unwrap_or(&none), dy_tw: &dy_tw };
+        // A short tail goes to the pages, as an answer does; for a long one the pages come to it.
+        let dx_tw = if span.rows() > self.pass.micro_block {
+            self.pass.backward_tail(layer, &rows, layout, staged, gradient)?
         } else {
-            rows(&self.no_rows())?
+            let past = Past::of_tail(staged, layout);
+            let mut constants = PastGradient::zeros(&past);
+            self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants)?
         };
         Ok(Some(dx_tw))
     }

@@ -35,6 +35,8 @@ const CLAIMS: &[Claim] = &[
     ("micro_blocks_change_nothing_but_rounding", cases::micro_blocks),
     ("conventional_autograd_agrees_on_uneven_prompts_and_answers", judged::uneven),
     ("conventional_autograd_agrees_where_a_window_cuts_pages_and_ranks", judged::windows),
+    ("a_short_and_a_long_tail_take_different_ways_to_one_gradient", judged::both_tails),
+    ("ten_exact_updates_equal_ten_conventional_ones", judged::ten_exact_updates),
     ("pages_on_the_host_and_on_the_device_give_the_same_bits", memory::residency),
     ("capture_leaves_no_graph_and_page_storage_is_exact", memory::exact_pages),
     ("a_rank_never_holds_more_than_two_foreign_page_runs", memory::foreign_runs),

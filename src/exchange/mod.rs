@@ -7,7 +7,7 @@ mod ring;
 
 use tch::{Device, Kind, Tensor};
 
-pub use ring::ring;
+pub use ring::{Travel, ring, ring_home};
 
 use crate::tensor::{element_bytes, views};
 use crate::units::{Tokens, as_index, from_dim};

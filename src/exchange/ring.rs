@@ -57,6 +57,55 @@ pub fn ring<E>(
     outcome
 }
 
+/// As [`ring`], with sums that travel with their run and come home: `home` are this rank's sums for its own run, one
+/// tensor a plane, contiguous on CPU, and `sum_rows` tells how many rows those of a rank's run have. Each rank adds its
+/// share while the run is there; one hop more brings them back to their owner, who gets them complete. Sums of a run are
+/// formed in ring order from its owner on, the same in every run of the program.
+pub fn ring_home(
+    axis: &Axis,
+    ledger: &Ledger,
+    own: Vec<Tensor>,
+    home: Vec<Tensor>,
+    shape: &Travel,
+    mut visit: impl FnMut(&Run, &[Tensor], &[Tensor]),
+) -> Vec<Tensor> {
+    let (me, size) = (axis.rank().0, axis.size());
+    let mut holding = Travelling { planes: own, _held: None };
+    let mut sums = Travelling { planes: home, _held: None };
+    for step in 0..size {
+        let run = (shape.run_of)(Rank((me + size - step) % size));
+        let next = Rank((me + 2 * size - step - 1) % size);
+        let mut compute = |planes: &[Tensor]| {
+            if run.rows().0 > 0 {
+                visit(&run, planes, &sums.planes);
+            }
+        };
+        if step + 1 == size {
+            compute(&holding.planes);
+        } else {
+            let mut arriving_next = arriving(&holding.planes, as_dim((shape.run_of)(next).rows().0), ledger);
+            let leaving: Vec<&[u8]> = holding.planes.iter().map(views::view).collect();
+            let into = arriving_next.planes.iter_mut().map(views::view_mut).collect();
+            axis.ring_step(&leaving, into, || compute(&holding.planes));
+            holding = arriving_next;
+        }
+        // Sums leave only when this rank's share is in them, so they cannot overlap with it.
+        let mut sums_next = arriving(&sums.planes, (shape.sum_rows)(next), ledger);
+        let leaving: Vec<&[u8]> = sums.planes.iter().map(views::view).collect();
+        axis.ring_step(&leaving, sums_next.planes.iter_mut().map(views::view_mut).collect(), || ());
+        sums = sums_next;
+    }
+    sums.planes
+}
+
+/// Which runs travel in [`ring_home`], and how many rows their sums have.
+pub struct Travel<'a> {
+    /// The run of a rank.
+    pub run_of: &'a dyn Fn(Rank) -> Run,
+    /// Rows of the sums of a rank's run.
+    pub sum_rows: &'a dyn Fn(Rank) -> i64,
+}
+
 /// Buffers for the run that comes next.
 fn arriving(like: &[Tensor], rows: i64, ledger: &Ledger) -> Travelling {
     let planes: Vec<Tensor> = like

@@ -13,9 +13,9 @@ use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
-use super::mixer::{Backward, Mixed, Mixer, Past, PastGradient, Seat};
-use crate::exchange::{gather_rows, merge_into, nothing, return_rows, ring, sum_in_order};
-use crate::layout::{Piece, PromptLayout, Span, Tile, positions, tiles};
+use super::mixer::{Backward, Mixed, Mixer, Past, PastGradient, Seat, Swept};
+use crate::exchange::{Travel, gather_rows, merge_into, nothing, return_rows, ring, ring_home, sum_in_order};
+use crate::layout::{Piece, PromptLayout, Run, Span, Tile, positions, tiles};
 use crate::pages::PlaneRow;
 use crate::tensor::accumulation;
 use crate::tensor::attention::{self, Merged};
@@ -153,7 +153,7 @@ impl Mixer for Attention {
         layout: &PromptLayout,
         blocks: &[(Piece, Vec<Tensor>)],
         own: [Vec<Tensor>; 2],
-    ) -> Vec<Tensor> {
+    ) -> Vec<Mixed> {
         let merged: Vec<_> = blocks.iter().map(|(_, mix)| self.nothing(mix[0].size()[0], &mix[0])).collect();
         for (pass, travelling) in own.into_iter().enumerate() {
             let outcome: Result<(), Infallible> = ring(
@@ -171,7 +171,49 @@ impl Mixer for Attention {
             );
             let Ok(()) = outcome;
         }
-        merged.into_iter().map(|(out_thd, _)| out_thd.to_kind(self.kind)).collect()
+        let mixed = |(out, lse): (Tensor, Tensor)| Mixed { out: out.to_kind(self.kind), saved: vec![lse] };
+        merged.into_iter().map(mixed).collect()
+    }
+
+    fn sweep(
+        &self,
+        seat: &Seat,
+        layout: &PromptLayout,
+        blocks: &[Swept],
+        own: [Vec<Tensor>; 2],
+        own_gradient: &mut [Vec<Tensor>; 2],
+    ) -> Vec<Vec<Tensor>> {
+        let acc = accumulation(self.kind);
+        let rows_of: Vec<Gathered> = blocks
+            .iter()
+            .map(|block| Gathered {
+                q_thd: block.ask[0].shallow_clone(),
+                out_thd: block.mixed.out.shallow_clone(),
+                lse_th: block.mixed.saved[0].shallow_clone(),
+                dout_thd: block.dout.shallow_clone(),
+                dq_thd: block.ask[0].zeros_like().to_kind(acc),
+            })
+            .collect();
+        let tail_of = |run: &Run| (run.start.max(layout.cut()), run.stop.since(run.start.max(layout.cut())).dim());
+        for (pass, travelling) in own.into_iter().enumerate() {
+            let travel = Travel {
+                run_of: &|rank| layout.chunks_of(rank)[pass],
+                sum_rows: &|rank| tail_of(&layout.chunks_of(rank)[pass]).1,
+            };
+            let home = std::mem::take(&mut own_gradient[pass]);
+            own_gradient[pass] = ring_home(seat.axis, seat.ledger, travelling, home, &travel, |run, planes, sums| {
+                let (tail_start, tail_rows) = tail_of(run);
+                let constants = run.rows().dim() - tail_rows;
+                let before: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, 0, constants)).collect();
+                let tail: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, constants, tail_rows)).collect();
+                for (block, all) in blocks.iter().zip(&rows_of) {
+                    let queries = Queries { first: 0, at: positions(&block.piece) };
+                    self.pull(&queries, &key_block(run.start, &before), all, None);
+                    self.pull(&queries, &key_block(tail_start, &tail), all, Some(sums));
+                }
+            });
+        }
+        rows_of.into_iter().map(|all| vec![all.dq_thd.to_kind(self.kind)]).collect()
     }
 
     fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor]) -> Tensor {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use tch::Tensor;
 
 use crate::layout::{Piece, PromptLayout, Span};
-use crate::pages::{PlaneRow, Staged};
+use crate::pages::{PlaneRow, Slab, Staged};
 use crate::tensor::accumulation;
 use crate::units::Position;
 use crate::watch::Ledger;
@@ -86,6 +86,29 @@ impl PastGradient {
         PastGradient { runs: runs.collect() }
     }
 
+    /// The gradient of the tail's state in each of this rank's chunks, one tensor a plane; no rows where a chunk lies
+    /// before the tail. `slabs` are the chunks that the past was made of.
+    #[must_use]
+    pub fn into_chunks(self, slabs: &[Slab], layout: &PromptLayout) -> [Vec<Tensor>; 2] {
+        let mut runs = self.runs.into_iter().filter(|planes| !planes.is_empty());
+        let empty = |slab: &Slab| {
+            slab.planes
+                .iter()
+                .map(|plane| plane.narrow(0, 0, 0).to_kind(accumulation(plane.kind())).contiguous())
+                .collect()
+        };
+        let chunk = |slab: &Slab| {
+            if slab.run.stop > layout.cut() && slab.run.rows().0 > 0 {
+                runs.next().unwrap_or_default()
+            } else {
+                empty(slab)
+            }
+        };
+        let mut chunks: Vec<Vec<Tensor>> = slabs.iter().map(chunk).collect();
+        let second = chunks.pop().unwrap_or_default();
+        [chunks.pop().unwrap_or_default(), second]
+    }
+
     /// The gradient of this rank's tail rows, one tensor a plane, in position order; `None` where it has none.
     #[must_use]
     pub fn into_tail(self) -> Option<Vec<Tensor>> {
@@ -113,15 +136,28 @@ pub trait Mixer {
     /// Segment A's output as what rows ask with and the state that they leave behind, one tensor a plane each.
     fn split(&self, mix: Vec<Tensor>) -> (Vec<Tensor>, Vec<Tensor>);
 
-    /// The prompt's rows among themselves. `blocks` are this rank's rows in position order with what they ask with;
-    /// `own` are this rank's filled state rows of both its chunks. Returns the output of each block.
+    /// Prompt rows against all of the prompt: rows stay, state travels. `blocks` are this rank's rows in position order
+    /// with what they ask with; `own` are this rank's filled state rows of both its chunks. Returns what each block's
+    /// rows make of it.
     fn capture(
         &self,
         seat: &Seat,
         layout: &PromptLayout,
         blocks: &[(Piece, Vec<Tensor>)],
         own: [Vec<Tensor>; 2],
-    ) -> Vec<Tensor>;
+    ) -> Vec<Mixed>;
+
+    /// Backward of [`Mixer::capture`] for the tail's rows: state and the gradients of it travel. `own_gradient` are the
+    /// gradients that later rows have left on this rank's state of the tail in both its chunks; they come back complete.
+    /// Returns the gradient of what each block asked with.
+    fn sweep(
+        &self,
+        seat: &Seat,
+        layout: &PromptLayout,
+        blocks: &[Swept],
+        own: [Vec<Tensor>; 2],
+        own_gradient: &mut [Vec<Tensor>; 2],
+    ) -> Vec<Vec<Tensor>>;
 
     /// The same maths in plain differentiable operations, for `conventional`: rows at `positions` with what they ask,
     /// against the state of all positions from 0 to the last row's. Takes rows × positions of memory.
@@ -134,6 +170,19 @@ pub trait Mixer {
     /// Backward of [`Mixer::forward`]. `dout` is the gradient of this rank's output; `later` what later rows have left on
     /// this span's own state. Adds to `past_gradient` and returns the gradient of each tensor of `mix`.
     fn backward(&self, seat: &Seat, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor>;
+}
+
+/// One block of the tail's rows on its way back.
+#[derive(Debug)]
+pub struct Swept {
+    /// The rows.
+    pub piece: Piece,
+    /// What they asked with.
+    pub ask: Vec<Tensor>,
+    /// What [`Mixer::capture`] returned for them.
+    pub mixed: Mixed,
+    /// Gradient of its output.
+    pub dout: Tensor,
 }
 
 /// Everything a mixer's backward reads.

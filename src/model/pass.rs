@@ -11,8 +11,9 @@ use tch::Tensor;
 
 use super::decoder::{Decoder, Projected};
 use super::lora::Adapters;
-use super::mixer::{Backward, Mixed, Past, PastGradient, Seat};
-use crate::layout::{Piece, Span, positions};
+use super::mixer::{Backward, Past, PastGradient, Seat, Swept};
+use crate::layout::{Piece, PromptLayout, Span, positions};
+use crate::pages::Staged;
 use crate::tensor;
 use crate::tensor::boundary::backward as pull;
 use crate::units::{LayerIndex, Tokens};
@@ -100,14 +101,72 @@ impl Pass<'_> {
             (mix, keep, mixed)
         });
         let dx_tw = x_tw.detach().zeros_like();
-        let (dmixed, dkeep) = self.pull_finish(layer, &blocks, rows, &mixed, &keep, &dx_tw)?;
+        let mut parts = Vec::with_capacity(blocks.len());
+        for at in &blocks {
+            let part = |x: &Tensor| x.narrow(0, at.1, at.0.rows().dim());
+            let keep: Vec<Tensor> = keep.iter().map(part).collect();
+            parts.push(self.pull_finish_block(layer, at, rows, &part(&mixed.out), &keep, &dx_tw)?);
+        }
+        let dmixed = Tensor::cat(&parts.iter().map(|(dmixed, _)| dmixed).collect::<Vec<_>>(), 0);
         let dmix = tch::no_grad(|| {
             let backward = Backward { span, mix: &mix, past, mixed: &mixed, dout: &dmixed, later };
             mixer.backward(&self.seat, backward, past_gradient)
         });
         drop((mix, mixed, dmixed));
-        let gradients: Vec<Tensor> = dmix.into_iter().chain(dkeep).collect();
-        self.pull_project(layer, &blocks, x_tw, &gradients, &dx_tw)?;
+        for (at, (_, dkeep)) in blocks.iter().zip(parts) {
+            let part = |x: &Tensor| x.narrow(0, at.1, at.0.rows().dim());
+            let gradients: Vec<Tensor> = dmix.iter().map(part).chain(dkeep).collect();
+            self.pull_project_block(layer, at, x_tw, &gradients, &dx_tw)?;
+        }
+        Ok(dx_tw)
+    }
+
+    /// One block backward over the tail, where rows stay and state travels: from the gradient of this rank's output rows
+    /// to that of its input rows. `gradient` is what the answers have left on the tail's state; `past` is not gathered,
+    /// so memory does not grow with the tail's length on other ranks.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn backward_tail(
+        &self,
+        layer: LayerIndex,
+        rows: &SpanRows,
+        layout: &PromptLayout,
+        staged: &Staged,
+        gradient: PastGradient,
+    ) -> Result<Tensor, tensor::Error> {
+        let SpanRows { span, x_tw, .. } = *rows;
+        let blocks = micro_blocks(span, &self.seat, self.micro_block);
+        let mixer = self.decoder.mixer(layer);
+        let own = || [staged.slabs[0].filled(), staged.slabs[1].filled()];
+        let (asks, keeps, mixed) = tch::no_grad(|| {
+            let projected = blocks.iter().map(|(block, first)| {
+                let Projected { mix, keep } = self.project(layer, block, &x_tw.narrow(0, *first, block.rows().dim()));
+                ((*block, mixer.split(mix).0), keep)
+            });
+            let (asks, keeps): (Vec<_>, Vec<_>) = projected.unzip();
+            let mixed = mixer.capture(&self.seat, layout, &asks, own());
+            (asks, keeps, mixed)
+        });
+        let dx_tw = x_tw.detach().zeros_like();
+        let mut swept = Vec::with_capacity(blocks.len());
+        let mut dkeeps = Vec::with_capacity(blocks.len());
+        for ((((piece, ask), keep), mixed), at) in asks.into_iter().zip(&keeps).zip(mixed).zip(&blocks) {
+            let (dout, dkeep) = self.pull_finish_block(layer, at, rows, &mixed.out, keep, &dx_tw)?;
+            swept.push(Swept { piece, ask, mixed, dout });
+            dkeeps.push(dkeep);
+        }
+        let mut state = gradient.into_chunks(&staged.slabs, layout);
+        let dasks = tch::no_grad(|| mixer.sweep(&self.seat, layout, &swept, own(), &mut state));
+        drop(swept);
+        let [one, two] = state;
+        let dstate: Vec<Tensor> =
+            one.iter().zip(&two).map(|(one, two)| Tensor::cat(&[one, two], 0).to_kind(self.decoder.kind())).collect();
+        for ((at, dask), dkeep) in blocks.iter().zip(dasks).zip(dkeeps) {
+            let part = |x: &Tensor| x.narrow(0, at.1, at.0.rows().dim());
+            let gradients: Vec<Tensor> = dask.into_iter().chain(dstate.iter().map(part)).chain(dkeep).collect();
+            self.pull_project_block(layer, at, x_tw, &gradients, &dx_tw)?;
+        }
         Ok(dx_tw)
     }
 
@@ -124,53 +183,42 @@ impl Pass<'_> {
         (join(|part| &part.mix), join(|part| &part.keep))
     }
 
-    /// Segment B with a graph, micro-block by micro-block. Adds the residual's share to `dx_tw`; returns the gradients of
-    /// the mixer's output and of what A handed to B.
-    fn pull_finish(
+    /// Segment B of one micro-block with a graph. Writes the residual's share to `dx_tw`; returns the gradients of the
+    /// mixer's output and of what A handed to B, for the block's rows.
+    fn pull_finish_block(
         &self,
         layer: LayerIndex,
-        blocks: &[(Piece, i64)],
+        (block, first): &(Piece, i64),
         rows: &SpanRows,
-        mixed: &Mixed,
+        out: &Tensor,
         keep: &[Tensor],
         dx_tw: &Tensor,
     ) -> Result<(Tensor, Vec<Tensor>), tensor::Error> {
-        let dmixed = mixed.out.zeros_like();
-        let dkeep: Vec<Tensor> = keep.iter().map(Tensor::zeros_like).collect();
-        for (block, first) in blocks {
-            let part = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
-            let leaf = |x: &Tensor| part(x).detach().set_requires_grad(true);
-            let (x, o) = (leaf(rows.x_tw), leaf(&mixed.out));
-            let k: Vec<Tensor> = keep.iter().map(leaf).collect();
-            let y = self.decoder.finish(layer, &x, &o, &k, self.adapters);
-            pull(&[(&y, &part(rows.dy_tw))])?;
-            part(dx_tw).copy_(&x.grad());
-            part(&dmixed).copy_(&o.grad());
-            for (gradient, kept) in dkeep.iter().zip(&k) {
-                part(gradient).copy_(&kept.grad());
-            }
-        }
-        Ok((dmixed, dkeep))
+        let part = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
+        let leaf = |x: &Tensor| x.detach().set_requires_grad(true);
+        let (x, o) = (leaf(&part(rows.x_tw)), leaf(out));
+        let k: Vec<Tensor> = keep.iter().map(leaf).collect();
+        let y = self.decoder.finish(layer, &x, &o, &k, self.adapters);
+        pull(&[(&y, &part(rows.dy_tw))])?;
+        part(dx_tw).copy_(&x.grad());
+        Ok((o.grad(), k.iter().map(Tensor::grad).collect()))
     }
 
-    /// Segment A with a graph, micro-block by micro-block; `gradients` are those of everything A hands on.
-    fn pull_project(
+    /// Segment A of one micro-block with a graph; `gradients` are those of everything A hands on, for the block's rows.
+    fn pull_project_block(
         &self,
         layer: LayerIndex,
-        blocks: &[(Piece, i64)],
+        (block, first): &(Piece, i64),
         x_tw: &Tensor,
         gradients: &[Tensor],
         dx_tw: &Tensor,
     ) -> Result<(), tensor::Error> {
-        for (block, first) in blocks {
-            let part = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
-            let x = part(x_tw).detach().set_requires_grad(true);
-            let Projected { mix, keep } = self.project(layer, block, &x);
-            let parts: Vec<Tensor> = gradients.iter().map(part).collect();
-            let pairs: Vec<(&Tensor, &Tensor)> = mix.iter().chain(&keep).zip(&parts).collect();
-            pull(&pairs)?;
-            let _ = part(dx_tw).g_add_(&x.grad());
-        }
+        let part = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
+        let x = part(x_tw).detach().set_requires_grad(true);
+        let Projected { mix, keep } = self.project(layer, block, &x);
+        let pairs: Vec<(&Tensor, &Tensor)> = mix.iter().chain(&keep).zip(gradients).collect();
+        pull(&pairs)?;
+        let _ = part(dx_tw).g_add_(&x.grad());
         Ok(())
     }
 }

@@ -1,11 +1,13 @@
 //! The paged step against conventional autograd over whole sequences.
 
 use longstraw::exchange::sum_number;
+use longstraw::finalize;
+use longstraw::optimizer::{AdamW, Settings};
 use longstraw::world::World;
 use serde_json::json;
-use tch::Kind;
+use tch::{Kind, Tensor};
 
-use crate::fixture::{Group, How, Model, PLAIN, apart, config, conventional_step, own, reduced, step};
+use crate::fixture::{Group, How, Model, PLAIN, apart, config, conventional_step, own, reduced, run, step};
 
 /// Largest relative error against autograd of the same float64 formulas: rounding only.
 const LIMIT: f64 = 1e-9;
@@ -34,11 +36,12 @@ pub(crate) fn uneven(world: &mut World) {
             (65, 7, &[9, 2, 1, 4, 6]),
             (130, 7, &[2]),
             (40, 1, &[5, 8]),
+            (449, 7, &[4, 1]),
         ]
         .into_iter()
         .zip(5i64..)
         {
-            for tail in [0, 1, 7, u64::MAX] {
+            for tail in [0, 1, 64, u64::MAX] {
                 let group = Group::random(seed, 61, prompt, lengths);
                 let how = How { page_size, tail, ..PLAIN };
                 compare(world, &model, &group, how, &format!("{family}, prompt {prompt}, tail {tail}, {lengths:?}"));
@@ -72,4 +75,42 @@ pub(crate) fn windows(world: &mut World) {
             }
         }
     }
+}
+
+/// A tail that fits a micro-block goes to the pages, a longer one has the pages come to it: two schedules, one gradient.
+pub(crate) fn both_tails(world: &mut World) {
+    let model = Model::random(&config("qwen3", &json!({})), Kind::Double);
+    let group = Group::random(9, 61, 77, &[6, 3]);
+    for tail in [2, 33, u64::MAX] {
+        let gathered = How { tail, micro_block: 4096, ..PLAIN };
+        let travelling = How { tail, micro_block: 1, ..PLAIN };
+        for how in [gathered, travelling] {
+            compare(world, &model, &group, how, &format!("tail {tail}, micro-block {}", how.micro_block));
+        }
+    }
+}
+
+/// Ten updates in exact mode, against the same ten of the conventional schedule.
+pub(crate) fn ten_exact_updates(world: &mut World) {
+    let shape = config("qwen3", &json!({}));
+    let (mut paged, mut judged) = (Model::random(&shape, Kind::Double), Model::random(&shape, Kind::Double));
+    let settings = Settings { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
+    let mut optimizers = [AdamW::new(&paged.adapters, settings), AdamW::new(&judged.adapters, settings)];
+    let how = How { tail: u64::MAX, ..PLAIN };
+    for update in 0..10 {
+        let group = Group::random(update, 61, 30 + usize::try_from(update).expect("small") * 7, &[7, 3, 1]);
+        let batch = group.batch();
+        step(world, &paged, &group, how, &batch);
+        let gradients = reduced(world, &paged.adapters);
+        optimizers[0].update(&mut paged.adapters, &gradients, 1e-3);
+        conventional_step(&judged, &group, how.tail, &batch);
+        // Every rank has the whole gradient here, so the sum over one rank is the gradient itself.
+        world.cut(1).expect("one rank a prompt");
+        let whole = finalize::run(&world.cp, finalize::take(&judged.adapters), &judged.adapters, 0.0);
+        optimizers[1].update(&mut judged.adapters, &run(whole), 1e-3);
+        world.cut(world.all.size()).expect("all ranks on one prompt");
+    }
+    let tensors = |model: &Model| model.adapters.tensors().map(Tensor::detach).collect::<Vec<_>>();
+    let (worst, name) = apart(&paged.adapters, &tensors(&paged), &tensors(&judged));
+    assert!(worst <= 1e-8, "{name} is {worst:.1e} off after ten updates");
 }
