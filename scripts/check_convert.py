@@ -3,7 +3,7 @@
 
     python3 -m venv venv && . venv/bin/activate
     pip install torch==2.11.0 transformers==5.24.0 accelerate gguf sentencepiece protobuf tokenizers
-    scripts/check_convert.py models/gguf/SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2-135m-instruct
+    scripts/check_convert.py models/SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2-135m-instruct
 
 1. weights and logits of the HF folder against `from_pretrained(…, gguf_file=…)`, both float32: at most 1e-4 apart;
 2. ids and text over a megabyte of real text: equal, and decode(encode(x)) == x;

@@ -46,3 +46,6 @@ pub mod convert;
 pub mod parity;
 pub mod plan;
 pub mod trainer;
+
+// Row 9.
+pub mod bench;

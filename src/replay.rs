@@ -52,8 +52,19 @@ pub struct Replayed {
     pub logprobs: Scores,
     /// The most bytes that waited in the pool of answers' hidden states.
     pub pool_bytes: Bytes,
-    /// Seconds up to the top layer's end, and from there down.
-    pub seconds: (f64, f64),
+    /// Where the time went on this rank.
+    pub seconds: Spent,
+}
+
+/// Seconds of a replay on one rank.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Spent {
+    /// Up to the end of the top layer.
+    pub up: f64,
+    /// From there down.
+    pub down: f64,
+    /// Of both: the tail's turns, which do not depend on the number of answers.
+    pub tail: f64,
 }
 
 struct Replay<'a> {
@@ -85,7 +96,7 @@ pub fn run(
         clipped: 0,
         logprobs: Scores(Vec::new()),
         pool_bytes: Bytes(0),
-        seconds: (0.0, 0.0),
+        seconds: Spent::default(),
     };
     let pool = HiddenPool::new(pass.seat.ledger.clone());
     let mut replay = Replay { pass, head, work, captured, goal, pool, done: nothing };
@@ -101,13 +112,13 @@ pub fn run(
     board.layer(top);
     let mut dtail = replay.top(top)?;
     replay.done.pool_bytes = replay.pool.bytes();
-    replay.done.seconds.0 = start.elapsed().as_secs_f64();
+    replay.done.seconds.up = start.elapsed().as_secs_f64();
     board.enter(Phase::Sweep);
     for layer in (0..top.0).rev().map(LayerIndex) {
         board.layer(layer);
         dtail = replay.down(layer, dtail)?;
     }
-    replay.done.seconds.1 = start.elapsed().as_secs_f64() - replay.done.seconds.0;
+    replay.done.seconds.down = start.elapsed().as_secs_f64() - replay.done.seconds.up;
     Ok(replay.done)
 }
 
@@ -177,13 +188,14 @@ impl Replay<'_> {
     /// The tail's turn in a layer: `gradient` is what the answers have left on its state. Every rank takes part, with
     /// or without rows.
     fn tail(
-        &self,
+        &mut self,
         layer: LayerIndex,
         staged: &Staged,
         dtail: Option<Tensor>,
         gradient: PastGradient,
     ) -> Result<Option<Tensor>, Failure> {
         let Some(dy_tw) = dtail else { return Ok(None) };
+        let start = Instant::now();
         let layout = &self.work.layout;
         let span = layout.tail();
         let held = (dy_tw.size()[0] > 0).then(|| self.captured.tail.stage(Slot { span: 0, layer }));
@@ -197,6 +209,7 @@ impl Replay<'_> {
             let mut constants = PastGradient::zeros(&past);
             self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants)?
         };
+        self.done.seconds.tail += start.elapsed().as_secs_f64();
         Ok(Some(dx_tw))
     }
 

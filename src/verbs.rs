@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use longstraw::bench;
 use longstraw::config::{self, Environment, Loaded, Overrides};
 use longstraw::convert::{self, convert};
 use longstraw::data::{Tokenizer, keychain};
@@ -56,6 +57,8 @@ enum Verb {
     Plan(PlanFlags),
     /// Run a reference case at this world size and compare every number
     Parity(ParityFlags),
+    /// One update on random weights and tokens at given lengths: time by phase, bytes, and the conventional schedule beside
+    Bench(BenchFlags),
     /// A GGUF file, with its tokenizer, to an HF folder
     Convert {
         /// The GGUF file
@@ -111,6 +114,39 @@ struct ParityFlags {
     /// Most rows of a segment at one time
     #[arg(long, default_value = "2048", value_parser = at_least_one)]
     micro_block: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct BenchFlags {
+    /// An HF folder, or just its config.json: only the shape is read
+    model: PathBuf,
+    /// Prompt positions
+    #[arg(long, default_value_t = 4096)]
+    prompt: u64,
+    /// Tokens of an answer
+    #[arg(long, default_value_t = 64)]
+    answer: u64,
+    /// Answers of a group; may be given again
+    #[arg(long, default_values_t = [2u64, 8])]
+    group: Vec<u64>,
+    /// exact, response or last=N; may be given again
+    #[arg(long, default_values = ["exact", "response"], value_parser = gradient)]
+    gradient: Vec<Gradient>,
+    /// float32, float64 or bfloat16
+    #[arg(long, default_value = "float32", value_parser = dtype)]
+    dtype: tch::Kind,
+    /// Positions in a page
+    #[arg(long, default_value = "64", value_parser = at_least_one)]
+    page_size: u64,
+    /// Most rows of a segment at one time
+    #[arg(long, default_value = "2048", value_parser = at_least_one)]
+    micro_block: u64,
+    /// Also run the conventional schedule (one rank only): whole sequences, activation checkpointing
+    #[arg(long)]
+    conventional: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -182,6 +218,7 @@ pub(crate) fn run(command: Command) -> Result<Exit, Failure> {
         Verb::Train { json } => train(config, json),
         Verb::Plan(flags) => plan(config, &flags),
         Verb::Parity(flags) => parity(&flags),
+        Verb::Bench(flags) => bench(flags),
         Verb::Convert { source, destination, bf16, force } => {
             let weights = if bf16 { convert::Weights::Bfloat16 } else { convert::Weights::Float32 };
             let summary = convert(&source, &destination, &convert::Options { weights, force, ..Default::default() })?;
@@ -286,6 +323,33 @@ fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
         }
     }
     Ok(if report.passed { Exit::Done } else { Exit::Gate })
+}
+
+fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
+    let world = world(&Environment::process())?;
+    let options = bench::Options {
+        model: flags.model,
+        prompt: Tokens(flags.prompt),
+        answer: Tokens(flags.answer),
+        groups: flags.group,
+        gradients: flags.gradient,
+        kind: flags.dtype,
+        page_size: Tokens(flags.page_size),
+        micro_block: Tokens(flags.micro_block),
+        conventional: flags.conventional,
+    };
+    let report = match bench::run(&world, &options) {
+        Ok(report) => report,
+        Err(failure) => return Ok(world.leave(failure)),
+    };
+    if world.all.rank().0 == 0 {
+        if flags.json {
+            print_json(&report);
+        } else {
+            print_result(&report.text());
+        }
+    }
+    Ok(Exit::Done)
 }
 
 fn keychain(kind: DataVerb) -> Result<Exit, Failure> {

@@ -216,7 +216,14 @@ impl Mixer for Attention {
         rows_of.into_iter().map(|all| vec![all.dq_thd.to_kind(self.kind)]).collect()
     }
 
-    fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor]) -> Tensor {
+    fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor], fused: bool) -> Tensor {
+        if fused && positions.start == 0 && self.window.is_none() {
+            let heads_first = |x: &Tensor| x.transpose(0, 1).unsqueeze(0);
+            let (q, k, v) = (heads_first(&ask[0]), heads_first(&state[0]), heads_first(&state[1]));
+            let grouped = self.heads != self.kv_heads;
+            let out = Tensor::scaled_dot_product_attention(&q, &k, &v, None::<&Tensor>, 0.0, true, self.scale, grouped);
+            return out.squeeze_dim(0).transpose(0, 1);
+        }
         let (acc, device) = (accumulation(self.kind), ask[0].device());
         let heads_each = self.heads / self.kv_heads;
         let all_heads = |x: &Tensor| x.repeat_interleave_self_int(heads_each, 1, None).transpose(0, 1);

@@ -159,9 +159,10 @@ pub trait Mixer {
         own_gradient: &mut [Vec<Tensor>; 2],
     ) -> Vec<Vec<Tensor>>;
 
-    /// The same maths in plain differentiable operations, for `conventional`: rows at `positions` with what they ask,
-    /// against the state of all positions from 0 to the last row's. Takes rows × positions of memory.
-    fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor]) -> Tensor;
+    /// The same maths in differentiable operations, for `conventional`: rows at `positions` with what they ask, against
+    /// the state of all positions from 0 to the last row's. `fused` takes the library's own kernel where there is one,
+    /// as a conventional trainer would; otherwise plain products, which take rows × positions of memory.
+    fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor], fused: bool) -> Tensor;
 
     /// A span's rows against the past and themselves. `mix` is segment A's output for this rank's rows, in position
     /// order, possibly none.

@@ -53,8 +53,8 @@ impl Tally {
         self.clipped += done.clipped;
         let (least, most) = self.ratio.unwrap_or(done.ratio);
         self.ratio = Some((least.min(done.ratio.0), most.max(done.ratio.1)));
-        self.clock.add("replay", done.seconds.0);
-        self.clock.add("sweep", done.seconds.1);
+        self.clock.add("replay", done.seconds.up);
+        self.clock.add("sweep", done.seconds.down);
         self.pages = work.layout.pages_of(session.seat_rank);
         self.page_bytes = captured.pages.audit(&session.decoder.mixer(LayerIndex(0)).planes())?;
         self.rewards.clone_from(&group.rewards);

@@ -1,0 +1,357 @@
+//! Bench: one update on random weights and tokens at given lengths, with the conventional schedule beside it.
+//!
+//! Every schedule runs once unmeasured on a short prompt, then once measured. Bytes are the counting allocator's: what
+//! would lie on a device (weights, graphs, scratch, stages), and what waits in host pools.
+
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Instant;
+
+use serde::Serialize;
+use tch::{Device, Kind, Tensor};
+
+use crate::conventional;
+use crate::failure::{Classified, Exit, Failure};
+use crate::handoff::Work;
+use crate::layout::PromptLayout;
+use crate::model::decoder::Decoder;
+use crate::model::head::Head;
+use crate::model::lora::{Adapter, Adapters};
+use crate::model::mixer::Seat;
+use crate::model::pass::Pass;
+use crate::model::spec::Spec;
+use crate::model::weights::Weights;
+use crate::objective::{Aggregation, Batch, Counted, Terms};
+use crate::pages::Residency;
+use crate::parity::{Gradient, dtype_name};
+use crate::replay::{self, Goal};
+use crate::tensor::accumulation;
+use crate::tensor::boundary::{Purse, counted, forget_peaks};
+use crate::units::{Bytes, Tokens, as_dim};
+use crate::watch::Ledger;
+use crate::world::World;
+use crate::{capture, finalize, score};
+
+/// Why a bench cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The conventional schedule knows no ranks.
+    #[error("the conventional schedule holds a whole sequence on one rank: run it on 1 rank, not {ranks}")]
+    Ranks {
+        /// Ranks that were started.
+        ranks: usize,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::Config
+    }
+}
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// An HF folder or its config.json.
+    pub model: PathBuf,
+    /// Prompt positions.
+    pub prompt: Tokens,
+    /// Tokens of an answer.
+    pub answer: Tokens,
+    /// Group sizes.
+    pub groups: Vec<u64>,
+    /// Gradient modes.
+    pub gradients: Vec<Gradient>,
+    /// The model's dtype.
+    pub kind: Kind,
+    /// Positions in a page.
+    pub page_size: Tokens,
+    /// Most rows of a segment at one time.
+    pub micro_block: Tokens,
+    /// Whether the conventional schedule runs too.
+    pub conventional: bool,
+}
+
+/// One schedule at one group size, on this rank.
+#[derive(Debug, Serialize)]
+pub struct Run {
+    /// `paged` or `conventional`.
+    pub schedule: &'static str,
+    /// Gradient mode.
+    pub gradient: String,
+    /// Answers.
+    pub group: u64,
+    /// The prompt without a graph.
+    pub capture_seconds: f64,
+    /// Frozen log-probabilities.
+    pub score_seconds: f64,
+    /// Answers, forward and backward.
+    pub answers_seconds: f64,
+    /// Prompt rows that carry gradient, backward.
+    pub tail_seconds: f64,
+    /// Everything.
+    pub total_seconds: f64,
+    /// Peak of graphs, scratch and stages above what lay there before the run.
+    pub device_bytes: Bytes,
+    /// Peak of host pools.
+    pub host_bytes: Bytes,
+    /// The group's loss on this rank.
+    pub loss: f64,
+    #[serde(skip)]
+    gradients: Vec<Tensor>,
+}
+
+/// All runs.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// The model's dtype.
+    pub dtype: &'static str,
+    /// Ranks.
+    pub ranks: usize,
+    /// Threads of a rank.
+    pub threads: i32,
+    /// Prompt positions.
+    pub prompt: Tokens,
+    /// Tokens of an answer.
+    pub answer: Tokens,
+    /// The runs.
+    pub runs: Vec<Run>,
+    /// Largest relative L2 distance of an adapter gradient, exact against conventional, by group size.
+    pub apart: Vec<(u64, f64)>,
+}
+
+impl Report {
+    /// The report as a table.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let mut lines = vec![
+            format!(
+                "{} parameters, {}, {} ranks × {} threads, prompt {}, answer {}",
+                self.parameters, self.dtype, self.ranks, self.threads, self.prompt, self.answer
+            ),
+            format!(
+                "{:<13} {:<9} {:>5} {:>9} {:>8} {:>9} {:>8} {:>9} {:>12} {:>12}",
+                "schedule", "gradient", "group", "capture", "score", "answers", "tail", "total s", "device", "host"
+            ),
+        ];
+        lines.extend(self.runs.iter().map(|run| {
+            format!(
+                "{:<13} {:<9} {:>5} {:>9.2} {:>8.2} {:>9.2} {:>8.2} {:>9.2} {:>12} {:>12}",
+                run.schedule,
+                run.gradient,
+                run.group,
+                run.capture_seconds,
+                run.score_seconds,
+                run.answers_seconds,
+                run.tail_seconds,
+                run.total_seconds,
+                run.device_bytes.to_string(),
+                run.host_bytes.to_string()
+            )
+        }));
+        lines.extend(
+            self.apart
+                .iter()
+                .map(|(group, apart)| format!("group {group}: exact and conventional gradients are {apart:.1e} apart")),
+        );
+        lines.join("\n")
+    }
+}
+
+struct Bench<'a> {
+    world: &'a World,
+    options: &'a Options,
+    decoder: Box<dyn Decoder>,
+    adapters: Adapters,
+    head: Head,
+}
+
+const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
+
+/// Runs everything that was asked for.
+///
+/// # Errors
+/// When the shape cannot be read, the conventional schedule is asked for on several ranks, or a phase fails.
+pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
+    if options.conventional && world.all.size() > 1 {
+        return world.agree(Err(Error::Ranks { ranks: world.all.size() }.into()));
+    }
+    let spec = world.agree(Spec::read(&options.model, None).map_err(Failure::from))?;
+    let weights = world.agree(Weights::random(&spec, 0, options.kind, Device::Cpu).map_err(Failure::from))?;
+    let decoder = spec.family.decoder(&spec, Rc::new(weights), options.kind);
+    let adapters = random_adapters(&spec, accumulation(options.kind));
+    let head = Head { rows_max: 512, temperature: 1.0 };
+    let bench = Bench { world, options, decoder, adapters, head };
+    let (mut runs, mut apart) = (Vec::new(), Vec::new());
+    bench.warm_up(&options.gradients)?;
+    for &group in &options.groups {
+        let first = runs.len();
+        for &gradient in &options.gradients {
+            runs.push(bench.paged(options.prompt, group, gradient)?);
+        }
+        if options.conventional {
+            runs.push(bench.conventional(options.prompt, group)?);
+            let judged = runs.last().map_or(&[][..], |run| &run.gradients);
+            let exact = runs[first..].iter().find(|run| run.schedule == "paged" && run.gradient == "exact");
+            apart.extend(exact.map(|run| (group, distance(&run.gradients, judged))));
+        }
+    }
+    Ok(Report {
+        parameters: spec.parameter_count(),
+        dtype: dtype_name(options.kind),
+        ranks: world.all.size(),
+        threads: tch::get_num_threads(),
+        prompt: options.prompt,
+        answer: options.answer,
+        runs,
+        apart,
+    })
+}
+
+/// Adapters of rank 16 on every linear layer, neither half zero.
+fn random_adapters(spec: &Spec, acc: Kind) -> Adapters {
+    tch::manual_seed(1);
+    let drawn = |rows: i64, columns: i64, scale: f64| Tensor::randn([rows, columns], (acc, Device::Cpu)) * scale;
+    let pairs = spec.linear_layers().into_iter().map(|linear| Adapter {
+        a_ri: drawn(16, as_dim(linear.inputs), 0.02),
+        b_or: drawn(as_dim(linear.outputs), 16, 0.01),
+        module: linear.module,
+    });
+    Adapters::new(pairs.collect(), 2.0, "policy")
+}
+
+fn distance(one: &[Tensor], two: &[Tensor]) -> f64 {
+    let norm = |x: &Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
+    one.iter().zip(two).map(|(one, two)| norm(&(one - two)) / norm(two)).fold(0.0, f64::max)
+}
+
+/// Bytes and time from here on.
+struct Meter {
+    start: Instant,
+    device: Bytes,
+}
+
+impl Meter {
+    fn start() -> Meter {
+        forget_peaks();
+        Meter { start: Instant::now(), device: counted(Purse::Device).live }
+    }
+
+    fn seconds(&self) -> f64 {
+        self.start.elapsed().as_secs_f64()
+    }
+
+    fn device(&self) -> Bytes {
+        Bytes(counted(Purse::Device).peak.0.saturating_sub(self.device.0))
+    }
+}
+
+impl Bench<'_> {
+    fn warm_up(&self, gradients: &[Gradient]) -> Result<(), Failure> {
+        let short = Tokens(self.options.prompt.0.min(256));
+        for &gradient in gradients {
+            self.paged(short, 1, gradient)?;
+        }
+        if self.options.conventional {
+            self.conventional(short, 1)?;
+        }
+        Ok(())
+    }
+
+    /// Prompt and answers of random tokens.
+    fn tokens(&self, prompt: Tokens, group: u64) -> (Vec<i64>, Vec<Vec<i64>>) {
+        tch::manual_seed(2);
+        let draw = |count: Tokens| {
+            let drawn = Tensor::randint(self.decoder.vocabulary(), [count.dim()], (Kind::Int64, Device::Cpu));
+            Vec::<i64>::try_from(drawn).unwrap_or_default()
+        };
+        (draw(prompt), (0..group).map(|_| draw(self.options.answer)).collect())
+    }
+
+    /// Advantages −1 and +1 in turn, and the weight of a token.
+    fn goal(&self, group: u64) -> (Vec<Option<f64>>, f64) {
+        let tokens = self.options.answer.0;
+        let batch = Batch::of((0..group).map(|_| Counted { tokens, scored: true }));
+        let advantages = (0..group).map(|answer| Some(if answer % 2 == 0 { -1.0 } else { 1.0 })).collect();
+        (advantages, batch.weight(TERMS.aggregation, tokens))
+    }
+
+    fn paged(&self, prompt: Tokens, group: u64, gradient: Gradient) -> Result<Run, Failure> {
+        let (prompt_ids, answers) = self.tokens(prompt, group);
+        let (advantages, weight) = self.goal(group);
+        let tail = Tokens(gradient.tail(prompt).0.min(prompt.0));
+        let layout = PromptLayout::new(prompt, self.options.page_size, self.world.cp.size(), tail);
+        let work = Work::new(layout, prompt_ids, answers);
+        let ledger = Ledger::default();
+        let seat = Seat { axis: &self.world.cp, ledger: &ledger };
+        let pass =
+            Pass { decoder: &*self.decoder, adapters: &self.adapters, seat, micro_block: self.options.micro_block };
+        let board = self.world.board();
+        let meter = Meter::start();
+        let captured = capture::run(&pass, &work, Residency::Host, board)?;
+        let capture_seconds = meter.seconds();
+        let frozen = score::run(&pass, &self.head, &work, &captured, board)?;
+        let score_seconds = meter.seconds() - capture_seconds;
+        let weights = vec![weight; work.answers.len()];
+        let goal = Goal { old: &frozen, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
+        let done = replay::run(&pass, &self.head, &work, &captured, goal, board)?;
+        let tail_seconds = done.seconds.tail;
+        Ok(Run {
+            schedule: "paged",
+            gradient: gradient.name(),
+            group,
+            capture_seconds,
+            score_seconds,
+            answers_seconds: done.seconds.up + done.seconds.down - tail_seconds,
+            tail_seconds,
+            total_seconds: meter.seconds(),
+            device_bytes: meter.device(),
+            host_bytes: counted(Purse::Host).peak,
+            loss: done.loss,
+            gradients: finalize::take(&self.adapters).0,
+        })
+    }
+
+    fn conventional(&self, prompt: Tokens, group: u64) -> Result<Run, Failure> {
+        let (prompt_ids, answers) = self.tokens(prompt, group);
+        let (advantages, weight) = self.goal(group);
+        let whole = conventional::Group {
+            prompt_ids: &prompt_ids,
+            answers: &answers,
+            tail: prompt,
+            temperature: self.head.temperature,
+        };
+        let meter = Meter::start();
+        let scored: Vec<Tensor> =
+            (0..answers.len()).map(|index| whole.score(&*self.decoder, &self.adapters, index)).collect();
+        let score_seconds = meter.seconds();
+        let targets: Vec<conventional::Target> = scored
+            .into_iter()
+            .zip(&advantages)
+            .map(|(old, advantage)| conventional::Target {
+                reference: old.shallow_clone(),
+                old,
+                advantage: advantage.unwrap_or(0.0),
+                weight,
+            })
+            .collect();
+        let loss = whole.backward_checkpointed(&*self.decoder, &self.adapters, &targets, &TERMS)?;
+        let total_seconds = meter.seconds();
+        Ok(Run {
+            schedule: "conventional",
+            gradient: "exact".into(),
+            group,
+            capture_seconds: 0.0,
+            score_seconds,
+            answers_seconds: total_seconds - score_seconds,
+            tail_seconds: 0.0,
+            total_seconds,
+            device_bytes: meter.device(),
+            host_bytes: Bytes(0),
+            loss,
+            gradients: finalize::take(&self.adapters).0,
+        })
+    }
+}
