@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::conventional;
 use crate::failure::{Classified, Exit, Failure};
-use crate::handoff::Work;
+use crate::handoff::{Keeping, Work};
 use crate::layout::PromptLayout;
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
@@ -22,7 +22,6 @@ use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Batch, Counted, Terms};
-use crate::pages::Residency;
 use crate::parity::{Gradient, dtype_name};
 use crate::replay::{self, Goal};
 use crate::tensor::accumulation;
@@ -290,7 +289,7 @@ impl Bench<'_> {
             Pass { decoder: &*self.decoder, adapters: &self.adapters, seat, micro_block: self.options.micro_block };
         let board = self.world.board();
         let meter = Meter::start();
-        let captured = capture::run(&pass, &work, Residency::Host, board)?;
+        let captured = capture::run(&pass, &work, Keeping::HOST, board)?;
         let capture_seconds = meter.seconds();
         let frozen = score::run(&pass, &self.head, &work, &captured, board)?;
         let score_seconds = meter.seconds() - capture_seconds;

@@ -4,10 +4,10 @@
 use tch::Tensor;
 
 use crate::failure::Failure;
-use crate::handoff::{Captured, Work};
+use crate::handoff::{Captured, Keeping, MixedPool, Work};
 use crate::layout::{Piece, Run};
 use crate::model::pass::{Pass, micro_blocks};
-use crate::pages::{HiddenPool, PagePool, Residency, Slab, Slot};
+use crate::pages::{HiddenPool, PagePool, Slab, Slot};
 use crate::units::{LayerIndex, Tokens};
 use crate::watch::Board;
 
@@ -15,11 +15,11 @@ use crate::watch::Board;
 ///
 /// # Errors
 /// When page storage is not exactly pages × page bytes.
-pub fn run(pass: &Pass, work: &Work, residency: Residency, board: &Board) -> Result<Captured, Failure> {
-    tch::no_grad(|| capture(pass, work, residency, board))
+pub fn run(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<Captured, Failure> {
+    tch::no_grad(|| capture(pass, work, keeping, board))
 }
 
-fn capture(pass: &Pass, work: &Work, residency: Residency, board: &Board) -> Result<Captured, Failure> {
+fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<Captured, Failure> {
     let (layout, rank) = (&work.layout, pass.seat.axis.rank());
     let span = layout.span();
     let blocks = micro_blocks(&span, &pass.seat, pass.micro_block);
@@ -27,25 +27,29 @@ fn capture(pass: &Pass, work: &Work, residency: Residency, board: &Board) -> Res
         .of(rank)
         .flat_map(|piece| work.prompt_ids[piece.start.index()..piece.stop.index()].iter().copied())
         .collect();
+    // A short tail goes to the pages on its way back, so it is another sum there; its inputs are few, so all are kept.
+    let keeping =
+        if pass.travels(&layout.tail()) { keeping } else { Keeping { every: 1, attention: false, ..keeping } };
     let ledger = pass.seat.ledger;
     let stamp = pass.adapters.stamp().clone();
-    let mut pages = PagePool::new(layout.clone(), rank, residency, stamp, ledger.clone());
-    let mut tail = HiddenPool::new(ledger.clone());
+    let mut pages = PagePool::new(layout.clone(), rank, keeping.pages, stamp, ledger.clone());
+    let mut tail = HiddenPool::new(keeping.tail, ledger.clone());
+    let mut mixed = MixedPool::new(keeping.tail, ledger.clone());
     let tail_rows: Tokens = layout.tail().of(rank).map(Piece::rows).sum();
     let mut x_pw = pass.decoder.embed(&ids);
     let rows = x_pw.size()[0];
     for layer in (0..pass.decoder.layers()).map(LayerIndex) {
         board.layer(layer);
-        if tail_rows.0 > 0 {
+        if tail_rows.0 > 0 && layer.0.is_multiple_of(keeping.every) {
             tail.put(Slot { span: 0, layer }, &x_pw.narrow(0, rows - tail_rows.dim(), tail_rows.dim()));
         }
-        let (next, slabs) = one_layer(pass, work, layer, &blocks, &x_pw);
+        let (next, slabs) = one_layer(pass, work, layer, &blocks, &x_pw, keeping.attention.then_some(&mut mixed));
         pages.push(slabs);
         x_pw = next;
     }
     pages.audit(&pass.decoder.mixer(LayerIndex(0)).planes())?;
     let last_row = (layout.last_row_owner() == rank).then(|| x_pw.narrow(0, rows - 1, 1).copy());
-    Ok(Captured { pages, tail, last_row })
+    Ok(Captured { pages, keeping, tail, mixed, last_row })
 }
 
 /// One block over this rank's prompt rows: the next hidden states, and the layer's slabs.
@@ -55,6 +59,7 @@ fn one_layer(
     layer: LayerIndex,
     blocks: &[(Piece, i64)],
     x_pw: &Tensor,
+    keep_mixed: Option<&mut MixedPool>,
 ) -> (Tensor, Vec<Slab>) {
     let (layout, rank) = (&work.layout, pass.seat.axis.rank());
     let mixer = pass.decoder.mixer(layer);
@@ -78,6 +83,13 @@ fn one_layer(
     let own = [slabs[0].filled(), slabs[1].filled()];
     let mixed = mixer.capture(&pass.seat, layout, &asks, own);
     drop(asks);
+    if let Some(pool) = keep_mixed {
+        let in_tail = |(block, _): &&(Piece, i64)| block.rows().0 > 0 && block.start >= layout.cut();
+        let tail = blocks.iter().zip(&mixed).filter(|(block, _)| in_tail(block));
+        for (index, (_, mixed)) in tail.enumerate() {
+            pool.put(layer, index, &mixed.out, &mixed.saved);
+        }
+    }
     let ys: Vec<Tensor> = blocks
         .iter()
         .zip(&mixed)

@@ -4,8 +4,9 @@
 use tch::Tensor;
 
 use crate::layout::{PromptLayout, Span};
-use crate::pages::{HiddenPool, PagePool};
-use crate::units::{Rank, Tokens, from_index};
+use crate::pages::{HiddenPool, PagePool, Residency, Slot};
+use crate::units::{LayerIndex, Rank, Tokens, from_index};
+use crate::watch::Ledger;
 
 /// One group as the phases see it: a prompt's tokens and the answers behind it, dealt to ranks.
 #[derive(Debug)]
@@ -60,15 +61,73 @@ impl Work {
     }
 }
 
+/// Where a captured prompt waits, and how much of its tail is kept for the way back rather than computed again. Equal on
+/// all ranks: what is computed again takes every rank's part.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Keeping {
+    /// Where pages wait.
+    pub pages: Residency,
+    /// Where the tail's block inputs wait.
+    pub tail: Residency,
+    /// Block inputs of the tail are kept for every so many layers; those between are computed again.
+    pub every: usize,
+    /// Whether the tail's attention output and log-sum-exp are kept too.
+    pub attention: bool,
+}
+
+impl Keeping {
+    /// Everything in host memory, every layer's inputs, no attention output.
+    pub const HOST: Keeping = Keeping { pages: Residency::Host, tail: Residency::Host, every: 1, attention: false };
+}
+
 /// A captured prompt on one rank.
 #[derive(Debug)]
 pub struct Captured {
     /// State of the pages that this rank owns.
     pub pages: PagePool,
-    /// Block inputs of this rank's tail rows, slot (0, layer).
+    /// What was kept of the tail.
+    pub keeping: Keeping,
+    /// Block inputs of this rank's tail rows, slot (0, layer), for every so many layers.
     pub tail: HiddenPool,
+    /// What the mixer made of the tail's micro-blocks, if that is kept.
+    pub mixed: MixedPool,
     /// Last hidden state of row P−1, [1, w], on the rank that owns it.
     pub last_row: Option<Tensor>,
+}
+
+/// Mixer outputs of the tail's micro-blocks, layer by layer, with what their backward needs.
+#[derive(Debug)]
+pub struct MixedPool {
+    pool: HiddenPool,
+    /// Tensors of one block: the output, and what is saved beside it.
+    planes: usize,
+}
+
+impl MixedPool {
+    /// An empty pool.
+    #[must_use]
+    pub fn new(residency: Residency, ledger: Ledger) -> Self {
+        MixedPool { pool: HiddenPool::new(residency, ledger), planes: 0 }
+    }
+
+    /// Keeps what the mixer made of the tail's micro-block `block`.
+    pub fn put(&mut self, layer: LayerIndex, block: usize, out: &Tensor, saved: &[Tensor]) {
+        self.planes = 1 + saved.len();
+        for (plane, x) in std::iter::once(out).chain(saved).enumerate() {
+            self.pool.put(Slot { span: block * self.planes + plane, layer }, x);
+        }
+    }
+
+    /// Output and saved tensors of block `block`, copied to the device; `None` where nothing was kept.
+    #[must_use]
+    pub fn get(&self, layer: LayerIndex, block: usize) -> Option<(Tensor, Vec<Tensor>)> {
+        let slot = |plane| Slot { span: block * self.planes + plane, layer };
+        if self.planes == 0 || !self.pool.holds(slot(0)) {
+            return None;
+        }
+        let load = |plane| self.pool.stage(slot(plane)).copy();
+        Some((load(0), (1..self.planes).map(load).collect()))
+    }
 }
 
 /// Log-probabilities of one answer's tokens on one rank, in the accumulation dtype.

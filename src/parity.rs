@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::exchange::sum_number;
 use crate::failure::{Classified, Exit, Failure};
-use crate::handoff::{Captured, Logprobs, ReducedGrads, Scores, Work};
+use crate::handoff::{Captured, Keeping, Logprobs, ReducedGrads, Scores, Work};
 use crate::layout::PromptLayout;
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
@@ -23,7 +23,7 @@ use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Batch, Counted, Terms};
-use crate::pages::{Residency, Slot};
+use crate::pages::Slot;
 use crate::replay::{self, Goal};
 use crate::tensor::accumulation;
 use crate::units::{LayerIndex, Tokens, as_dim, from_index};
@@ -244,7 +244,7 @@ pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Fa
     let adapters = case.adapters(&spec, accumulation(options.kind));
     let seat = Seat { axis: &world.cp, ledger: &ledger };
     let pass = Pass { decoder: &*decoder, adapters: &adapters, seat, micro_block: options.micro_block };
-    let captured = capture::run(&pass, &work, Residency::Host, board)?;
+    let captured = capture::run(&pass, &work, Keeping::HOST, board)?;
     let mut compare = Compare { world, errors: Vec::new() };
     compare_logits(&mut compare, &case, &pass, &work, &captured)?;
     let head = Head { rows_max: 5, temperature: 1.0 };

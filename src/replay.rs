@@ -16,11 +16,12 @@ use tch::Tensor;
 
 use crate::failure::{Failure, Phase};
 use crate::handoff::{Captured, Logprobs, Scores, Work};
+use crate::layout::Span;
 use crate::model::head::Head;
 use crate::model::mixer::{Past, PastGradient};
-use crate::model::pass::{Pass, SpanRows};
+use crate::model::pass::{Pass, SpanRows, Tail};
 use crate::objective::{self, Terms, Tokens};
-use crate::pages::{HiddenPool, Slot, Staged};
+use crate::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};
 use crate::units::{Bytes, LayerIndex, as_dim};
 use crate::watch::Board;
 
@@ -74,6 +75,10 @@ struct Replay<'a> {
     captured: &'a Captured,
     goal: Goal<'a>,
     pool: HiddenPool,
+    /// Tail inputs that were computed again.
+    again: HiddenPool,
+    /// The layer from whose kept tail input those above it were computed again last.
+    filled_from: Option<usize>,
     done: Replayed,
 }
 
@@ -98,8 +103,9 @@ pub fn run(
         pool_bytes: Bytes(0),
         seconds: Spent::default(),
     };
-    let pool = HiddenPool::new(pass.seat.ledger.clone());
-    let mut replay = Replay { pass, head, work, captured, goal, pool, done: nothing };
+    let pool = |residency| HiddenPool::new(residency, pass.seat.ledger.clone());
+    let (pool, again) = (pool(Residency::Host), pool(captured.keeping.tail));
+    let mut replay = Replay { pass, head, work, captured, goal, pool, again, filled_from: None, done: nothing };
     let top = LayerIndex(pass.decoder.layers() - 1);
     for (index, answer) in work.answers.iter().enumerate() {
         let inputs = work.inputs(answer, pass.seat.axis.rank());
@@ -198,19 +204,51 @@ impl Replay<'_> {
         let start = Instant::now();
         let layout = &self.work.layout;
         let span = layout.tail();
-        let held = (dy_tw.size()[0] > 0).then(|| self.captured.tail.stage(Slot { span: 0, layer }));
-        let none = self.no_rows();
-        let rows = SpanRows { span: &span, x_tw: held.as_deref().unwrap_or(&none), dy_tw: &dy_tw };
-        // A short tail goes to the pages, as an answer does; for a long one the pages come to it.
-        let dx_tw = if span.rows() > self.pass.micro_block {
-            self.pass.backward_tail(layer, &rows, layout, staged, gradient)?
+        self.fill_tail(layer, &span)?;
+        let x_tw = self.tail_input(layer);
+        let rows = SpanRows { span: &span, x_tw: &x_tw, dy_tw: &dy_tw };
+        let dx_tw = if self.pass.travels(&span) {
+            self.pass.backward_tail(layer, &rows, &self.travelling(&span, staged), gradient)?
         } else {
             let past = Past::of_tail(staged, layout);
             let mut constants = PastGradient::zeros(&past);
             self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants)?
         };
+        self.again.release(Slot { span: 0, layer });
         self.done.seconds.tail += start.elapsed().as_secs_f64();
         Ok(Some(dx_tw))
+    }
+
+    /// The tail's block input in `layer`, on the device; no rows on a rank that has none.
+    fn tail_input(&self, layer: LayerIndex) -> StagedHidden {
+        let slot = Slot { span: 0, layer };
+        let pools = [&self.again, &self.captured.tail];
+        let held = pools.into_iter().find(|pool| pool.holds(slot)).map(|pool| pool.stage(slot));
+        held.unwrap_or_else(|| StagedHidden::of(self.no_rows()))
+    }
+
+    /// Computes the tail's input of `layer` again, from the nearest layer below whose input was kept, and those of the
+    /// layers between with it: going down, they come next. Every rank takes part, with or without rows.
+    fn fill_tail(&mut self, layer: LayerIndex, span: &Span) -> Result<(), Failure> {
+        let kept = layer.0 - layer.0 % self.captured.keeping.every;
+        if layer.0 == kept || self.filled_from == Some(kept) {
+            return Ok(());
+        }
+        for below in (kept..layer.0).map(LayerIndex) {
+            let staged = self.stage(below)?;
+            let x_tw = self.tail_input(below);
+            let y_tw = self.pass.forward_tail(below, &x_tw, &self.travelling(span, &staged));
+            if y_tw.size()[0] > 0 {
+                self.again.put(Slot { span: 0, layer: LayerIndex(below.0 + 1) }, &y_tw);
+            }
+        }
+        self.filled_from = Some(kept);
+        Ok(())
+    }
+
+    fn travelling<'b>(&'b self, span: &'b Span, staged: &'b Staged) -> Tail<'b> {
+        let kept = self.captured.keeping.attention.then_some(&self.captured.mixed);
+        Tail { span, layout: &self.work.layout, staged, kept }
     }
 
     fn no_rows(&self) -> Tensor {

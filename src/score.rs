@@ -6,7 +6,7 @@ use crate::handoff::{Captured, Logprobs, Scores, Work};
 use crate::model::head::Head;
 use crate::model::mixer::Past;
 use crate::model::pass::Pass;
-use crate::pages::{HiddenPool, Slot};
+use crate::pages::{HiddenPool, Residency, Slot};
 use crate::units::{LayerIndex, as_dim, from_index};
 use crate::watch::Board;
 
@@ -31,7 +31,7 @@ pub fn run(pass: &Pass, head: &Head, work: &Work, captured: &Captured, board: &B
 /// As [`run`].
 pub fn hidden(pass: &Pass, work: &Work, captured: &Captured, board: &Board) -> Result<HiddenPool, Failure> {
     let rank = pass.seat.axis.rank();
-    let mut pool = HiddenPool::new(pass.seat.ledger.clone());
+    let mut pool = HiddenPool::new(Residency::Host, pass.seat.ledger.clone());
     for (index, answer) in work.answers.iter().enumerate() {
         pool.put(slot(index), &pass.decoder.embed(&work.inputs(answer, rank)));
     }

@@ -38,6 +38,7 @@ const CLAIMS: &[Claim] = &[
     ("a_short_and_a_long_tail_take_different_ways_to_one_gradient", judged::both_tails),
     ("ten_exact_updates_equal_ten_conventional_ones", judged::ten_exact_updates),
     ("pages_on_the_host_and_on_the_device_give_the_same_bits", memory::residency),
+    ("what_is_kept_and_what_is_computed_again_give_the_same_bits", memory::keeping),
     ("capture_leaves_no_graph_and_page_storage_is_exact", memory::exact_pages),
     ("a_rank_never_holds_more_than_two_foreign_page_runs", memory::foreign_runs),
     ("device_bytes_are_flat_in_the_group_and_the_pool_follows_its_formula", memory::flat_in_group),

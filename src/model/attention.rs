@@ -93,7 +93,7 @@ impl Attention {
         }
     }
 
-    fn nothing(&self, rows: i64, like: &Tensor) -> (Tensor, Tensor) {
+    fn unseen(&self, rows: i64, like: &Tensor) -> (Tensor, Tensor) {
         nothing(rows, self.heads, self.head_dim, accumulation(self.kind), like.device())
     }
 
@@ -154,7 +154,7 @@ impl Mixer for Attention {
         blocks: &[(Piece, Vec<Tensor>)],
         own: [Vec<Tensor>; 2],
     ) -> Vec<Mixed> {
-        let merged: Vec<_> = blocks.iter().map(|(_, mix)| self.nothing(mix[0].size()[0], &mix[0])).collect();
+        let merged: Vec<_> = blocks.iter().map(|(_, mix)| self.unseen(mix[0].size()[0], &mix[0])).collect();
         for (pass, travelling) in own.into_iter().enumerate() {
             let outcome: Result<(), Infallible> = ring(
                 seat.axis,
@@ -173,6 +173,11 @@ impl Mixer for Attention {
         }
         let mixed = |(out, lse): (Tensor, Tensor)| Mixed { out: out.to_kind(self.kind), saved: vec![lse] };
         merged.into_iter().map(mixed).collect()
+    }
+
+    fn nothing(&self, blocks: &[(Piece, Vec<Tensor>)]) -> Vec<Mixed> {
+        let unseen = |(_, ask): &(Piece, Vec<Tensor>)| self.unseen(ask[0].size()[0], &ask[0]);
+        blocks.iter().map(unseen).map(|(out, lse)| Mixed { out: out.to_kind(self.kind), saved: vec![lse] }).collect()
     }
 
     fn sweep(
@@ -239,7 +244,7 @@ impl Mixer for Attention {
     fn forward(&self, seat: &Seat, span: &Span, mix: &[Tensor], past: &Past) -> Mixed {
         let counts = span.counts();
         let q_thd = gather_rows(seat.axis, &mix[0], &counts);
-        let merged = self.nothing(q_thd.size()[0], &q_thd);
+        let merged = self.unseen(q_thd.size()[0], &q_thd);
         let own = Self::own_blocks(span, seat, &mix[1], &mix[2]);
         for queries in queries(span.gathered()) {
             for run in &past.runs {
@@ -250,7 +255,7 @@ impl Mixer for Attention {
             }
         }
         let (outs, lses) = (return_rows(seat.axis, &merged.0, &counts), return_rows(seat.axis, &merged.1, &counts));
-        let (mut out, mut lse) = self.nothing(mix[0].size()[0], &mix[0]);
+        let (mut out, mut lse) = self.unseen(mix[0].size()[0], &mix[0]);
         for (part_out, part_lse) in outs.iter().zip(&lses) {
             merge_into(&mut out, &mut lse, part_out, part_lse);
         }

@@ -147,6 +147,9 @@ pub trait Mixer {
         own: [Vec<Tensor>; 2],
     ) -> Vec<Mixed>;
 
+    /// What [`Mixer::capture`] returns for blocks without rows, without talking to other ranks.
+    fn nothing(&self, blocks: &[(Piece, Vec<Tensor>)]) -> Vec<Mixed>;
+
     /// Backward of [`Mixer::capture`] for the tail's rows: state and the gradients of it travel. `own_gradient` are the
     /// gradients that later rows have left on this rank's state of the tail in both its chunks; they come back complete.
     /// Returns the gradient of what each block asked with.

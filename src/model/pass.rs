@@ -11,7 +11,8 @@ use tch::Tensor;
 
 use super::decoder::{Decoder, Projected};
 use super::lora::Adapters;
-use super::mixer::{Backward, Past, PastGradient, Seat, Swept};
+use super::mixer::{Backward, Mixed, Past, PastGradient, Seat, Swept};
+use crate::handoff::MixedPool;
 use crate::layout::{Piece, PromptLayout, Span, positions};
 use crate::pages::Staged;
 use crate::tensor;
@@ -53,6 +54,9 @@ pub fn micro_blocks(span: &Span, seat: &Seat, most: Tokens) -> Vec<(Piece, i64)>
     }
     blocks
 }
+
+/// A micro-block and what its rows ask the mixer with.
+type Asking = (Piece, Vec<Tensor>);
 
 impl Pass<'_> {
     /// Segment A of one micro-block.
@@ -121,9 +125,58 @@ impl Pass<'_> {
         Ok(dx_tw)
     }
 
+    /// Whether a tail is long enough that pages travel to its rows; a shorter one goes to the pages, as an answer does.
+    #[must_use]
+    pub fn travels(&self, tail: &Span) -> bool {
+        tail.rows() > self.micro_block
+    }
+
+    /// One block forward over a tail whose rows stay while state travels, no graph. `kept` is what the mixer made of its
+    /// micro-blocks before, if that was kept.
+    pub fn forward_tail(&self, layer: LayerIndex, x_tw: &Tensor, tail: &Tail) -> Tensor {
+        tch::no_grad(|| {
+            let blocks = micro_blocks(tail.span, &self.seat, self.micro_block);
+            let (_, keeps, mixed) = self.tail_mixed(layer, &blocks, x_tw, tail);
+            let ys = blocks.iter().zip(&mixed).zip(&keeps).map(|(((block, first), mixed), keep)| {
+                let x = x_tw.narrow(0, *first, block.rows().dim());
+                self.decoder.finish(layer, &x, &mixed.out, keep, self.adapters)
+            });
+            Tensor::cat(&ys.collect::<Vec<_>>(), 0)
+        })
+    }
+
+    /// Segment A of the tail's micro-blocks and what the mixer makes of them, computed or as it was kept.
+    fn tail_mixed(
+        &self,
+        layer: LayerIndex,
+        blocks: &[(Piece, i64)],
+        x_tw: &Tensor,
+        tail: &Tail,
+    ) -> (Vec<Asking>, Vec<Vec<Tensor>>, Vec<Mixed>) {
+        let mixer = self.decoder.mixer(layer);
+        let projected = blocks.iter().map(|(block, first)| {
+            let Projected { mix, keep } = self.project(layer, block, &x_tw.narrow(0, *first, block.rows().dim()));
+            ((*block, mixer.split(mix).0), keep)
+        });
+        let (asks, keeps): (Vec<_>, Vec<_>) = projected.unzip();
+        // Kept on all ranks or on none, so no rank waits in the ring for another that stays away; a rank without rows
+        // has nothing to load.
+        let mixed = match tail.kept {
+            Some(pool) if tail.span.of(self.seat.axis.rank()).next().is_some() => (0..blocks.len())
+                .map(|block| {
+                    let (out, saved) = pool.get(layer, block).expect("what is kept was kept for every block");
+                    Mixed { out, saved }
+                })
+                .collect(),
+            Some(_) => mixer.nothing(&asks),
+            None => mixer.capture(&self.seat, tail.layout, &asks, tail.own()),
+        };
+        (asks, keeps, mixed)
+    }
+
     /// One block backward over the tail, where rows stay and state travels: from the gradient of this rank's output rows
-    /// to that of its input rows. `gradient` is what the answers have left on the tail's state; `past` is not gathered,
-    /// so memory does not grow with the tail's length on other ranks.
+    /// to that of its input rows. `gradient` is what the answers have left on the tail's state. No rank holds rows of
+    /// another, so a rank's memory grows with its own share of the tail only.
     ///
     /// # Errors
     /// When libtorch refuses.
@@ -131,23 +184,13 @@ impl Pass<'_> {
         &self,
         layer: LayerIndex,
         rows: &SpanRows,
-        layout: &PromptLayout,
-        staged: &Staged,
+        tail: &Tail,
         gradient: PastGradient,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, .. } = *rows;
         let blocks = micro_blocks(span, &self.seat, self.micro_block);
         let mixer = self.decoder.mixer(layer);
-        let own = || [staged.slabs[0].filled(), staged.slabs[1].filled()];
-        let (asks, keeps, mixed) = tch::no_grad(|| {
-            let projected = blocks.iter().map(|(block, first)| {
-                let Projected { mix, keep } = self.project(layer, block, &x_tw.narrow(0, *first, block.rows().dim()));
-                ((*block, mixer.split(mix).0), keep)
-            });
-            let (asks, keeps): (Vec<_>, Vec<_>) = projected.unzip();
-            let mixed = mixer.capture(&self.seat, layout, &asks, own());
-            (asks, keeps, mixed)
-        });
+        let (asks, keeps, mixed) = tch::no_grad(|| self.tail_mixed(layer, &blocks, x_tw, tail));
         let dx_tw = x_tw.detach().zeros_like();
         let mut swept = Vec::with_capacity(blocks.len());
         let mut dkeeps = Vec::with_capacity(blocks.len());
@@ -156,8 +199,8 @@ impl Pass<'_> {
             swept.push(Swept { piece, ask, mixed, dout });
             dkeeps.push(dkeep);
         }
-        let mut state = gradient.into_chunks(&staged.slabs, layout);
-        let dasks = tch::no_grad(|| mixer.sweep(&self.seat, layout, &swept, own(), &mut state));
+        let mut state = gradient.into_chunks(&tail.staged.slabs, tail.layout);
+        let dasks = tch::no_grad(|| mixer.sweep(&self.seat, tail.layout, &swept, tail.own(), &mut state));
         drop(swept);
         let [one, two] = state;
         let dstate: Vec<Tensor> =
@@ -220,6 +263,26 @@ impl Pass<'_> {
         pull(&pairs)?;
         let _ = part(dx_tw).g_add_(&x.grad());
         Ok(())
+    }
+}
+
+/// A tail whose rows stay while state travels, in one layer.
+#[derive(Clone, Copy)]
+pub struct Tail<'a> {
+    /// Its rows.
+    pub span: &'a Span,
+    /// How the prompt lies.
+    pub layout: &'a PromptLayout,
+    /// This rank's pages of the layer.
+    pub staged: &'a Staged,
+    /// What the mixer made of its micro-blocks, if that was kept.
+    pub kept: Option<&'a MixedPool>,
+}
+
+impl Tail<'_> {
+    /// This rank's filled state rows of both its chunks.
+    fn own(&self) -> [Vec<Tensor>; 2] {
+        [self.staged.slabs[0].filled(), self.staged.slabs[1].filled()]
     }
 }
 

@@ -8,6 +8,7 @@ use std::ops::Deref;
 
 use tch::Tensor;
 
+use super::Residency;
 use crate::tensor::boundary::{Purse, storage_bytes, within};
 use crate::units::{Bytes, LayerIndex};
 use crate::watch::{Held, Ledger, Purpose};
@@ -21,18 +22,19 @@ pub struct Slot {
     pub layer: LayerIndex,
 }
 
-/// Hidden states that wait in host memory.
-#[derive(Debug, Default)]
+/// Hidden states that wait, in host memory or where they were made.
+#[derive(Debug)]
 pub struct HiddenPool {
-    slots: BTreeMap<Slot, (Tensor, Held)>,
+    slots: BTreeMap<Slot, (Tensor, Option<Held>)>,
+    residency: Residency,
     ledger: Ledger,
 }
 
 impl HiddenPool {
-    /// An empty pool that counts in `ledger`.
+    /// An empty pool that counts what it holds in host memory in `ledger`.
     #[must_use]
-    pub fn new(ledger: Ledger) -> Self {
-        HiddenPool { slots: BTreeMap::new(), ledger }
+    pub fn new(residency: Residency, ledger: Ledger) -> Self {
+        HiddenPool { slots: BTreeMap::new(), residency, ledger }
     }
 
     /// Copies `x_tw` into the slot; a slot of the same shape is overwritten in place.
@@ -44,19 +46,33 @@ impl HiddenPool {
             held.copy_(&x_tw.detach());
             return;
         }
-        let kept = within(Purse::Host, || x_tw.detach().contiguous().copy());
-        let held = self.ledger.hold(Purpose::Hidden, storage_bytes(&kept));
+        let copy = || x_tw.detach().contiguous().copy();
+        let kept = match self.residency {
+            Residency::Host => within(Purse::Host, copy),
+            Residency::Device => copy(),
+        };
+        let host = self.residency == Residency::Host;
+        let held = host.then(|| self.ledger.hold(Purpose::Hidden, storage_bytes(&kept)));
         self.slots.insert(slot, (kept, held));
     }
 
-    /// A copy on the device, until the stage is dropped.
+    /// Whether something was put there.
+    #[must_use]
+    pub fn holds(&self, slot: Slot) -> bool {
+        self.slots.contains_key(&slot)
+    }
+
+    /// The slot on the device, until the stage is dropped.
     ///
     /// # Panics
     /// When nothing was put there: the phases read only what they wrote.
     #[must_use]
     pub fn stage(&self, slot: Slot) -> StagedHidden {
         let (held, _) = self.slots.get(&slot).expect("a slot is read after it was written");
-        StagedHidden(held.copy())
+        match self.residency {
+            Residency::Host => StagedHidden { x: held.copy(), poison: true },
+            Residency::Device => StagedHidden { x: held.shallow_clone(), poison: false },
+        }
     }
 
     /// Forgets a slot.
@@ -71,20 +87,33 @@ impl HiddenPool {
     }
 }
 
-/// A hidden state on the device. Dropping it overwrites the buffer.
+/// A hidden state on the device. Dropping it overwrites a buffer that was copied for it.
 #[derive(Debug)]
-pub struct StagedHidden(Tensor);
+pub struct StagedHidden {
+    x: Tensor,
+    poison: bool,
+}
+
+impl StagedHidden {
+    /// A tensor that was made on the device and needs no stage.
+    #[must_use]
+    pub fn of(x: Tensor) -> StagedHidden {
+        StagedHidden { x, poison: false }
+    }
+}
 
 impl Deref for StagedHidden {
     type Target = Tensor;
 
     fn deref(&self) -> &Tensor {
-        &self.0
+        &self.x
     }
 }
 
 impl Drop for StagedHidden {
     fn drop(&mut self) {
-        super::poison(std::slice::from_ref(&self.0));
+        if self.poison {
+            super::poison(std::slice::from_ref(&self.x));
+        }
     }
 }

@@ -17,30 +17,39 @@ std::atomic<int64_t> live[kTags], peak[kTags];
 std::atomic<int> current_tag{0};
 c10::Allocator* base = nullptr;
 
-struct Counted {
-  c10::DataPtr inner;
+// What is known of an allocation lies in front of its data, so that the data pointer is the context: libtorch's own
+// raw_allocate (bfloat16 products use it) asks for exactly that.
+struct alignas(64) Counted {
+  void* context;
+  c10::DeleterFnPtr deleter;
   int64_t bytes;
   int tag;
 };
 
-void release(void* context) {
-  auto* counted = static_cast<Counted*>(context);
+void release(void* data) {
+  auto* counted = static_cast<Counted*>(data) - 1;
   live[counted->tag].fetch_sub(counted->bytes);
-  delete counted;
+  counted->deleter(counted->context);
 }
 
 struct CountingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return {nullptr, nullptr, &release, c10::Device(c10::DeviceType::CPU)};
     const int tag = current_tag.load();
-    auto* counted = new Counted{base->allocate(bytes), static_cast<int64_t>(bytes), tag};
+    c10::DataPtr inner = base->allocate(sizeof(Counted) + bytes);
+    const c10::Device device = inner.device();
+    const c10::DeleterFnPtr deleter = inner.get_deleter();
+    auto* counted = static_cast<Counted*>(inner.get());
+    void* context = inner.release_context();
+    *counted = Counted{context, deleter, static_cast<int64_t>(bytes), tag};
     const int64_t now = live[tag].fetch_add(counted->bytes) + counted->bytes;
     int64_t seen = peak[tag].load();
     while (now > seen && !peak[tag].compare_exchange_weak(seen, now)) {
     }
-    void* data = counted->inner.get();
-    return {data, counted, &release, counted->inner.device()};
+    void* data = counted + 1;
+    return {data, data, &release, device};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 

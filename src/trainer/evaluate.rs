@@ -22,7 +22,7 @@ pub(super) fn held_out(session: &Session, world: &World, reporter: &mut Reporter
         let answers: Vec<Vec<i64>> = group.answers.iter().map(|answer| answer.ids.clone()).collect();
         let work = session.work(&group.prompt_ids, &answers, world);
         let pass = session.pass(world, &session.adapters);
-        let captured = capture::run(&pass, &work, session.residency, world.board())?;
+        let captured = capture::run(&pass, &work, session.keeping, world.board())?;
         let scores = score::run(&pass, &session.head, &work, &captured, world.board())?;
         let logprobs: Vec<f64> = scores.0.iter().map(|one| sum_number(&world.cp, local_sum(one))).collect();
         let rewards = group.answers.iter().map(|answer| answer.reward.unwrap_or(0.0));

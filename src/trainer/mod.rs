@@ -130,7 +130,7 @@ fn captured(
 ) -> Result<Captured, Failure> {
     world.board().enter(Phase::Capture);
     let pass = session.pass(world, adapters);
-    tally.clock.time("capture", || capture::run(&pass, work, session.residency, world.board()))
+    tally.clock.time("capture", || capture::run(&pass, work, session.keeping, world.board()))
 }
 
 fn scored(

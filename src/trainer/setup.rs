@@ -8,7 +8,7 @@ use crate::checkpoint;
 use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, Offload, RewardFn, RunConfig, Schedule};
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::failure::Failure;
-use crate::handoff::Work;
+use crate::handoff::{Keeping, Work};
 use crate::layout::PromptLayout;
 use crate::model::adapter_file::AdapterShape;
 use crate::model::decoder::Decoder;
@@ -39,7 +39,7 @@ pub struct Session {
     pub(super) head: Head,
     pub(super) terms: Terms,
     pub(super) gradient: Gradient,
-    pub(super) residency: Residency,
+    pub(super) keeping: Keeping,
     pub(super) reward_fn: RewardFn,
     pub(super) normalize: bool,
     pub(super) max_grad_norm: f64,
@@ -120,7 +120,7 @@ impl Session {
             head: Head { rows_max: config.memory.head_block.dim(), temperature: config.grpo.temperature },
             terms: terms(config),
             gradient: config.grpo.gradient,
-            residency: residency(config),
+            keeping: keeping(config),
             reward_fn: config.grpo.reward_fn,
             normalize: config.grpo.normalize_adv,
             max_grad_norm: optimizer.max_grad_norm,
@@ -242,12 +242,13 @@ fn terms(config: &RunConfig) -> Terms {
     }
 }
 
-fn residency(config: &RunConfig) -> Residency {
+fn keeping(config: &RunConfig) -> Keeping {
     // Without a GPU the two are one memory, so "auto" leaves pages where they are.
-    match config.memory.cpu_offload_pages {
+    let pages = match config.memory.cpu_offload_pages {
         Offload::Always => Residency::Host,
         Offload::Never | Offload::Auto => Residency::Device,
-    }
+    };
+    Keeping { pages, ..Keeping::HOST }
 }
 
 fn cursor(config: &RunConfig, groups: usize) -> Cursor {

@@ -228,7 +228,10 @@ fn say(line: &str) {
 /// Makes a panic on any thread print its site and end the whole job.
 fn abort_on_panic(board: Board) {
     std::panic::set_hook(Box::new(move |panic| {
-        say(&format!("longstraw: {}: bug: {panic}", board.site()));
+        // libtorch appends the frames of its own stack, which tell a user nothing.
+        let text = panic.to_string();
+        let cause = text.split("\\nException raised from").next().unwrap_or_default();
+        say(&format!("longstraw: {}: bug: {cause}", board.site()));
         abort_world(Exit::Bug)
     }));
 }

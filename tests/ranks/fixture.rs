@@ -4,7 +4,7 @@ use std::path::Path;
 use std::rc::Rc;
 
 use longstraw::conventional;
-use longstraw::handoff::{Captured, ReducedGrads, Scores, Work};
+use longstraw::handoff::{Captured, Keeping, ReducedGrads, Scores, Work};
 use longstraw::layout::PromptLayout;
 use longstraw::model::decoder::Decoder;
 use longstraw::model::head::Head;
@@ -14,7 +14,6 @@ use longstraw::model::pass::Pass;
 use longstraw::model::spec::Spec;
 use longstraw::model::weights::Weights;
 use longstraw::objective::{Aggregation, Batch, Counted, Terms};
-use longstraw::pages::Residency;
 use longstraw::replay::{self, Goal, Replayed};
 use longstraw::tensor::accumulation;
 use longstraw::units::{Tokens, from_index};
@@ -94,10 +93,10 @@ pub(crate) struct How {
     pub(crate) page_size: u64,
     pub(crate) tail: u64,
     pub(crate) micro_block: u64,
-    pub(crate) residency: Residency,
+    pub(crate) keeping: Keeping,
 }
 
-pub(crate) const PLAIN: How = How { page_size: 7, tail: 1, micro_block: 5, residency: Residency::Host };
+pub(crate) const PLAIN: How = How { page_size: 7, tail: 1, micro_block: 5, keeping: Keeping::HOST };
 pub(crate) const HEAD: Head = Head { rows_max: 3, temperature: 0.9 };
 
 /// What a step leaves.
@@ -114,7 +113,7 @@ pub(crate) fn step(world: &World, model: &Model, group: &Group, how: How, batch:
     let work = work(world, group, how);
     let seat = Seat { axis: &world.cp, ledger: &ledger };
     let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(how.micro_block) };
-    let captured = run(capture::run(&pass, &work, how.residency, world.board()));
+    let captured = run(capture::run(&pass, &work, how.keeping, world.board()));
     let pages_have_graph = captured.pages.has_graph();
     let frozen = run(score::run(&pass, &HEAD, &work, &captured, world.board()));
     let replayed = replay(world, &pass, group, &work, &captured, &frozen, batch);

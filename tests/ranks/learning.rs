@@ -1,10 +1,9 @@
 //! Updates, and what must be the same after them.
 
-use longstraw::handoff::Scores;
+use longstraw::handoff::{Keeping, Scores};
 use longstraw::model::mixer::Seat;
 use longstraw::model::pass::Pass;
 use longstraw::optimizer::{AdamW, Settings};
-use longstraw::pages::Residency;
 use longstraw::replay::{self, Goal};
 use longstraw::units::{Tokens, from_index};
 use longstraw::watch::Ledger;
@@ -35,7 +34,7 @@ fn one_update(world: &World, model: &Model, group: &Group, kl_coef: f64) -> (f64
     let (ledger, work) = (Ledger::default(), work(world, group, PLAIN));
     let seat = Seat { axis: &world.cp, ledger: &ledger };
     let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
-    let captured = run(capture::run(&pass, &work, Residency::Host, world.board()));
+    let captured = run(capture::run(&pass, &work, Keeping::HOST, world.board()));
     let old = run(score::run(&pass, &HEAD, &work, &captured, world.board()));
     let weights: Vec<f64> =
         group.answers.iter().map(|answer| group.batch().weight(TERMS.aggregation, from_index(answer.len()))).collect();
@@ -78,7 +77,7 @@ pub(crate) fn stale_pages(world: &mut World) {
     let captured = {
         let seat = Seat { axis: &world.cp, ledger: &ledger };
         let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
-        run(capture::run(&pass, &work, Residency::Host, world.board()))
+        run(capture::run(&pass, &work, Keeping::HOST, world.board()))
     };
     step(world, &model, &group, PLAIN, &group.batch());
     let gradients = reduced(world, &model.adapters);
@@ -99,7 +98,7 @@ pub(crate) fn reference_policy(world: &mut World) {
         let (ledger, work) = (Ledger::default(), work(world, &group, PLAIN));
         let seat = Seat { axis: &world.cp, ledger: &ledger };
         let pass = Pass { decoder: &*model.decoder, adapters, seat, micro_block: Tokens(5) };
-        let captured = run(capture::run(&pass, &work, Residency::Host, world.board()));
+        let captured = run(capture::run(&pass, &work, Keeping::HOST, world.board()));
         run(score::run(&pass, &HEAD, &work, &captured, world.board()))
     };
     let before = scored(&model, &model.adapters);

@@ -1,6 +1,7 @@
 //! How long tensors live, and how many bytes they take.
 
 use longstraw::capture;
+use longstraw::handoff::Keeping;
 use longstraw::model::mixer::Seat;
 use longstraw::model::pass::Pass;
 use longstraw::pages::{PlaneRow, Residency};
@@ -21,13 +22,36 @@ fn model(kind: Kind) -> Model {
 pub(crate) fn residency(world: &mut World) {
     let model = model(Kind::Double);
     let group = Group::random(3, 61, 50, &[6, 9]);
-    let gradients = [Residency::Host, Residency::Device].map(|residency| {
-        let how = How { residency, tail: 9, ..PLAIN };
-        step(world, &model, &group, how, &group.batch());
-        own(&model.adapters)
-    });
-    assert!(gradients[0].iter().zip(&gradients[1]).all(|(host, device)| host.equal(device)));
-    assert!(gradients[0].iter().all(|gradient| gradient.isfinite().all().int64_value(&[]) == 1));
+    let keeping = |pages, tail| Keeping { pages, tail, ..Keeping::HOST };
+    for tail in [1, 9, 50] {
+        let gradients = [Residency::Host, Residency::Device].map(|place| {
+            let how = How { keeping: keeping(place, place), tail, ..PLAIN };
+            step(world, &model, &group, how, &group.batch());
+            own(&model.adapters)
+        });
+        assert!(gradients[0].iter().zip(&gradients[1]).all(|(host, device)| host.equal(device)));
+        assert!(gradients[0].iter().all(|gradient| gradient.isfinite().all().int64_value(&[]) == 1));
+    }
+}
+
+/// Every k-th layer's inputs kept or all of them, attention outputs kept or not: what is computed again is the same, so
+/// gradients are the same bits, and what is kept is what was asked for.
+pub(crate) fn keeping(world: &mut World) {
+    let model = Model::random(&config("qwen3", &json!({"num_hidden_layers": 5})), Kind::Double);
+    let group = Group::random(3, 61, 50, &[6, 1, 9]);
+    for tail in [1, 9, 50] {
+        let all = [(1, false), (1, true), (2, false), (2, true), (3, false), (5, true), (7, false)].map(
+            |(every, attention)| {
+                let keeping = Keeping { every, attention, ..Keeping::HOST };
+                let how = How { tail, keeping, ..PLAIN };
+                step(world, &model, &group, how, &group.batch());
+                own(&model.adapters)
+            },
+        );
+        for other in &all[1..] {
+            assert!(all[0].iter().zip(other).all(|(one, two)| one.equal(two)), "tail {tail}");
+        }
+    }
 }
 
 pub(crate) fn exact_pages(world: &mut World) {
@@ -39,7 +63,7 @@ pub(crate) fn exact_pages(world: &mut World) {
             let (ledger, work) = (Ledger::default(), work(world, &group, how));
             let seat = Seat { axis: &world.cp, ledger: &ledger };
             let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
-            let captured = run(capture::run(&pass, &work, Residency::Host, world.board()));
+            let captured = run(capture::run(&pass, &work, Keeping::HOST, world.board()));
             assert!(!captured.pages.has_graph(), "pages carry no graph");
             let rows = model.decoder.mixer(LayerIndex(0)).planes();
             let row_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0;
