@@ -216,6 +216,20 @@ fn world(environment: &Environment) -> Result<World, Failure> {
     Ok(world)
 }
 
+/// Prints clap's own words, once however many ranks were started with this command line.
+pub(crate) fn say_once(usage: &clap::Error) {
+    let several = Environment::process().launcher_tasks().is_some_and(|told| told.tasks > 1);
+    let world = several.then(|| World::start(None, Board::default()).ok()).flatten();
+    if world.as_ref().is_none_or(|world| world.all.rank().0 == 0) {
+        // Nowhere to print it leaves nowhere to complain to; the exit code still tells.
+        let _ = usage.print();
+    }
+    if let Some(world) = world {
+        // A launcher ends a job at its first non-zero exit, so nobody leaves before the words are out.
+        world.all.barrier();
+    }
+}
+
 fn train(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
     let mut world = world(&Environment::process())?;
     let loaded = world.agree(config::load(&overrides(flags)).map_err(Failure::from));

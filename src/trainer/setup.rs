@@ -5,7 +5,9 @@ use std::rc::Rc;
 use tch::{Device, Kind};
 
 use crate::checkpoint;
-use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, Offload, RewardFn, RunConfig, Schedule};
+use crate::config::{
+    self, Aggregation as Rule, Dtype, Gradient, Loaded, Offload, RankConfig, RewardFn, RunConfig, Schedule,
+};
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::failure::Failure;
 use crate::handoff::Work;
@@ -22,6 +24,7 @@ use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
 use crate::pages::Residency;
 use crate::plan::{self, Place};
+use crate::report::open_log;
 use crate::tensor::accumulation;
 use crate::units::{Rank, Tokens, as_dim, as_index, from_index};
 use crate::watch::Ledger;
@@ -100,6 +103,8 @@ impl Session {
         world.cut(as_index(config.cp_size(ranks)))?;
         let spec = world.agree(read_spec(config))?;
         world.agree(fits(config, world, &spec))?;
+        let RankConfig { dir, log, .. } = &loaded.rank;
+        world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         let weights = world.agree(load_weights(config, &spec))?;
         let model_digest = weights.digest().to_owned();
         world.same("the checkpoint (digest)", &model_digest)?;

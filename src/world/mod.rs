@@ -183,6 +183,7 @@ impl World {
     #[must_use]
     pub fn leave(&self, failure: Failure) -> Exit {
         let Some(speaker) = self.speaker.get() else { self.abort(failure) };
+        tracing::error!("{failure}");
         if speaker == self.all.rank() {
             say(&format!("longstraw: {failure}"));
         }
@@ -195,6 +196,7 @@ impl World {
     pub fn abort(&self, failure: Failure) -> ! {
         let failure = failure.at(self.board.site());
         say(&format!("longstraw: {failure}"));
+        tracing::error!("{failure}");
         abort_world(failure.exit())
     }
 
@@ -228,7 +230,9 @@ fn say(line: &str) {
 /// Makes a panic on any thread print its site and end the whole job.
 fn abort_on_panic(board: Board) {
     std::panic::set_hook(Box::new(move |panic| {
-        say(&format!("longstraw: {}: bug: {panic}", board.site()));
+        let site = board.site();
+        say(&format!("longstraw: {site}: bug: {panic}"));
+        tracing::error!("{site}: bug: {panic}");
         abort_world(Exit::Bug)
     }));
 }
