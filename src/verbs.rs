@@ -259,7 +259,9 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
     if !problems.is_empty() {
         return Err(config::Error::Refused { problems }.into());
     }
-    let model = plan_flags.model.as_deref().or(config.model.path.as_deref());
+    let absent = loaded.check_laptop_model().err().filter(|_| plan_flags.model.is_none());
+    let configured = config.model.path.as_deref().filter(|_| absent.is_none());
+    let model = plan_flags.model.as_deref().or(configured);
     let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
     let spec = model.map(|folder| Spec::read(folder, scaling.as_ref())).transpose()?;
     let plan = plan::of(config, ranks, spec.as_ref());
@@ -268,7 +270,8 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
     } else {
         print_result(&plan.text(config));
     }
-    for note in loaded.notes().into_iter().chain(spec.as_ref().and_then(|spec| plan::context_note(config, spec))) {
+    let context = spec.as_ref().and_then(|spec| plan::context_note(config, spec));
+    for note in loaded.notes().into_iter().chain(context).chain(absent.map(|absent| absent.to_string())) {
         say(&note);
     }
     if let Some(device) = plan_flags.device_gib {

@@ -127,13 +127,17 @@ fn a_file_that_one_rank_cannot_read_ends_the_job_with_rank_phase_and_cause_once(
 }
 
 #[test]
-fn ranks_with_different_configurations_models_or_adapters_are_told_what_differs() {
+fn ranks_with_different_configurations_data_or_models_are_told_what_differs() {
     let (room, script) = own_folders(3);
     let text = room.read("1/config.toml");
     room.write("1/config.toml", text.replace("lr = 1e-3", "lr = 2e-3"));
     let said = in_own_folders(&room, &script, 3);
     said.refused(4, &["ranks disagree about the configuration (digest): rank 0 has ", "rank 1 has "]);
     room.write("1/config.toml", text);
+    room.write("2/train.jsonl", lines(&[record(51, [1, 2, 3])]));
+    let said = in_own_folders(&room, &script, 3);
+    said.refused(4, &["ranks disagree about the data (digest): rank 0 has ", "rank 2 has "]);
+    room.write("2/train.jsonl", lines(&[record(50, [1, 2, 3])]));
     let mut draft = Draft::of("qwen3");
     draft.tensor("model.norm.weight").set(3, 0.75);
     draft.write();

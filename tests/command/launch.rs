@@ -27,7 +27,7 @@ fn one_process_is_no_such_case() {
 #[test]
 fn verbs_without_mpi_never_ask() {
     let four = ("SLURM_STEP_NUM_TASKS", "4");
-    started_as(four, &["plan"]).ended(0, &[]);
+    started_as(four, &["plan"]).ended(0, &["built-in laptop run", "models/smollm2-135m-instruct"]);
     started_as(four, &["convert", "absent.gguf", "there"]).refused(3, &["absent.gguf"]);
     started_as(four, &["data", "keychain", "--model", "absent", "--out", "there"]).refused(3, &["absent"]);
 }

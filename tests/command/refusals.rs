@@ -168,8 +168,10 @@ fn a_model_that_is_no_folder_is_named() {
     let draft = Draft::of("qwen3");
     draft.write_config();
     fs::copy(draft.path().join("config.json"), room.path().join("absent/config.json")).unwrap();
+    room.write("train.jsonl", lines(&[record(9, [1, 2, 3])]));
     room.alone(&[]).refused(3, &["absent: there is neither model.safetensors nor model.safetensors.index.json"]);
-    room.alone(&["--set", "lora.targets=q_prj"]).refused(2, &["\"q_prj\" is no linear layer", "nearest is \"q_proj\""]);
+    room.ranks(2, &["--set", "lora.targets=q_prj"])
+        .refused(2, &["\"q_prj\" is no linear layer", "nearest is \"q_proj\""]);
 }
 
 #[test]

@@ -105,7 +105,7 @@ fn assert_sane(receipt: &Value, ranks: usize) {
     assert_eq!(seconds, ["capture", "score", "replay", "sweep", "finalize", "update", "total"]);
     assert!(receipt["commit"].is_string());
     // The keys above, and no other.
-    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 12);
+    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 14);
 }
 
 #[test]
@@ -187,6 +187,16 @@ fn equal_rewards_give_no_gradient_and_the_run_says_so() {
     train_said(&room, 2, "run", &["run.steps=1"]).ended(0, &["every group's rewards are equal"]);
     let receipt = room.read_json("run/receipt.json");
     assert_eq!((&receipt["advantages"], &receipt["grad_norm"]), (&json!([0.0, 0.0, 0.0]), &json!(0.0)));
+}
+
+#[test]
+fn without_shuffle_prompts_come_as_they_stand() {
+    let room = room();
+    train(&room, 0, "run", &["data.shuffle=false"]);
+    let metrics = room.read("run/metrics.jsonl");
+    let prompts: Vec<Value> =
+        metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["prompts"][0].clone()).collect();
+    assert_eq!(prompts, ["of 96", "of 61", "of 5"]);
 }
 
 #[test]

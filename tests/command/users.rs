@@ -45,6 +45,14 @@ fn eight_ranks_whose_memory_is_not_there_are_refused_before_weights_are_looked_f
 }
 
 #[test]
+fn without_any_file_the_laptop_run_says_where_its_model_should_be() {
+    let room = Room::new();
+    let said = room.ranks(2, &[]);
+    said.refused(2, &["there is no ./config.toml", "models/smollm2-135m-instruct", "--config FILE"]);
+    assert!(room.files("").is_empty());
+}
+
+#[test]
 fn a_world_that_is_no_multiple_of_cp_size_is_refused_once() {
     let said = room().ranks(3, &["--set", "model.path=shape"]);
     said.refused(2, &["parallel.cp_size should be 3: the job has 3 ranks, no multiple of 8; or start 8 ranks"]);
