@@ -99,7 +99,8 @@ pub struct Reporter {
 }
 
 impl Reporter {
-    /// Opens `folder` on rank 0 (`first`); other ranks say nothing and write nothing here.
+    /// Opens `folder` on rank 0 (`first`); other ranks say nothing and write nothing here. The receipt of an earlier run
+    /// is removed: it must not pass for this one's.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -110,6 +111,11 @@ impl Reporter {
             fs::create_dir_all(folder).map_err(|source| write(folder.into(), source))?;
             let resolved = folder.join("config.resolved.toml");
             fs::write(&resolved, config_toml).map_err(|source| write(resolved, source))?;
+            let receipt = folder.join("receipt.json");
+            match fs::remove_file(&receipt) {
+                Err(source) if source.kind() != std::io::ErrorKind::NotFound => return Err(write(receipt, source)),
+                _ => {}
+            }
             let file = folder.join("metrics.jsonl");
             let opened = OpenOptions::new().create(true).write(true).truncate(true).open(&file);
             metrics = Some(opened.map_err(|source| write(file, source))?);
@@ -191,7 +197,7 @@ impl Reporter {
             bar.finish_and_clear();
         }
         if self.first {
-            say(&table(receipt));
+            say(&table(receipt, &self.folder));
         }
     }
 }
@@ -209,7 +215,7 @@ pub fn say(text: &str) {
     let _ = writeln!(err, "{text}").and_then(|()| err.flush());
 }
 
-fn table(receipt: &Receipt) -> String {
+fn table(receipt: &Receipt, folder: &Path) -> String {
     let mut rows: Vec<(String, String)> = Vec::new();
     let mut row = |name: &str, value: String| rows.push((name.into(), value));
     row("gradient", receipt.gradient.clone());
@@ -235,6 +241,7 @@ fn table(receipt: &Receipt) -> String {
     for (rank, digest) in receipt.adapter_digest.iter().enumerate() {
         row(&format!("adapter digest, rank {rank}"), digest.chars().take(16).collect());
     }
+    rows.push(("adapter, receipt, metrics, logs in".into(), folder.display().to_string()));
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     let line = "-".repeat(width + 42);
     let body: Vec<String> = rows.iter().map(|(name, value)| format!("{name:<width$}  {value}")).collect();
