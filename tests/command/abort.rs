@@ -14,18 +14,18 @@ use super::training::{config, lines, record};
 /// A failed job ends within this time.
 const END: Duration = Duration::from_secs(5);
 
-/// A model of random weights whose phases take seconds, and what it is trained on.
-fn slow() -> Room {
+/// A model of random weights that takes seconds for a prompt and six answers of these lengths.
+fn slow(prompt: usize, answer: usize) -> Room {
     let shape = json!({
         "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 65536,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
     });
-    let config = "[context]\nmax_seq_len = 9216\nprompt_len = 8192\nanswer_len = 1024\n\
-                  [grpo]\ngroup_size = 4\ngradient = \"response\"\n\
+    let lengths = format!("max_seq_len = {}\nprompt_len = {prompt}\nanswer_len = {answer}\n", prompt + answer);
+    let config = "[grpo]\ngroup_size = 6\ngradient = \"response\"\n\
                   [model]\npath = \"shape\"\ndtype = \"float32\"\nrandom_init = true\n\
                   [run]\ndir = \"run\"\nsteps = 100\nlog_level = \"debug\"\n";
-    Room::with(&[("shape/config.json", &shape.to_string()), ("config.toml", config)])
+    Room::with(&[("shape/config.json", &shape.to_string()), ("config.toml", &format!("[context]\n{lengths}{config}"))])
 }
 
 fn log(room: &Room, rank: usize) -> String {
@@ -50,17 +50,17 @@ fn ends_soon(running: Running) -> Said {
 
 /// Kills rank 2 of 4 as soon as its log says `words`; the job ends, and no rank lives on.
 #[track_caller]
-fn killed_at(words: &str, phase: &str) {
-    let room = slow();
+fn killed_at(room: &Room, words: &str, phase: &str) {
+    room.write("run/receipt.json", "of an earlier run");
     let call = Call { ranks: 4, program: LONGSTRAW, arguments: &["train"], variables: &[] };
     let mut running = room.start(&call);
-    running.until(words, || log(&room, 2).contains(words).then_some(()));
-    let processes: Vec<String> = (0..4).map(|rank| process(&room, rank).unwrap()).collect();
+    running.until(words, || log(room, 2).contains(words).then_some(()));
+    let processes: Vec<String> = (0..4).map(|rank| process(room, rank).unwrap()).collect();
     let status = std::process::Command::new("kill").args(["-9", &processes[2]]).status().unwrap();
     assert!(status.success());
     let said = ends_soon(running);
     assert!(said.code != 0 && said.err.contains("signal 9"), "{said}");
-    let log = log(&room, 2);
+    let log = log(room, 2);
     assert!(log.lines().last().unwrap().contains(phase), "it was killed in another phase:\n{log}");
     for process in processes {
         assert!(!is_ours(&process), "process {process} lives on");
@@ -75,12 +75,12 @@ fn is_ours(process: &str) -> bool {
 
 #[test]
 fn a_rank_killed_in_capture_ends_the_job() {
-    killed_at("capture, layer 1", "capture, layer");
+    killed_at(&slow(8192, 64), "capture, layer 1", "capture, layer");
 }
 
 #[test]
 fn a_rank_killed_in_replay_ends_the_job() {
-    killed_at("replay, layer 1", "replay, layer");
+    killed_at(&slow(512, 2048), "replay, layer 1", "replay, layer");
 }
 
 /// A room in which each rank works in a folder of its own, with its own copy of the model, and a script that sends it
@@ -100,13 +100,17 @@ fn own_folders(ranks: usize) -> (Room, String) {
     (room, script)
 }
 
+/// Trains in them, into one run directory. A refusal comes soon after the first rank has started.
 #[track_caller]
 fn in_own_folders(room: &Room, script: &str, ranks: usize) -> Said {
     let run_dir = room.path().join("run").display().to_string();
-    let call = Call { ranks, program: script, arguments: &["train", "--run-dir", &run_dir], variables: &[] };
-    // Start-up is part of this time, so it is an upper bound.
-    let said = room.run(&call);
-    assert!(!room.path().join("run/metrics.jsonl").exists());
+    let arguments = ["train", "--run-dir", &run_dir];
+    let mut running = room.start(&Call { ranks, program: script, arguments: &arguments, variables: &[] });
+    while !running.has_ended() && !log(room, 0).contains("process") {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let said = ends_soon(running);
+    assert_eq!(room.files("run").iter().find(|file| !file.starts_with("logs/")), None, "nothing else is written");
     said
 }
 
@@ -144,6 +148,17 @@ fn ranks_with_different_configurations_data_or_models_are_told_what_differs() {
     fs::copy(draft.path().join("model.safetensors"), room.path().join("1/model/model.safetensors")).unwrap();
     let said = in_own_folders(&room, &script, 3);
     said.refused(4, &["ranks disagree about the checkpoint (digest): rank 0 has ", "rank 1 has "]);
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_ends_with_exit_6_and_one_message() {
+    let (room, _) = own_folders(1);
+    let script = room.script("start", &format!("cd 0 && exec {LONGSTRAW} \"$@\""));
+    let said =
+        room.run(&Call { ranks: 2, program: &script, arguments: &["--set", "optimizer.lr=1e30"], variables: &[] });
+    said.refused(6, &["rank 0, finalize: the gradient of model.layers.", "is not finite", "smaller optimizer.lr"]);
+    assert_eq!(room.read("0/run/metrics.jsonl").lines().count(), 1, "the first update was sound");
+    assert!(!room.path().join("0/run/receipt.json").exists());
 }
 
 #[test]

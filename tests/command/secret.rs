@@ -19,10 +19,11 @@ fn the_key_appears_in_no_output_and_in_no_file_of_a_run() {
         (&["train", "--set", "endpoint.api_base=https://user:sk-sentinel-2718281828@example.com"], 2),
         (&["train", "--set", "endpoint.timeout_sec=sk-sentinel-2718281828"], 2),
         (&["train", "--set", "model.path=absent"], 3),
-        (&["plan", "--json"], 0),
+        (&["plan", "--set", "optimizer.lr=-1"], 2),
     ] {
         let variables = &[("TAOTOKEN_API_KEY", SENTINEL)];
-        let said = room.run(&Call { ranks: 2, program: LONGSTRAW, arguments, variables });
+        let ranks = if code == 0 { 2 } else { 0 };
+        let said = room.run(&Call { ranks, program: LONGSTRAW, arguments, variables });
         said.ended(code, &[]);
         assert!(!format!("{said}").contains(SENTINEL), "{arguments:?}: {said}");
     }
