@@ -179,23 +179,55 @@ impl Failure {
 }
 
 impl fmt::Display for Failure {
-    /// One line: site, cause and the chain of its sources.
+    /// One line: site, cause and the chain of its sources, as far as the cause's own words do not hold them already.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(site) = self.site {
-            write!(f, "{site}: ")?;
-        }
-        write!(f, "{}", self.cause)?;
+        let mut words = self.cause.to_string();
         let mut source = self.cause.source();
         while let Some(inner) = source {
-            write!(f, ": {inner}")?;
+            let further = inner.to_string();
+            if !words.contains(&further) {
+                words = format!("{words}: {further}");
+            }
             source = inner.source();
         }
-        Ok(())
+        match self.site {
+            Some(site) => write!(f, "{site}: {words}"),
+            None => f.write_str(&words),
+        }
     }
 }
 
 impl<E: Classified> From<E> for Failure {
     fn from(cause: E) -> Self {
         Failure { exit: cause.exit(), site: None, cause: Box::new(cause) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    enum Told {
+        #[error("a.txt: {source}; look again")]
+        Whole { source: std::io::Error },
+        #[error("a.txt cannot be read")]
+        Half { source: std::io::Error },
+    }
+
+    impl Classified for Told {
+        fn exit(&self) -> Exit {
+            Exit::Data
+        }
+    }
+
+    #[test]
+    fn a_source_is_told_once() {
+        let source = || std::io::Error::other("the disk is gone");
+        assert_eq!(Failure::from(Told::Whole { source: source() }).to_string(), "a.txt: the disk is gone; look again");
+        assert_eq!(
+            Failure::from(Told::Half { source: source() }).to_string(),
+            "a.txt cannot be read: the disk is gone"
+        );
     }
 }

@@ -13,7 +13,8 @@ use crate::world::Axis;
 pub enum Error {
     /// A gradient is NaN or infinite.
     #[error(
-        "the gradient of {tensor} is not finite after the sum over ranks (norm of all: {norm}); no update was made"
+        "the gradient of {tensor} is not finite after the sum over ranks (norm of all: {norm}); no update was made; \
+         start anew with a smaller optimizer.lr, and see in metrics.jsonl from which step on the loss grows"
     )]
     NotFinite {
         /// The first adapter tensor with such a value.

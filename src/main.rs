@@ -10,10 +10,9 @@ fn main() -> ExitCode {
     let outcome = match verbs::Command::try_parse() {
         Ok(command) => verbs::run(command),
         Err(usage) => {
-            // Clap's own words; help and version are no failures.
-            let failed = usage.use_stderr();
-            let _ = usage.print();
-            return if failed { ExitCode::from(2) } else { ExitCode::SUCCESS };
+            verbs::say_once(&usage);
+            // Help and version are no failures.
+            return if usage.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
         }
     };
     match outcome {

@@ -202,6 +202,15 @@ impl Case {
         Ok(Case { file, about, expected: tensors.into_iter().collect() })
     }
 
+    /// Whether every number that will be compared is there.
+    fn check(&self) -> Result<(), Error> {
+        let of_answers = ["answer_ids", "logits", "logprobs", "old_logprobs", "ref_logprobs"];
+        let answers = 0..self.about.answer_lens.len();
+        let each = answers.flat_map(|index| of_answers.map(|name| format!("{name}.{index}")));
+        let of_group = ["prompt_ids", "advantages", "loss.grpo", "loss.grpo_kl"].map(String::from);
+        of_group.into_iter().chain(each).try_for_each(|name| self.get(&name).map(|_| ()))
+    }
+
     fn get(&self, name: &str) -> Result<&Tensor, Error> {
         self.expected.get(name).ok_or_else(|| Error::Missing { file: self.file.clone(), tensor: name.into() })
     }
@@ -229,19 +238,9 @@ impl Case {
 /// # Errors
 /// When the case or its checkpoint cannot be read, or a phase fails.
 pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Failure> {
-    let (case, decoder, spec) = world.agree(open(folder, options.kind))?;
+    let (case, decoder, adapters, work) = world.agree(open(folder, options, world.cp.size()))?;
     let board = world.board();
-    let prompt_ids = case.ids("prompt_ids")?;
-    let prompt = Tokens(from_index(prompt_ids.len()));
-    let last = options.gradient.tail(prompt);
-    if last > prompt {
-        return Err(Error::Tail { last, prompt }.into());
-    }
-    let layout = PromptLayout::new(prompt, options.page_size, world.cp.size(), last);
-    let answers = (0..case.about.answer_lens.len()).map(|index| case.ids(&format!("answer_ids.{index}")));
-    let work = Work::new(layout, prompt_ids, answers.collect::<Result<_, _>>()?);
     let ledger = Ledger::default();
-    let adapters = case.adapters(&spec, accumulation(options.kind));
     let seat = Seat { axis: &world.cp, ledger: &ledger };
     let pass = Pass { decoder: &*decoder, adapters: &adapters, seat, micro_block: options.micro_block };
     let captured = capture::run(&pass, &work, Keeping::HOST, board)?;
@@ -260,7 +259,7 @@ pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Fa
         let expected = case.get(&format!("loss.{name}"))?.double_value(&[]);
         compare.errors.push((format!("loss.{name}"), (loss - expected).abs()));
         let reduced = finalize::run(&world.cp, finalize::take(&adapters), &adapters, 0.0)?;
-        if let Some(way) = options.gradient.expected(prompt) {
+        if let Some(way) = options.gradient.expected(work.layout.prompt()) {
             compare_gradients(&mut compare, &case, &adapters, &reduced, &format!("grad.{way}.{name}"), name);
         }
         let named = adapters.names().map(|tensor| format!("{name}.{tensor}"));
@@ -269,11 +268,23 @@ pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Fa
     Ok(report(folder, options, world.cp.size(), ratio_is_one, compare.errors, gradients))
 }
 
-fn open(folder: &Path, kind: Kind) -> Result<(Case, Box<dyn Decoder>, Spec), Failure> {
+/// The case with everything that can be wrong with it: what fails here fails on all ranks with one message.
+fn open(folder: &Path, options: &Options, ranks: usize) -> Result<(Case, Box<dyn Decoder>, Adapters, Work), Failure> {
     let case = Case::read(folder)?;
+    case.check()?;
+    let prompt_ids = case.ids("prompt_ids")?;
+    let prompt = Tokens(from_index(prompt_ids.len()));
+    let last = options.gradient.tail(prompt);
+    if last > prompt {
+        return Err(Error::Tail { last, prompt }.into());
+    }
+    let layout = PromptLayout::new(prompt, options.page_size, ranks, last);
+    let answers = (0..case.about.answer_lens.len()).map(|index| case.ids(&format!("answer_ids.{index}")));
+    let work = Work::new(layout, prompt_ids, answers.collect::<Result<_, _>>()?);
     let spec = Spec::read(folder, None)?;
-    let weights = Rc::new(Weights::load(folder, &spec, kind, Device::Cpu)?);
-    Ok((case, spec.family.decoder(&spec, weights, kind), spec))
+    let weights = Rc::new(Weights::load(folder, &spec, options.kind, Device::Cpu)?);
+    let adapters = case.adapters(&spec, accumulation(options.kind));
+    Ok((case, spec.family.decoder(&spec, weights, options.kind), adapters, work))
 }
 
 /// The case's old and reference log-probabilities, cut to this rank's tokens.

@@ -14,23 +14,18 @@ use crate::units::{Bytes, Pages, Tokens};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// More memory than there is.
-    #[error(
-        "{ranks} ranks on this machine need {needed} of {what} memory and {available} are there; the largest part is \
-         {largest}: {knob}"
-    )]
+    #[error("{who} {needed} of {what} memory and {available} are there; from the largest part down: {parts}")]
     DoesNotFit {
-        /// Ranks on the machine.
-        ranks: u64,
+        /// Who needs it.
+        who: String,
         /// Which memory.
         what: &'static str,
         /// What they need.
         needed: Bytes,
         /// What there is.
         available: Bytes,
-        /// The largest addend and its size.
-        largest: String,
-        /// What brings it down.
-        knob: &'static str,
+        /// The largest addends, each with what brings it down.
+        parts: String,
     },
 }
 
@@ -90,21 +85,27 @@ impl Plan {
     /// Compares `ranks` ranks' memory in the given places with what there is.
     ///
     /// # Errors
-    /// When it does not fit; names the largest addend and what brings it down.
+    /// When it does not fit; names as many of the largest addends as stand in the way, and what brings each down.
     pub fn fits(&self, ranks: u64, what: &'static str, places: &[Place], available: Bytes) -> Result<(), Error> {
-        let mine = || self.addends.iter().filter(|addend| places.contains(&addend.place));
-        let needed = Bytes(mine().map(|addend| addend.bytes).sum::<Bytes>().0.saturating_mul(ranks));
-        match mine().max_by_key(|addend| addend.bytes) {
-            Some(largest) if needed > available => Err(Error::DoesNotFit {
-                ranks,
-                what,
-                needed,
-                available,
-                largest: format!("{} ({} a rank, {})", largest.name, largest.bytes, largest.reason),
-                knob: largest.knob,
-            }),
-            _ => Ok(()),
+        let mut addends: Vec<&Addend> = self.addends.iter().filter(|addend| places.contains(&addend.place)).collect();
+        addends.sort_by_key(|addend| std::cmp::Reverse(addend.bytes));
+        let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(ranks));
+        let needed = all(addends.iter().map(|addend| addend.bytes).sum());
+        if needed <= available {
+            return Ok(());
         }
+        let mut rest = needed;
+        let mut parts = Vec::new();
+        for addend in addends {
+            if rest <= available {
+                break;
+            }
+            rest = Bytes(rest.0.saturating_sub(all(addend.bytes).0));
+            let Addend { name, bytes, reason, knob, .. } = addend;
+            parts.push(format!("{name}, {bytes} a rank ({reason}): {knob}"));
+        }
+        let who = if ranks == 1 { "one rank needs".into() } else { format!("{ranks} ranks on this machine need") };
+        Err(Error::DoesNotFit { who, what, needed, available, parts: parts.join("; ") })
     }
 
     /// The plan in words.
@@ -320,7 +321,7 @@ pub fn available_memory() -> Option<Bytes> {
 /// A number of GiB as bytes.
 #[must_use]
 pub fn gib(count: u64) -> Bytes {
-    Bytes(count << 30)
+    Bytes(count.saturating_mul(1 << 30))
 }
 
 /// The longest sequence, for a note about a context window that ends before it.

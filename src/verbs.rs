@@ -253,6 +253,20 @@ fn world(environment: &Environment) -> Result<World, Failure> {
     Ok(world)
 }
 
+/// Prints clap's own words, once however many ranks were started with this command line.
+pub(crate) fn say_once(usage: &clap::Error) {
+    let several = Environment::process().launcher_tasks().is_some_and(|told| told.tasks > 1);
+    let world = several.then(|| World::start(None, Board::default()).ok()).flatten();
+    if world.as_ref().is_none_or(|world| world.all.rank().0 == 0) {
+        // Nowhere to print it leaves nowhere to complain to; the exit code still tells.
+        let _ = usage.print();
+    }
+    if let Some(world) = world {
+        // A launcher ends a job at its first non-zero exit, so nobody leaves before the words are out.
+        world.all.barrier();
+    }
+}
+
 fn train(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
     let mut world = world(&Environment::process())?;
     let loaded = world.agree(config::load(&overrides(flags)).map_err(Failure::from));
@@ -282,7 +296,9 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
     if !problems.is_empty() {
         return Err(config::Error::Refused { problems }.into());
     }
-    let model = plan_flags.model.as_deref().or(config.model.path.as_deref());
+    let absent = loaded.check_laptop_model().err().filter(|_| plan_flags.model.is_none());
+    let configured = config.model.path.as_deref().filter(|_| absent.is_none());
+    let model = plan_flags.model.as_deref().or(configured);
     let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
     let spec = model.map(|folder| Spec::read(folder, scaling.as_ref())).transpose()?;
     let plan = plan::of(config, ranks, spec.as_ref());
@@ -291,7 +307,8 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
     } else {
         print_result(&plan.text(config));
     }
-    for note in loaded.notes().into_iter().chain(spec.as_ref().and_then(|spec| plan::context_note(config, spec))) {
+    let context = spec.as_ref().and_then(|spec| plan::context_note(config, spec));
+    for note in loaded.notes().into_iter().chain(context).chain(absent.map(|absent| absent.to_string())) {
         say(&note);
     }
     if let Some(device) = plan_flags.device_gib {

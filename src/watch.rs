@@ -35,11 +35,13 @@ impl Board {
         self.0.layer.store(-1, Ordering::Relaxed);
         let index = Phase::ALL.iter().position(|&known| known == phase).unwrap_or(0);
         self.0.phase.store(index, Ordering::Relaxed);
+        tracing::debug!("{phase}");
     }
 
     /// Enters a layer of the current phase.
     pub fn layer(&self, layer: LayerIndex) {
         self.0.layer.store(i64::try_from(layer.0).unwrap_or(-1), Ordering::Relaxed);
+        tracing::debug!("{}, layer {layer}", self.site().phase);
     }
 
     /// Where this rank is now.

@@ -90,6 +90,22 @@ pub struct Loaded {
     pub sources: Vec<Source>,
 }
 
+impl Loaded {
+    /// Whether the model is there, where nobody but the built-in laptop run names one.
+    ///
+    /// # Errors
+    /// [`Error::NoLaptopModel`] where it is not; it says how to get one.
+    pub fn check_laptop_model(&self) -> Result<(), Error> {
+        let builtin = self.sources.contains(&Source::Builtin("laptop run"));
+        match &self.run.model.path {
+            Some(path) if builtin && !path.exists() && *path == RunConfig::laptop().model.path.unwrap_or_default() => {
+                Err(Error::NoLaptopModel { path: path.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl RunConfig {
     /// The compiled-in laptop run, whatever files and variables there are.
     ///

@@ -200,6 +200,16 @@ pub enum Error {
         /// How to set it.
         how: &'static str,
     },
+    /// No configuration is there, and the model of the built-in run is not there either.
+    #[error(
+        "there is no ./config.toml, so this is the built-in laptop run, and its model is not at {}: start where `make \
+         run` has put it, or name what you have with --config FILE or --set model.path=FOLDER",
+        path.display()
+    )]
+    NoLaptopModel {
+        /// Where it was looked for.
+        path: PathBuf,
+    },
     /// The environment variable that should hold the endpoint's key is empty or absent.
     #[error("the environment variable {variable} (named by api_key_env) is not set: it holds the endpoint's key")]
     NoApiKey {

@@ -43,4 +43,17 @@ pub const SUPPORTED: &[Supported] = &[
         what: "hold weights in fp8",
         lacks: |run| run.model.weights == Weights::Fp8,
     },
+    Supported {
+        key: "memory.layer_wise_transfer",
+        be: "true",
+        what: "stage all layers at once",
+        lacks: |run| !run.memory.layer_wise_transfer,
+    },
+    Supported {
+        key: "checkpoint.every",
+        be: "0",
+        what: "write checkpoints between the start and the end",
+        lacks: |run| run.checkpoint.every > 0,
+    },
+    Supported { key: "run.trace", be: "false", what: "write traces", lacks: |run| run.run.trace },
 ];

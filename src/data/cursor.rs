@@ -5,28 +5,29 @@ use serde::{Deserialize, Serialize};
 use super::error::Error;
 use super::order::Random;
 
-/// A place in the endless shuffled order of a dataset: epoch after epoch, each a permutation of its own.
+/// A place in the endless order of a dataset: epoch after epoch, each a permutation of its own.
 ///
 /// All ranks hold the same cursor and take the same indices; data-parallel ranks pick different ones among them. Stored
 /// in a checkpoint, it goes on where it stood.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cursor {
-    seed: u64,
+    /// Absent: the order of the file.
+    seed: Option<u64>,
     groups: usize,
     epoch: u64,
     offset: usize,
 }
 
 impl Cursor {
-    /// The start of the order over `groups` groups.
+    /// The start of the order over `groups` groups that `seed` draws; without one, they come as they stand.
     ///
     /// # Panics
     /// When `groups` is 0; a dataset holds at least one.
     #[must_use]
-    pub fn new(seed: u64, groups: usize) -> Cursor {
+    pub fn new(seed: impl Into<Option<u64>>, groups: usize) -> Cursor {
         assert!(groups > 0, "an order needs at least one group");
-        Cursor { seed, groups, epoch: 0, offset: 0 }
+        Cursor { seed: seed.into(), groups, epoch: 0, offset: 0 }
     }
 
     /// Whole passes over the dataset so far.
@@ -76,7 +77,9 @@ impl Cursor {
     /// The permutation of this epoch.
     fn order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.groups).collect();
-        Random::new(self.seed, self.epoch).shuffle(&mut order);
+        if let Some(seed) = self.seed {
+            Random::new(seed, self.epoch).shuffle(&mut order);
+        }
         order
     }
 }
@@ -95,6 +98,11 @@ mod tests {
             order.sort_unstable();
             assert_eq!(order, (0..13).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn without_a_seed_groups_come_as_they_stand() {
+        assert_eq!(Cursor::new(None, 3).take(7), [0, 1, 2, 0, 1, 2, 0]);
     }
 
     #[test]

@@ -17,6 +17,8 @@ mod tokenizer;
 
 use std::path::Path;
 
+use sha2::{Digest, Sha256};
+
 pub use cursor::Cursor;
 pub use error::{Error, Place};
 pub use tokenizer::Tokenizer;
@@ -96,6 +98,27 @@ impl Dataset {
     #[must_use]
     pub fn group(&self, index: usize) -> &Group {
         &self.groups[index]
+    }
+
+    /// SHA-256 in hexadecimal over names, ids and rewards; equal exactly where the groups are.
+    #[must_use]
+    pub fn digest(&self) -> String {
+        let mut hash = Sha256::new();
+        let mut part = |bytes: &[u8]| {
+            hash.update(from_index(bytes.len()).to_le_bytes());
+            hash.update(bytes);
+        };
+        let bytes = |ids: &[i64]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
+        for group in &self.groups {
+            part(group.name.as_bytes());
+            part(&bytes(&group.prompt_ids));
+            part(&from_index(group.answers.len()).to_le_bytes());
+            for answer in &group.answers {
+                part(&bytes(&answer.ids));
+                part(&answer.reward.map(f64::to_le_bytes).map(Vec::from).unwrap_or_default());
+            }
+        }
+        format!("{:x}", hash.finalize())
     }
 
     /// The longest prompt in the file.

@@ -2,6 +2,7 @@
 //!
 //! Rank 0 writes; on a terminal the current step is one line that is rewritten, in a file each step is one plain line.
 
+mod log;
 mod receipt;
 
 use std::fs::{self, File, OpenOptions};
@@ -12,12 +13,13 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
+pub use log::open_log;
 pub use receipt::{Receipt, Seconds};
 
 use crate::failure::{Classified, Exit};
 use crate::units::Bytes;
 
-/// Why a run directory cannot be written.
+/// Why a run cannot be reported.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file or folder of the run directory.
@@ -28,11 +30,25 @@ pub enum Error {
         /// Why.
         source: std::io::Error,
     },
+    /// What the logs should hold is neither a level nor a filter.
+    #[error(
+        "the logs' filter \"{filter}\" is none: {reason}; set LONGSTRAW_LOG to error, warn, info, debug or trace, or to \
+         module=level,…"
+    )]
+    Filter {
+        /// The filter.
+        filter: String,
+        /// What is wrong with it.
+        reason: String,
+    },
 }
 
 impl Classified for Error {
     fn exit(&self) -> Exit {
-        Exit::Data
+        match self {
+            Error::Write { .. } => Exit::Data,
+            Error::Filter { .. } => Exit::Config,
+        }
     }
 }
 
@@ -83,7 +99,8 @@ pub struct Reporter {
 }
 
 impl Reporter {
-    /// Opens `folder` on rank 0 (`first`); other ranks say nothing and write nothing here.
+    /// Opens `folder` on rank 0 (`first`); other ranks say nothing and write nothing here. The receipt of an earlier run
+    /// is removed: it must not pass for this one's.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -94,6 +111,11 @@ impl Reporter {
             fs::create_dir_all(folder).map_err(|source| write(folder.into(), source))?;
             let resolved = folder.join("config.resolved.toml");
             fs::write(&resolved, config_toml).map_err(|source| write(resolved, source))?;
+            let receipt = folder.join("receipt.json");
+            match fs::remove_file(&receipt) {
+                Err(source) if source.kind() != std::io::ErrorKind::NotFound => return Err(write(receipt, source)),
+                _ => {}
+            }
             let file = folder.join("metrics.jsonl");
             let opened = OpenOptions::new().create(true).write(true).truncate(true).open(&file);
             metrics = Some(opened.map_err(|source| write(file, source))?);
@@ -101,8 +123,13 @@ impl Reporter {
         Ok(Reporter { folder: folder.into(), metrics, bar: None, first })
     }
 
-    /// A line of its own.
+    /// A line of its own; every rank's log holds it too.
     pub fn line(&self, text: &str) {
+        tracing::info!("{}", text.trim_start());
+        self.show(text);
+    }
+
+    fn show(&self, text: &str) {
         if !self.first {
             return;
         }
@@ -131,6 +158,7 @@ impl Reporter {
     /// # Errors
     /// When metrics.jsonl cannot be written.
     pub fn step(&mut self, step: &Step, steps: u64) -> Result<(), Error> {
+        tracing::info!("step {}/{steps}: loss {}, grad norm {}", step.step, step.loss, step.grad_norm);
         let Some(metrics) = &mut self.metrics else { return Ok(()) };
         let written = serde_json::to_string(step).map_err(std::io::Error::from).and_then(|text| {
             writeln!(metrics, "{text}")?;
@@ -139,7 +167,7 @@ impl Reporter {
         let file = self.folder.join("metrics.jsonl");
         written.map_err(|source| Error::Write { file, source })?;
         let reward = step.reward_mean.map_or_else(|| "none".into(), |mean| format!("{mean:.3}"));
-        self.line(&format!(
+        self.show(&format!(
             "step {:>3}/{steps}  loss {:>10.6}  reward {reward}  grad norm {:>9.3e}  ratio {:.6}..{:.6}  {:.1} s",
             step.step, step.loss, step.grad_norm, step.ratio[0], step.ratio[1], step.seconds.total
         ));
@@ -169,7 +197,7 @@ impl Reporter {
             bar.finish_and_clear();
         }
         if self.first {
-            say(&table(receipt));
+            say(&table(receipt, &self.folder));
         }
     }
 }
@@ -187,7 +215,7 @@ pub fn say(text: &str) {
     let _ = writeln!(err, "{text}").and_then(|()| err.flush());
 }
 
-fn table(receipt: &Receipt) -> String {
+fn table(receipt: &Receipt, folder: &Path) -> String {
     let mut rows: Vec<(String, String)> = Vec::new();
     let mut row = |name: &str, value: String| rows.push((name.into(), value));
     row("gradient", receipt.gradient.clone());
@@ -213,6 +241,7 @@ fn table(receipt: &Receipt) -> String {
     for (rank, digest) in receipt.adapter_digest.iter().enumerate() {
         row(&format!("adapter digest, rank {rank}"), digest.chars().take(16).collect());
     }
+    rows.push(("adapter, receipt, metrics, logs in".into(), folder.display().to_string()));
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     let line = "-".repeat(width + 42);
     let body: Vec<String> = rows.iter().map(|(name, value)| format!("{name:<width$}  {value}")).collect();

@@ -67,8 +67,9 @@ fn one_step(
     }
     world.board().enter(Phase::Finalize);
     let local = finalize::take(&session.adapters);
-    let reduced =
-        tally.clock.time("finalize", || finalize::run(&world.all, local, &session.adapters, session.max_grad_norm))?;
+    let summed =
+        tally.clock.time("finalize", || finalize::run(&world.all, local, &session.adapters, session.max_grad_norm));
+    let reduced = world.agree(summed)?;
     world.board().enter(Phase::Update);
     let learning_rate = session.learning_rate(step);
     tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));

@@ -5,7 +5,9 @@ use std::rc::Rc;
 use tch::{Device, Kind};
 
 use crate::checkpoint;
-use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, Offload, RewardFn, RunConfig, Schedule};
+use crate::config::{
+    self, Aggregation as Rule, Dtype, Gradient, Loaded, Offload, RankConfig, RewardFn, RunConfig, Schedule,
+};
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::failure::Failure;
 use crate::handoff::{Keeping, Work};
@@ -22,6 +24,7 @@ use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
 use crate::pages::Residency;
 use crate::plan::{self, Place};
+use crate::report::open_log;
 use crate::tensor::accumulation;
 use crate::units::{Rank, Tokens, as_dim, as_index, from_index};
 use crate::watch::Ledger;
@@ -98,17 +101,24 @@ impl Session {
         let ranks = from_index(world.all.size());
         world.agree(checked(config, ranks))?;
         world.cut(as_index(config.cp_size(ranks)))?;
+        world.agree(loaded.check_laptop_model().map_err(Failure::from))?;
         let spec = world.agree(read_spec(config))?;
+        let shape = world.agree(shape_of(config, &spec))?;
         world.agree(fits(config, world, &spec))?;
+        let RankConfig { dir, log, .. } = &loaded.rank;
+        world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
+        // What is quick to check comes first: weights may take minutes.
+        let (data, held_out) = world.agree(open_data(config, &spec))?;
+        let digests = [Some(&data), held_out.as_ref()].map(|data| data.map(Dataset::digest).unwrap_or_default());
+        world.same("the data (digest)", &digests[0])?;
+        world.same("the held-out data (digest)", &digests[1])?;
         let weights = world.agree(load_weights(config, &spec))?;
         let model_digest = weights.digest().to_owned();
         world.same("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
         let decoder = spec.family.decoder(&spec, Rc::new(weights), kind);
-        let shape = shape_of(config, &spec)?;
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind))?;
         world.same("the adapters (digest)", &adapters.digest())?;
-        let (data, held_out) = world.agree(open_data(config, &spec))?;
         let optimizer = &config.optimizer;
         Ok(Session {
             optimizer: AdamW::new(
@@ -252,7 +262,7 @@ fn keeping(config: &RunConfig) -> Keeping {
 }
 
 fn cursor(config: &RunConfig, groups: usize) -> Cursor {
-    Cursor::new(config.run.seed, groups)
+    Cursor::new(config.data.shuffle.then_some(config.run.seed), groups)
 }
 
 /// Training and held-out data; without a data file, random tokens at the planned lengths.

@@ -183,6 +183,7 @@ impl World {
     #[must_use]
     pub fn leave(&self, failure: Failure) -> Exit {
         let Some(speaker) = self.speaker.get() else { self.abort(failure) };
+        tracing::error!("{failure}");
         if speaker == self.all.rank() {
             say(&format!("longstraw: {failure}"));
         }
@@ -195,6 +196,7 @@ impl World {
     pub fn abort(&self, failure: Failure) -> ! {
         let failure = failure.at(self.board.site());
         say(&format!("longstraw: {failure}"));
+        tracing::error!("{failure}");
         abort_world(failure.exit())
     }
 
@@ -231,7 +233,9 @@ fn abort_on_panic(board: Board) {
         // libtorch appends the frames of its own stack, which tell a user nothing.
         let text = panic.to_string();
         let cause = text.split("\\nException raised from").next().unwrap_or_default();
-        say(&format!("longstraw: {}: bug: {cause}", board.site()));
+        let site = board.site();
+        say(&format!("longstraw: {site}: bug: {cause}"));
+        tracing::error!("{site}: bug: {text}");
         abort_world(Exit::Bug)
     }));
 }

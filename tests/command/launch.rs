@@ -1,0 +1,33 @@
+//! Processes that a launcher started without MPI's knowledge.
+
+use super::room::{Call, LONGSTRAW, Room};
+
+fn started_as(tasks: (&str, &str), arguments: &[&str]) -> super::room::Said {
+    Room::new().run(&Call { ranks: 0, program: LONGSTRAW, arguments, variables: &[tasks] })
+}
+
+#[test]
+fn processes_that_each_believe_they_are_alone_are_told_how_to_start() {
+    for variable in ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"] {
+        for arguments in [&["train"] as &[&str], &[], &["parity", "absent"]] {
+            let said = started_as((variable, "4"), arguments);
+            said.refused(4, &["rank 0 of 1", &format!("{variable} says that 4 were started"), "srun --mpi=pmix"]);
+        }
+    }
+}
+
+#[test]
+fn one_process_is_no_such_case() {
+    let said = started_as(("SLURM_STEP_NUM_TASKS", "1"), &["parity", "absent"]);
+    said.refused(3, &["absent/case.json"]);
+    // An allocation of four tasks of which the step uses one.
+    started_as(("SLURM_NTASKS", "4"), &["parity", "absent"]).refused(3, &["absent/case.json"]);
+}
+
+#[test]
+fn verbs_without_mpi_never_ask() {
+    let four = ("SLURM_STEP_NUM_TASKS", "4");
+    started_as(four, &["plan"]).ended(0, &["built-in laptop run", "models/smollm2-135m-instruct"]);
+    started_as(four, &["convert", "absent.gguf", "there"]).refused(3, &["absent.gguf"]);
+    started_as(four, &["data", "keychain", "--model", "absent", "--out", "there"]).refused(3, &["absent"]);
+}

@@ -1,0 +1,18 @@
+//! The command as a user meets it: the real binary in a folder of its own, alone and under mpirun, judged by its words,
+//! its exit code and the files it leaves.
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on says so by its panic")]
+
+#[path = "../loading/checkpoints.rs"]
+#[allow(dead_code, reason = "shared with the tests of loading, which use all of it")]
+mod checkpoints;
+
+mod abort;
+mod convert;
+mod launch;
+mod lines;
+mod parity;
+mod refusals;
+mod room;
+mod secret;
+mod training;
+mod users;

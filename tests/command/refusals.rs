@@ -1,0 +1,189 @@
+//! What bad input gets: exit 3 and one message with file, tensor or field, and numbers, at 1 and at 2 ranks; nothing is
+//! left behind.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use super::checkpoints::{Draft, Stored, Tensors, shard_name, write};
+use super::room::Room;
+use super::training::{config, lines, record};
+
+/// `train` on this checkpoint and these records is refused with these words, at 1 and at 2 ranks.
+#[track_caller]
+fn refused_with(draft: &Draft, records: &str, words: &[&str]) {
+    let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", records)]);
+    for ranks in [0, 2] {
+        let said = if ranks == 0 { room.alone(&["train"]) } else { room.ranks(ranks, &["train"]) };
+        said.refused(3, &[&["rank 0, start: "], words].concat());
+        for file in room.files("run") {
+            assert!(file.starts_with("logs/rank_"), "{file} is left behind");
+        }
+    }
+}
+
+#[track_caller]
+fn checkpoint_refused(draft: &Draft, words: &[&str]) {
+    refused_with(draft, &lines(&[record(9, [1, 2, 3])]), words);
+}
+
+#[test]
+fn a_checkpoint_with_wrong_tensors_is_refused_with_all_of_them() {
+    let mut draft = Draft::of("qwen3");
+    draft.tensors.remove("model.layers.1.self_attn.q_norm.weight").unwrap();
+    draft.tensors.insert("model.layers.0.extra.weight".to_owned(), Stored::float(&[2, 3], &[0.0; 6]));
+    let shape = &mut draft.tensor("model.layers.3.mlp.up_proj.weight").shape;
+    shape.swap(0, 1);
+    draft.write();
+    checkpoint_refused(
+        &draft,
+        &[
+            "model.layers.1.self_attn.q_norm.weight [16] is missing",
+            "model.safetensors: model.layers.0.extra.weight [2, 3] is not part of this model",
+            "model.safetensors: model.layers.3.mlp.up_proj.weight is [64, 128], the config asks for [128, 64]",
+        ],
+    );
+}
+
+#[test]
+fn an_index_that_names_absent_shards_is_refused() {
+    let draft = Draft::of("qwen3");
+    draft.write_shards(3);
+    fs::remove_file(draft.path().join(shard_name(1, 3))).unwrap();
+    checkpoint_refused(
+        &draft,
+        &["model-00002-of-00003.safetensors is not there, but the index places", "tensors in it"],
+    );
+}
+
+#[test]
+fn two_shards_with_the_same_tensor_are_refused() {
+    let draft = Draft::of("qwen3");
+    draft.write_shards(2);
+    let mut shards = [Tensors::new(), Tensors::new()];
+    for (index, (name, stored)) in draft.tensors.iter().enumerate() {
+        shards[index % 2].insert(name.clone(), stored.clone());
+    }
+    shards[1].insert("model.norm.weight".to_owned(), draft.tensors["model.norm.weight"].clone());
+    shards[0].insert("model.norm.weight".to_owned(), draft.tensors["model.norm.weight"].clone());
+    for (index, shard) in shards.iter().enumerate() {
+        write(&draft.path().join(shard_name(index, 2)), shard);
+    }
+    checkpoint_refused(
+        &draft,
+        &["model.norm.weight stands both in model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors"],
+    );
+}
+
+#[test]
+fn a_truncated_shard_is_refused_with_its_length() {
+    let draft = Draft::of("qwen3");
+    draft.write();
+    let file = draft.path().join("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    fs::write(&file, &bytes[..bytes.len() / 2]).unwrap();
+    let [wanted, found] = [bytes.len(), bytes.len() / 2].map(|length| length.to_string());
+    checkpoint_refused(&draft, &["model.safetensors: the header describes ", &wanted, &found, "fetch it again"]);
+}
+
+#[test]
+fn a_family_that_is_not_computed_is_refused_with_those_that_are() {
+    let mut draft = Draft::of("qwen3");
+    draft.config.insert("model_type".to_owned(), json!("qwen9"));
+    draft.write();
+    checkpoint_refused(
+        &draft,
+        &["config.json: `model_type` is \"qwen9\", which longstraw does not compute", "qwen3, qwen2, llama, mistral"],
+    );
+}
+
+#[test]
+fn a_rope_type_that_is_not_computed_is_refused() {
+    let mut draft = Draft::of("qwen3");
+    draft.config.insert("rope_parameters".to_owned(), json!({"rope_type": "spiral", "rope_theta": 10000.0}));
+    draft.write();
+    checkpoint_refused(&draft, &["config.json: ", "rope_type` is \"spiral\", which longstraw does not compute"]);
+}
+
+#[test]
+fn weights_that_are_not_numbers_are_refused_with_the_first_place() {
+    let mut draft = Draft::of("qwen3");
+    draft.tensor("model.layers.2.self_attn.k_proj.weight").set(2 * 64 + 5, f32::NAN);
+    draft.tensor("model.layers.2.self_attn.k_proj.weight").set(3 * 64, f32::INFINITY);
+    draft.write();
+    checkpoint_refused(
+        &draft,
+        &[
+            "model.safetensors: model.layers.2.self_attn.k_proj.weight has 1 NaN and 1 infinite of 2048 values",
+            "[2, 5]",
+        ],
+    );
+}
+
+#[test]
+fn records_outside_the_plan_are_refused_with_line_and_field() {
+    let draft = Draft::of("qwen3");
+    draft.write();
+    let good = record(9, [1, 2, 3]);
+    let with = |change: &dyn Fn(&mut Value)| {
+        let mut bad = good.clone();
+        change(&mut bad);
+        lines(&[good.clone(), bad])
+    };
+    for (records, words) in [
+        (
+            lines(&[good.clone(), record(97, [1, 2, 3])]),
+            "line 2, prompt_ids: 97 tokens, the plan's context.prompt_len is 96",
+        ),
+        (with(&|bad| bad["answers"][1]["ids"] = json!([])), "line 2, answers[1].ids: is empty"),
+        (
+            with(&|bad| bad["answers"][2]["ids"][1] = json!(256)),
+            "line 2, answers[2].ids: token 1 has id 256, outside the vocabulary of 256",
+        ),
+    ] {
+        refused_with(&draft, &records, &["train.jsonl, ", words]);
+    }
+}
+
+#[test]
+fn records_that_cannot_be_read_are_refused() {
+    let draft = Draft::of("qwen3");
+    draft.write();
+    let room = Room::with(&[("config.toml", &config(draft.path()))]);
+    room.alone(&[]).refused(3, &["train.jsonl: cannot open it: No such file"]);
+    room.write("train.jsonl", "\n");
+    room.alone(&[]).refused(3, &["train.jsonl: holds no record"]);
+    room.write("train.jsonl", "{\"prompt\": \"text\", \"answers\": []}");
+    room.alone(&[]).refused(3, &["train.jsonl, line 1, prompt: is text, but no tokenizer"]);
+    room.write("train.jsonl", lines(&[record(9, [1, 25, 3])]));
+    room.alone(&[]).refused(3, &["line 1, answers[1].ids: 25 tokens, the plan's context.answer_len is 24"]);
+}
+
+#[test]
+fn a_model_that_is_no_folder_is_named() {
+    let room = Room::with(&[("config.toml", &config("absent".as_ref()))]);
+    room.alone(&[]).refused(3, &["absent: No such file", "give the folder of a checkpoint, or its config.json"]);
+    room.write("absent/config.json", fs::read(Draft::of("qwen3").path().join("config.json")).unwrap_or_default());
+    room.alone(&[]).refused(3, &["absent/config.json: not a JSON object"]);
+    let draft = Draft::of("qwen3");
+    draft.write_config();
+    fs::copy(draft.path().join("config.json"), room.path().join("absent/config.json")).unwrap();
+    room.write("train.jsonl", lines(&[record(9, [1, 2, 3])]));
+    room.alone(&[]).refused(3, &["absent: there is neither model.safetensors nor model.safetensors.index.json"]);
+    room.ranks(2, &["--set", "lora.targets=q_prj"])
+        .refused(2, &["\"q_prj\" is no linear layer", "nearest is \"q_proj\""]);
+}
+
+#[test]
+fn an_earlier_run_stays_as_it_was_when_the_next_is_refused() {
+    let draft = Draft::of("qwen3");
+    draft.write();
+    let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", "{}")]);
+    room.write("run/metrics.jsonl", "earlier\n");
+    room.write("run/receipt.json", "earlier\n");
+    room.alone(&[]).refused(3, &["train.jsonl, line 1"]);
+    assert_eq!(
+        (room.read("run/metrics.jsonl").as_str(), room.read("run/receipt.json").as_str()),
+        ("earlier\n", "earlier\n")
+    );
+}

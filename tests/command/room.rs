@@ -1,0 +1,244 @@
+//! A folder to run the command in, and what a run said.
+
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A run that takes longer hangs.
+const RUN_SECONDS_MAX: u64 = 90;
+
+/// The binary under test.
+pub(crate) const LONGSTRAW: &str = env!("CARGO_BIN_EXE_longstraw");
+
+/// What a run said, and how it ended.
+#[derive(Debug)]
+pub(crate) struct Said {
+    pub(crate) code: i32,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl Said {
+    /// The exit code is `code`, and each of `words` stands in the messages.
+    #[track_caller]
+    pub(crate) fn ended(&self, code: i32, words: &[&str]) -> &Said {
+        assert_eq!(self.code, code, "{self}");
+        for word in words {
+            assert!(self.err.contains(word), "no {word:?} in:\n{self}");
+        }
+        assert!(!self.err.contains("panicked") && !self.err.contains("bug:"), "{self}");
+        self
+    }
+
+    /// The run failed with one message of our own, that has each of `words` in it.
+    #[track_caller]
+    pub(crate) fn refused(&self, code: i32, words: &[&str]) -> &Said {
+        self.ended(code, words);
+        let ours: Vec<&str> = self.err.lines().filter(|line| line.starts_with("longstraw: ")).collect();
+        assert_eq!(ours.len(), 1, "one message, not {}:\n{self}", ours.len());
+        self
+    }
+
+    /// Standard output is one JSON object and nothing else.
+    #[track_caller]
+    pub(crate) fn json(&self) -> Value {
+        assert_eq!(self.out.lines().count(), 1, "{self}");
+        let value: Value = serde_json::from_str(&self.out).unwrap();
+        assert!(value.is_object(), "{self}");
+        value
+    }
+}
+
+impl std::fmt::Display for Said {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "exit {}\nstandard output:\n{}\nstandard error:\n{}", self.code, self.out, self.err)
+    }
+}
+
+/// A temporary folder.
+pub(crate) struct Room {
+    folder: TempDir,
+    aside: TempDir,
+}
+
+impl Room {
+    pub(crate) fn new() -> Room {
+        Room { folder: tempfile::tempdir().unwrap(), aside: tempfile::tempdir().unwrap() }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// A room with these files.
+    pub(crate) fn with(files: &[(&str, &str)]) -> Room {
+        let room = Room::new();
+        for (name, text) in files {
+            room.write(name, text);
+        }
+        room
+    }
+
+    /// Writes a file, and the folders it lies in.
+    pub(crate) fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+        let file = self.path().join(name);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(&file, text).unwrap();
+        file
+    }
+
+    pub(crate) fn read(&self, name: &str) -> String {
+        let file = self.path().join(name);
+        fs::read_to_string(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
+    }
+
+    pub(crate) fn read_json(&self, name: &str) -> Value {
+        serde_json::from_str(&self.read(name)).unwrap()
+    }
+
+    /// Every file below `folder`, by its path from there.
+    pub(crate) fn files(&self, folder: &str) -> Vec<String> {
+        let root = self.path().join(folder);
+        let mut found = Vec::new();
+        let mut folders = vec![root.clone()];
+        while let Some(next) = folders.pop() {
+            for entry in fs::read_dir(next).into_iter().flatten().flatten() {
+                let path = entry.path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else {
+                    found.push(path.strip_prefix(&root).unwrap().display().to_string());
+                }
+            }
+        }
+        found.sort();
+        found
+    }
+
+    /// Writes a shell script that mpirun can start in the place of the command.
+    pub(crate) fn script(&self, name: &str, text: &str) -> String {
+        let file = self.write(name, format!("#!/bin/sh\n{text}\n"));
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
+        file.display().to_string()
+    }
+
+    /// One process, without mpirun.
+    pub(crate) fn alone(&self, arguments: &[&str]) -> Said {
+        self.run(&Call { ranks: 0, program: LONGSTRAW, arguments, variables: &[] })
+    }
+
+    /// Several ranks under mpirun.
+    pub(crate) fn ranks(&self, ranks: usize, arguments: &[&str]) -> Said {
+        self.run(&Call { ranks, program: LONGSTRAW, arguments, variables: &[] })
+    }
+
+    pub(crate) fn run(&self, call: &Call) -> Said {
+        self.start(call).end()
+    }
+
+    /// Starts a run and lets it go on.
+    pub(crate) fn start(&self, call: &Call) -> Running {
+        let (out, err) = (self.aside.path().join("out"), self.aside.path().join("err"));
+        let mut command = call.command();
+        command.current_dir(self.path()).stdin(Stdio::null());
+        command.stdout(File::create(&out).unwrap()).stderr(File::create(&err).unwrap());
+        let child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        Running { child, out, err, end: None }
+    }
+}
+
+/// What is started, and how.
+pub(crate) struct Call<'a> {
+    /// Ranks under mpirun; 0 starts the program itself.
+    pub(crate) ranks: usize,
+    pub(crate) program: &'a str,
+    pub(crate) arguments: &'a [&'a str],
+    pub(crate) variables: &'a [(&'a str, &'a str)],
+}
+
+impl Call<'_> {
+    fn command(&self) -> Command {
+        let mut command = if self.ranks == 0 {
+            Command::new(self.program)
+        } else {
+            let mut mpirun = Command::new("mpirun");
+            mpirun.args(["-n", &self.ranks.to_string(), "--oversubscribe", "--bind-to", "none", self.program]);
+            mpirun
+        };
+        command.args(self.arguments);
+        // What this machine's user has set must not decide a test.
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy().into_owned();
+            if ["LONGSTRAW_", "SLURM_", "OMPI_COMM_", "TAOTOKEN_"].iter().any(|prefix| name.starts_with(prefix)) {
+                command.env_remove(name);
+            }
+        }
+        // As scripts/mpirun.sh does, and for its reasons. Only root needs the first two.
+        command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+        command.envs([("OMPI_MCA_mpi_yield_when_idle", "1"), ("OMPI_MCA_btl_vader_single_copy_mechanism", "none")]);
+        command.env("OMP_NUM_THREADS", "1").envs(self.variables.iter().copied());
+        command
+    }
+}
+
+/// A run that goes on; dropped, it is ended.
+pub(crate) struct Running {
+    child: Child,
+    out: PathBuf,
+    err: PathBuf,
+    end: Option<ExitStatus>,
+}
+
+impl Running {
+    /// Whether it has ended by itself.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.end = self.end.or(self.child.try_wait().unwrap());
+        self.end.is_some()
+    }
+
+    /// Waits until `ready`, at most as long as a run may take.
+    #[track_caller]
+    pub(crate) fn until<T>(&mut self, what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+        let start = Instant::now();
+        loop {
+            if let Some(found) = ready() {
+                return found;
+            }
+            let (ended, late) = (self.has_ended(), start.elapsed().as_secs() > RUN_SECONDS_MAX);
+            assert!(!ended && !late, "{what} did not come; ended: {ended}\n{}", self.said());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits for the end.
+    #[track_caller]
+    pub(crate) fn end(mut self) -> Said {
+        let start = Instant::now();
+        while !self.has_ended() {
+            assert!(start.elapsed().as_secs() <= RUN_SECONDS_MAX, "it does not end:\n{}", self.said());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.said()
+    }
+
+    fn said(&self) -> Said {
+        let read = |file: &Path| String::from_utf8_lossy(&fs::read(file).unwrap()).into_owned();
+        let code = self.end.and_then(|status| status.code()).unwrap_or(-1);
+        Said { code, out: read(&self.out), err: read(&self.err) }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.has_ended() {
+            // mpirun ends its ranks on SIGTERM; on SIGKILL it could not.
+            let _ = Command::new("kill").arg(self.child.id().to_string()).status();
+            let _ = self.child.wait();
+        }
+    }
+}
