@@ -1,7 +1,7 @@
 //! Collectives over tensors: rows gathered, rows returned, runs round the ring, gradients summed.
 //!
 //! Every function is entered by every rank of the axis, with zero rows where it has none. Sums and merges go in rank
-//! order, never in order of arrival, so results repeat bit for bit.
+//! order, page runs in ring order, never in order of arrival, so results repeat bit for bit.
 
 mod ring;
 

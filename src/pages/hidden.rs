@@ -13,10 +13,10 @@ use crate::tensor::boundary::{Purse, storage_bytes, within};
 use crate::units::{Bytes, LayerIndex};
 use crate::watch::{Held, Ledger, Purpose};
 
-/// Which hidden state: an answer's index (or the tail's own pool uses pieces), and the layer it enters.
+/// Which hidden state: whose rows, and the layer it enters.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Slot {
-    /// Answer index, or piece index of the tail.
+    /// Answer index; 0 in the tail's own pool.
     pub span: usize,
     /// The layer whose block reads it.
     pub layer: LayerIndex,
