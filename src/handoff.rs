@@ -1,6 +1,7 @@
 //! What one phase hands to the next. The types carry the order: the optimizer takes only [`ReducedGrads`], which only
 //! `finalize` makes, out of [`LocalGrads`] that it consumes.
 
+use serde::Serialize;
 use tch::Tensor;
 
 use crate::layout::{PromptLayout, Span};
@@ -63,7 +64,7 @@ impl Work {
 
 /// Where a captured prompt waits, and how much of its tail is kept for the way back rather than computed again. Equal on
 /// all ranks: what is computed again takes every rank's part.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 pub struct Keeping {
     /// Where pages wait.
     pub pages: Residency,

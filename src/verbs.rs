@@ -10,7 +10,7 @@ use longstraw::data::{Tokenizer, keychain};
 use longstraw::failure::{Exit, Failure};
 use longstraw::model::spec::Spec;
 use longstraw::parity::{self, Gradient};
-use longstraw::plan::{self, Place};
+use longstraw::plan::{self, Place, Room};
 use longstraw::report::{print_result, say};
 use longstraw::tensor::boundary::count_allocations;
 use longstraw::trainer;
@@ -301,7 +301,12 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
     let model = plan_flags.model.as_deref().or(configured);
     let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
     let spec = model.map(|folder| Spec::read(folder, scaling.as_ref())).transpose()?;
-    let plan = plan::of(config, ranks, spec.as_ref());
+    let room = Room {
+        ranks_here: ranks,
+        device: plan_flags.device_gib.map(plan::gib),
+        host: plan_flags.host_gib.map(plan::gib),
+    };
+    let plan = plan::of(config, ranks, spec.as_ref(), &room);
     if plan_flags.json {
         print_json(&plan);
     } else {

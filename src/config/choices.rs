@@ -116,48 +116,48 @@ impl fmt::Display for Gradient {
     }
 }
 
-/// Whether pages live in host memory: `true`, `false` or `"auto"` in a file.
+/// Whether something is done: `true`, `false`, or where it serves, `"auto"`, in a file.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Offload {
+pub enum When {
     /// Always.
     Always,
     /// Never.
     Never,
-    /// Only where they do not fit the device.
+    /// Where memory asks for it or leaves room for it; the plan decides.
     Auto,
 }
 
-impl Serialize for Offload {
+impl Serialize for When {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
-            Offload::Always => serializer.serialize_bool(true),
-            Offload::Never => serializer.serialize_bool(false),
-            Offload::Auto => serializer.serialize_str("auto"),
+            When::Always => serializer.serialize_bool(true),
+            When::Never => serializer.serialize_bool(false),
+            When::Auto => serializer.serialize_str("auto"),
         }
     }
 }
 
-impl<'de> Deserialize<'de> for Offload {
+impl<'de> Deserialize<'de> for When {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct OffloadVisitor;
-        impl Visitor<'_> for OffloadVisitor {
-            type Value = Offload;
+        struct WhenVisitor;
+        impl Visitor<'_> for WhenVisitor {
+            type Value = When;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("true, false or \"auto\"")
             }
 
-            fn visit_bool<E: de::Error>(self, on: bool) -> Result<Offload, E> {
-                Ok(if on { Offload::Always } else { Offload::Never })
+            fn visit_bool<E: de::Error>(self, on: bool) -> Result<When, E> {
+                Ok(if on { When::Always } else { When::Never })
             }
 
-            fn visit_str<E: de::Error>(self, word: &str) -> Result<Offload, E> {
+            fn visit_str<E: de::Error>(self, word: &str) -> Result<When, E> {
                 match word {
-                    "auto" => Ok(Offload::Auto),
+                    "auto" => Ok(When::Auto),
                     other => Err(E::invalid_value(de::Unexpected::Str(other), &self)),
                 }
             }
         }
-        deserializer.deserialize_any(OffloadVisitor)
+        deserializer.deserialize_any(WhenVisitor)
     }
 }

@@ -23,7 +23,7 @@ pub(super) enum Kind {
     /// A list of two numbers.
     Pair,
     /// `true`, `false` or `"auto"`.
-    Offload,
+    When,
     /// `"exact"`, `"response"` or `{ last = N }`.
     Gradient,
     /// A table with keys that are not ours.
@@ -93,7 +93,10 @@ pub(super) const TABLES: &[Table] = &[
         path: "memory",
         keys: &[
             key("prompt_no_grad", Kind::Switch),
-            key("cpu_offload_pages", Kind::Offload),
+            key("cpu_offload_pages", Kind::When),
+            key("cpu_offload_inputs", Kind::When),
+            key("inputs_every", Kind::Count),
+            key("keep_attention", Kind::When),
             key("layer_wise_transfer", Kind::Switch),
             key("activation_ckpt", Kind::Choice(&["layer", "none"])),
             key("micro_block", Kind::Count),
@@ -259,14 +262,14 @@ impl Kind {
     /// Whether a value looks as it must.
     pub(super) fn accepts(self, value: &Value) -> bool {
         match (self, value) {
-            (Kind::Switch | Kind::Offload, Value::Bool(..)) | (Kind::Free, Value::Dict(..)) => true,
+            (Kind::Switch | Kind::When, Value::Bool(..)) | (Kind::Free, Value::Dict(..)) => true,
             (Kind::Count, value) => is_count(value),
             (Kind::Number, value) => is_number(value),
             (Kind::Text, value) => is_text(value),
             (Kind::Choice(words), Value::String(_, text)) => words.contains(&text.as_str()),
             (Kind::Texts, Value::Array(_, items)) => items.iter().all(is_text),
             (Kind::Pair, Value::Array(_, items)) => items.len() == 2 && items.iter().all(is_number),
-            (Kind::Offload, Value::String(_, text)) => text == "auto",
+            (Kind::When, Value::String(_, text)) => text == "auto",
             (Kind::Gradient, Value::String(_, text)) => text == "exact" || text == "response",
             (Kind::Gradient, Value::Dict(_, dict)) => dict.len() == 1 && dict.get("last").is_some_and(is_count),
             _ => false,
@@ -288,7 +291,7 @@ impl Kind {
             }
             Kind::Texts => "a list of texts".to_owned(),
             Kind::Pair => "a list of two numbers".to_owned(),
-            Kind::Offload => "true, false or \"auto\"".to_owned(),
+            Kind::When => "true, false or \"auto\"".to_owned(),
             Kind::Gradient => "\"exact\", \"response\" or { last = N }".to_owned(),
             Kind::Free => "a table".to_owned(),
         }

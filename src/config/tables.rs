@@ -8,9 +8,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::choices::{
-    ActivationCkpt, Aggregation, Dtype, Gradient, Offload, OptimizerName, RewardFn, Schedule, Weights,
-};
+use super::choices::{ActivationCkpt, Aggregation, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When};
 use crate::units::{Pages, Tokens};
 
 /// `[parallel]`: how ranks share the work.
@@ -52,7 +50,13 @@ pub struct MemoryConfig {
     /// The prompt runs once, without autograd.
     pub prompt_no_grad: bool,
     /// Whether pages live in host memory.
-    pub cpu_offload_pages: Offload,
+    pub cpu_offload_pages: When,
+    /// Whether the tail's block inputs wait in host memory.
+    pub cpu_offload_inputs: When,
+    /// The tail's block inputs are kept for every so many layers; 0 leaves it to the plan.
+    pub inputs_every: u64,
+    /// Whether the tail's attention output and log-sum-exp are kept.
+    pub keep_attention: When,
     /// One layer's pages are staged at a time, not all layers' at once.
     pub layer_wise_transfer: bool,
     /// What the backward pass starts from.

@@ -7,6 +7,7 @@
 
 mod hidden;
 
+use serde::Serialize;
 use tch::{Kind, Tensor};
 
 pub use hidden::{HiddenPool, Slot, StagedHidden};
@@ -65,7 +66,8 @@ impl std::fmt::Display for Stamp {
 }
 
 /// Where pages wait while another layer computes.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Residency {
     /// In host memory; a layer's pages are copied to the device while it computes.
     Host,

@@ -5,9 +5,7 @@ use std::rc::Rc;
 use tch::{Device, Kind};
 
 use crate::checkpoint;
-use crate::config::{
-    self, Aggregation as Rule, Dtype, Gradient, Loaded, Offload, RankConfig, RewardFn, RunConfig, Schedule,
-};
+use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule};
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::failure::Failure;
 use crate::handoff::{Keeping, Work};
@@ -22,8 +20,7 @@ use crate::model::spec::Spec;
 use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
-use crate::pages::Residency;
-use crate::plan::{self, Place};
+use crate::plan::{self, Place, Room};
 use crate::report::open_log;
 use crate::tensor::accumulation;
 use crate::units::{Rank, Tokens, as_dim, as_index, from_index};
@@ -104,7 +101,7 @@ impl Session {
         world.agree(loaded.check_laptop_model().map_err(Failure::from))?;
         let spec = world.agree(read_spec(config))?;
         let shape = world.agree(shape_of(config, &spec))?;
-        world.agree(fits(config, world, &spec))?;
+        let keeping = planned(config, world, &spec)?;
         let RankConfig { dir, log, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         // What is quick to check comes first: weights may take minutes.
@@ -130,7 +127,7 @@ impl Session {
             head: Head { rows_max: config.memory.head_block.dim(), temperature: config.grpo.temperature },
             terms: terms(config),
             gradient: config.grpo.gradient,
-            keeping: keeping(config),
+            keeping,
             reward_fn: config.grpo.reward_fn,
             normalize: config.grpo.normalize_adv,
             max_grad_norm: optimizer.max_grad_norm,
@@ -198,14 +195,19 @@ fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
     Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
 }
 
-/// Without a GPU the model computes in the machine's own memory, so everything counts there.
-fn fits(config: &RunConfig, world: &World, spec: &Spec) -> Result<(), Failure> {
+/// What is kept where, agreed over all ranks; refuses what does not fit. Without a GPU the model computes in the
+/// machine's own memory, so everything counts there.
+fn planned(config: &RunConfig, world: &World, spec: &Spec) -> Result<Keeping, Failure> {
     let (_, here) = world.on_this_machine();
-    let plan = plan::of(config, from_index(world.all.size()), Some(spec));
-    match plan::available_memory() {
-        Some(available) => Ok(plan.fits(from_index(here), "host", &[Place::Device, Place::Host], available)?),
-        None => Ok(()),
-    }
+    let (ranks, here) = (from_index(world.all.size()), from_index(here));
+    let available = plan::available_memory();
+    let plan = plan::of(config, ranks, Some(spec), &Room { ranks_here: here, device: None, host: available });
+    let fits = available.map_or(Ok(()), |memory| plan.fits(here, "host", &[Place::Device, Place::Host], memory));
+    world.agree(fits.map_err(Failure::from))?;
+    // Machines may have different room; what is computed again takes every rank's part, so the tightest one decides.
+    let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);
+    let kept = world.all.gather_numbers(u64::from(plan.keeping.attention));
+    Ok(Keeping { every: as_index(every), attention: kept.iter().all(|&kept| kept == 1), ..plan.keeping })
 }
 
 fn load_weights(config: &RunConfig, spec: &Spec) -> Result<Weights, Failure> {
@@ -250,15 +252,6 @@ fn terms(config: &RunConfig) -> Terms {
         kl_coef: config.grpo.kl_coef,
         aggregation,
     }
-}
-
-fn keeping(config: &RunConfig) -> Keeping {
-    // Without a GPU the two are one memory, so "auto" leaves pages where they are.
-    let pages = match config.memory.cpu_offload_pages {
-        Offload::Always => Residency::Host,
-        Offload::Never | Offload::Auto => Residency::Device,
-    };
-    Keeping { pages, ..Keeping::HOST }
 }
 
 fn cursor(config: &RunConfig, groups: usize) -> Cursor {

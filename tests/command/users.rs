@@ -38,8 +38,11 @@ fn eight_ranks_without_a_model_are_told_once_how_to_name_one() {
 fn eight_ranks_whose_memory_is_not_there_are_refused_before_weights_are_looked_for() {
     let room = room();
     let said = room.ranks(8, &["--set", "model.path=shape"]);
-    said.refused(5, &["8 ranks on this machine need", "of host memory", "tail's hidden states, 71.71 GiB a rank"]);
-    said.ended(5, &["set grpo.gradient = \"response\"", "pages, 35.85 GiB a rank", "use more ranks"]);
+    said.refused(5, &["8 ranks on this machine need", "of host memory", "tail's block inputs, 21.91 GiB a rank"]);
+    said.ended(
+        5,
+        &["11 of 36 layers", "set grpo.gradient = \"response\"", "pages, 35.85 GiB a rank", "use more ranks"],
+    );
     assert!(!said.err.contains("safetensors"), "{said}");
     nothing_new(&room);
 }
@@ -98,7 +101,7 @@ fn a_plan_in_json_is_one_object_and_nothing_else_on_standard_output() {
     let plan = said.ended(0, &["native context"]).json();
     // Positions × (key and value) × heads × head width × bytes × layers.
     assert_eq!(addend(&plan, "pages")["bytes"], json!(261_120_u64 * 2 * 8 * 128 * 2 * 36));
-    assert_eq!(addend(&plan, "tail's hidden states")["bytes"], json!(261_120_u64 * 4096 * 36 * 2));
+    assert_eq!(addend(&plan, "tail's block inputs")["bytes"], json!(261_120_u64 * 4096 * 36 * 2));
     assert_eq!(addend(&plan, "weights")["place"], "device");
 }
 
@@ -107,15 +110,33 @@ fn a_plan_that_does_not_fit_is_refused_with_the_knobs_that_bring_it_in() {
     let room = room();
     let plan = |flag: &[&str]| -> Said { room.alone(&[&["plan", "--model", "shape"], flag].concat()) };
     let said = plan(&["--host-gib", "64"]);
-    said.refused(5, &["8 ranks on this machine need 865.12 GiB of host memory and 64.00 GiB are there"]);
+    said.refused(5, &["8 ranks on this machine need 466.68 GiB of host memory and 64.00 GiB are there"]);
     said.ended(5, &["set grpo.gradient = \"response\"", "a shorter context.prompt_len"]);
     let said = plan(&["--device-gib", "16", "--json"]);
     said.refused(
         5,
-        &["one rank needs 28.63 GiB of device memory and 16.00 GiB are there", "weights, 15.25 GiB a rank"],
+        &["one rank needs 53.97 GiB of device memory and 16.00 GiB are there", "weights, 15.25 GiB a rank"],
     );
     said.json();
     plan(&["--host-gib", "900", "--device-gib", "80"]).ended(0, &[]);
+}
+
+/// Less room keeps fewer layers' inputs, more room keeps attention outputs too; each says what it costs.
+#[test]
+fn a_plan_chooses_what_is_kept_by_the_room_there_is_and_prints_the_price() {
+    let room = room();
+    let chosen = |host: &str, words: &str| {
+        let said = room.alone(&["plan", "--model", "shape", "--host-gib", host, "--device-gib", "80"]);
+        assert!(said.ended(0, &[]).out.contains(words), "{host} GiB, {words}: {said}");
+    };
+    chosen("600", "tail inputs of one layer in 2 (costs 1/2 of a prompt forward) in host memory");
+    chosen(
+        "900",
+        "every layer's tail inputs in host memory, attention outputs computed again (costs one attention pass",
+    );
+    chosen("1700", "every layer's tail inputs in host memory, attention outputs kept");
+    let fixed = ["plan", "--model", "shape", "--set", "memory.inputs_every=4"];
+    assert!(room.alone(&fixed).out.contains("tail inputs of one layer in 4"));
 }
 
 #[test]
