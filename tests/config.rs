@@ -413,6 +413,8 @@ fn the_digest_changes_with_every_shared_value_and_with_no_other() {
         "endpoint.default_model=judge",
         "model.rope_scaling={ rope_type = \"yarn\", factor = 4.0 }",
         "optimizer.max_grad_norm=inf",
+        "memory.cpu_offload_inputs=true",
+        "memory.keep_attention=false",
     ];
     let loaded = load(&[], &[], &given).expect("accepted");
     let before = serde_json::to_value(&loaded.run).expect("JSON");

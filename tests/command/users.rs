@@ -39,10 +39,7 @@ fn eight_ranks_whose_memory_is_not_there_are_refused_before_weights_are_looked_f
     let room = room();
     let said = room.ranks(8, &["--set", "model.path=shape"]);
     said.refused(5, &["8 ranks on this machine need", "of host memory", "tail's block inputs, 21.91 GiB a rank"]);
-    said.ended(
-        5,
-        &["11 of 36 layers", "set grpo.gradient = \"response\"", "pages, 35.85 GiB a rank", "use more ranks"],
-    );
+    said.ended(5, &["11 of 36 layers", "or grpo.gradient = \"response\"", "pages, 35.85 GiB a rank", "use more ranks"]);
     assert!(!said.err.contains("safetensors"), "{said}");
     nothing_new(&room);
 }
@@ -111,7 +108,7 @@ fn a_plan_that_does_not_fit_is_refused_with_the_knobs_that_bring_it_in() {
     let plan = |flag: &[&str]| -> Said { room.alone(&[&["plan", "--model", "shape"], flag].concat()) };
     let said = plan(&["--host-gib", "64"]);
     said.refused(5, &["8 ranks on this machine need 466.68 GiB of host memory and 64.00 GiB are there"]);
-    said.ended(5, &["set grpo.gradient = \"response\"", "a shorter context.prompt_len"]);
+    said.ended(5, &["or grpo.gradient = \"response\"", "a shorter context.prompt_len"]);
     let said = plan(&["--device-gib", "16", "--json"]);
     said.refused(
         5,
