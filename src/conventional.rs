@@ -1,7 +1,8 @@
 //! The conventional schedule: whole sequences under plain autograd, prompt graph and all.
 //!
 //! The reference that tests judge the paged schedule by. It shares with it the formulas of the segments and nothing else:
-//! no pages, no ranks, no log-sum-exp merging, no hand-written backward. It takes memory for one answer's whole graph.
+//! no pages, no ranks, no log-sum-exp merging, no hand-written backward. It takes memory for one answer's whole graph;
+//! the form that `bench` runs, as conventional trainers do, takes that of the layers' inputs and one layer's graph.
 
 use tch::{Kind, Tensor};
 

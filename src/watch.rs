@@ -59,7 +59,7 @@ impl Board {
 /// What the ledger tells apart.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
-    /// Page runs of other ranks that are on their way round the ring.
+    /// Page runs of other ranks that are on their way round the ring, and the sums of gradients that travel with them.
     Foreign,
     /// Page slabs in host memory.
     Pages,

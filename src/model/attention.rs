@@ -4,8 +4,9 @@
 //!
 //! 1. A query's output is merged from partial attentions over page runs and its own rows' block, each with its own
 //!    log-sum-exp; backward per block with the merged output and log-sum-exp is exact.
-//! 2. Prompt rows stay and key/value runs travel the ring (capture); answers' rows go the other way: queries are
-//!    gathered, each rank attends to the pages it owns, partial results return and are merged in rank order.
+//! 2. Prompt rows stay and key/value runs travel the ring (capture, and the sweep of a long tail, where sums of dk and
+//!    dv travel with them and come home); answers' rows and a short tail's go the other way: queries are gathered, each
+//!    rank attends to the pages it owns, partial results return and are merged in rank order.
 //! 3. Answer keys and values are never gathered: an answer's rows on a rank are one more block of that rank.
 
 use std::convert::Infallible;
