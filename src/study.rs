@@ -128,6 +128,9 @@ pub struct Agreement {
     pub norm_ratio: Vec<f64>,
 }
 
+/// Which numbers of an agreement.
+type Numbers = fn(&Agreement) -> &[f64];
+
 /// One mode at one length under one set of adapters.
 #[derive(Debug, Serialize)]
 pub struct Run {
@@ -168,19 +171,17 @@ impl Report {
     pub fn text(&self) -> String {
         let about = format!("{}, {}, {} ranks, groups of {}", self.model, self.dtype, self.ranks, self.group_size);
         let mut lines = vec![about];
-        let tables: [(&str, fn(&Agreement) -> &[f64]); 2] =
+        let tables: [(&str, Numbers); 2] =
             [("cosine to exact", |of| &of.cosine), ("norm / exact's norm", |of| &of.norm_ratio)];
         for (title, numbers) in tables {
             let Some(first) = self.runs.first() else { continue };
-            let names: String = first.projections.keys().map(|name| format!(" {name:>13}")).collect();
-            lines.push(format!(
-                "\n{title}\n{:>6} {:>7} {:<9} {:<9}{names}",
-                "length", "prompts", "adapters", "gradient"
-            ));
+            let head = ["length", "prompts", "adapters", "gradient"].map(String::from);
+            let names = first.projections.keys().map(|&name| name.to_owned());
+            lines.extend([String::new(), title.to_owned(), row(&head, names)]);
             lines.extend(self.runs.iter().map(|run| {
-                let cells: String =
-                    run.projections.values().map(|of| format!(" {:>13}", mean_and_spread(numbers(of)))).collect();
-                format!("{:>6} {:>7} {:<9} {:<9}{cells}", run.length, run.prompts, run.adapters, run.gradient)
+                let head =
+                    [run.length.to_string(), run.prompts.to_string(), run.adapters.clone(), run.gradient.clone()];
+                row(&head, run.projections.values().map(|of| mean_and_spread(numbers(of))))
             }));
         }
         lines.push("\nmean log-probability of a token of the right and the wrong answers".into());
@@ -193,6 +194,12 @@ impl Report {
         }));
         lines.join("\n")
     }
+}
+
+/// One line of a table.
+fn row([length, prompts, adapters, gradient]: &[String; 4], cells: impl Iterator<Item = String>) -> String {
+    let start = format!("{length:>6} {prompts:>7} {adapters:<9} {gradient:<9}");
+    cells.fold(start, |line, cell| format!("{line} {cell:>13}"))
 }
 
 fn float(count: usize) -> f64 {

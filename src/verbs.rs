@@ -101,6 +101,17 @@ struct PlanFlags {
     json: bool,
 }
 
+/// How rows are cut.
+#[derive(Args, Debug)]
+struct Cut {
+    /// Positions in a page
+    #[arg(long, default_value = "64", value_parser = at_least_one)]
+    page_size: u64,
+    /// Most rows of a segment at one time
+    #[arg(long, default_value = "2048", value_parser = at_least_one)]
+    micro_block: u64,
+}
+
 #[derive(Args, Debug)]
 struct ParityFlags {
     /// The case's folder
@@ -111,12 +122,8 @@ struct ParityFlags {
     /// float32, float64 or bfloat16
     #[arg(long, default_value = "float64", value_parser = dtype)]
     dtype: tch::Kind,
-    /// Positions in a page
-    #[arg(long, default_value = "64", value_parser = at_least_one)]
-    page_size: u64,
-    /// Most rows of a segment at one time
-    #[arg(long, default_value = "2048", value_parser = at_least_one)]
-    micro_block: u64,
+    #[command(flatten)]
+    cut: Cut,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -141,12 +148,8 @@ struct BenchFlags {
     /// float32, float64 or bfloat16
     #[arg(long, default_value = "float32", value_parser = dtype)]
     dtype: tch::Kind,
-    /// Positions in a page
-    #[arg(long, default_value = "64", value_parser = at_least_one)]
-    page_size: u64,
-    /// Most rows of a segment at one time
-    #[arg(long, default_value = "2048", value_parser = at_least_one)]
-    micro_block: u64,
+    #[command(flatten)]
+    cut: Cut,
     /// Also run the conventional schedule (one rank only): whole sequences, activation checkpointing
     #[arg(long)]
     conventional: bool,
@@ -181,12 +184,8 @@ struct StudyFlags {
     /// float32, float64 or bfloat16
     #[arg(long, default_value = "float32", value_parser = dtype)]
     dtype: tch::Kind,
-    /// Positions in a page
-    #[arg(long, default_value = "64", value_parser = at_least_one)]
-    page_size: u64,
-    /// Most rows of a segment at one time
-    #[arg(long, default_value = "2048", value_parser = at_least_one)]
-    micro_block: u64,
+    #[command(flatten)]
+    cut: Cut,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -391,8 +390,8 @@ fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
     let options = parity::Options {
         gradient: flags.gradient,
         kind: flags.dtype,
-        page_size: Tokens(flags.page_size),
-        micro_block: Tokens(flags.micro_block),
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
     };
     let report = match parity::run(&world, &flags.case_dir, &options) {
         Ok(report) => report,
@@ -411,8 +410,8 @@ fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         groups: flags.group,
         gradients: flags.gradient,
         kind: flags.dtype,
-        page_size: Tokens(flags.page_size),
-        micro_block: Tokens(flags.micro_block),
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
         conventional: flags.conventional,
     };
     let report = match bench::run(&world, &options) {
@@ -434,8 +433,8 @@ fn study(flags: StudyFlags) -> Result<Exit, Failure> {
         group_size: flags.group_size,
         seed: flags.seed,
         kind: flags.dtype,
-        page_size: Tokens(flags.page_size),
-        micro_block: Tokens(flags.micro_block),
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
     };
     let report = match study::run(&world, &options) {
         Ok(report) => report,
