@@ -6,10 +6,10 @@ SHELL := bash
 # cargo spreads its own work; two of them only wait for each other.
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory
-.PHONY: help deps build model data run test test-rust test-mpi ci ci-tools fmt fmt-check lint shellcheck tidy install clean
+.PHONY: help deps build model data run study test test-rust test-mpi ci ci-tools fmt fmt-check lint shellcheck tidy install clean
 
 LONGSTRAW := target/release/longstraw
-# Ranks of `make run`, and what else the command is given: make run RANKS=4 ARGS='--set run.steps=3'
+# Ranks of `make run` and `make study`, and what else the command is given: make run RANKS=4 ARGS='--set run.steps=3'
 RANKS ?= 2
 ARGS ?=
 # World sizes of the MPI tests. Uneven ones hide less.
@@ -23,10 +23,13 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  LIBTORCH=FOLDER uses a libtorch 2.11 that is there already; RANKS=N and ARGS='...' go to \`make run\`."
+	@echo "  LIBTORCH=FOLDER uses a libtorch 2.11 that is there already; RANKS=N and ARGS='...' go to \`make run\` and \`make study\`."
 
 run: build model data ## train SmolLM2-135M on this machine, two ranks, no GPU (sets everything up first)
 	scripts/mpirun.sh $(RANKS) $(LONGSTRAW) train --config configs/laptop.toml $(ARGS)
+
+study: build model ## gradient modes against the exact gradient on SmolLM2, by length and projection (an hour on two cores)
+	scripts/mpirun.sh $(RANKS) $(LONGSTRAW) study $(ARGS)
 
 test: test-rust test-mpi ## all tests: unit, command, and MPI at 1, 2, 3, 4 and 8 ranks (sets everything up first)
 

@@ -49,3 +49,4 @@ pub mod trainer;
 
 // Row 9.
 pub mod bench;
+pub mod study;

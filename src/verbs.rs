@@ -12,6 +12,7 @@ use longstraw::model::spec::Spec;
 use longstraw::parity::{self, Gradient};
 use longstraw::plan::{self, Place, Room};
 use longstraw::report::{print_result, say};
+use longstraw::study;
 use longstraw::tensor::boundary::count_allocations;
 use longstraw::trainer;
 use longstraw::units::Tokens;
@@ -59,6 +60,8 @@ enum Verb {
     Parity(ParityFlags),
     /// One update on random weights and tokens at given lengths: time by phase, bytes, and the conventional schedule beside
     Bench(BenchFlags),
+    /// How far gradient modes lie from the exact gradient, on real text, by length and projection; nothing is learned
+    Study(StudyFlags),
     /// A GGUF file, with its tokenizer, to an HF folder
     Convert {
         /// The GGUF file
@@ -98,6 +101,17 @@ struct PlanFlags {
     json: bool,
 }
 
+/// How rows are cut.
+#[derive(Args, Debug)]
+struct Cut {
+    /// Positions in a page
+    #[arg(long, default_value = "64", value_parser = at_least_one)]
+    page_size: u64,
+    /// Most rows of a segment at one time
+    #[arg(long, default_value = "2048", value_parser = at_least_one)]
+    micro_block: u64,
+}
+
 #[derive(Args, Debug)]
 struct ParityFlags {
     /// The case's folder
@@ -108,12 +122,8 @@ struct ParityFlags {
     /// float32, float64 or bfloat16
     #[arg(long, default_value = "float64", value_parser = dtype)]
     dtype: tch::Kind,
-    /// Positions in a page
-    #[arg(long, default_value = "64", value_parser = at_least_one)]
-    page_size: u64,
-    /// Most rows of a segment at one time
-    #[arg(long, default_value = "2048", value_parser = at_least_one)]
-    micro_block: u64,
+    #[command(flatten)]
+    cut: Cut,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -138,15 +148,44 @@ struct BenchFlags {
     /// float32, float64 or bfloat16
     #[arg(long, default_value = "float32", value_parser = dtype)]
     dtype: tch::Kind,
-    /// Positions in a page
-    #[arg(long, default_value = "64", value_parser = at_least_one)]
-    page_size: u64,
-    /// Most rows of a segment at one time
-    #[arg(long, default_value = "2048", value_parser = at_least_one)]
-    micro_block: u64,
+    #[command(flatten)]
+    cut: Cut,
     /// Also run the conventional schedule (one rank only): whole sequences, activation checkpointing
     #[arg(long)]
     conventional: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct StudyFlags {
+    /// An HF folder with weights and tokenizer
+    #[arg(default_value = "models/smollm2-135m-instruct")]
+    model: PathBuf,
+    /// Positions of prompt and answer (64 of them are left to the answer), and how many prompts; may be given again
+    #[arg(long, value_name = "POSITIONS[:PROMPTS]", default_values = ["512:8", "2048:4", "8192:1"], value_parser = length)]
+    length: Vec<study::Length>,
+    /// response, last=N or exact; may be given again
+    #[arg(long, default_values = ["response", "last=64", "last=512"], value_parser = gradient)]
+    gradient: Vec<Gradient>,
+    /// start (B zero), drawn (B random) or a folder of saved adapters; may be given again
+    #[arg(long, value_name = "start|drawn|FOLDER", default_values = ["drawn", "start"], value_parser = start)]
+    adapters: Vec<study::Start>,
+    /// Folders of text (default: texts that stand on any Debian machine)
+    #[arg(long, value_name = "FOLDER")]
+    text: Vec<PathBuf>,
+    /// Answers of a prompt, one of them right
+    #[arg(long, default_value_t = 4)]
+    group_size: usize,
+    /// Seed of prompts and adapters
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// float32, float64 or bfloat16
+    #[arg(long, default_value = "float32", value_parser = dtype)]
+    dtype: tch::Kind,
+    #[command(flatten)]
+    cut: Cut,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -211,6 +250,22 @@ fn at_least_one(text: &str) -> Result<u64, String> {
     text.parse().ok().filter(|&count: &u64| count > 0).ok_or_else(|| "should be a number of at least 1".into())
 }
 
+fn length(text: &str) -> Result<study::Length, String> {
+    let (positions, prompts) = text.split_once(':').unwrap_or((text, "1"));
+    let count = |text: &str| at_least_one(text).map_err(|_| "should be POSITIONS or POSITIONS:PROMPTS".to_owned());
+    let prompts = usize::try_from(count(prompts)?).map_err(|error| error.to_string())?;
+    Ok(study::Length { positions: Tokens(count(positions)?), prompts })
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "what clap asks of a parser")]
+fn start(text: &str) -> Result<study::Start, String> {
+    Ok(match text {
+        "start" => study::Start::Start,
+        "drawn" => study::Start::Drawn,
+        folder => study::Start::Folder(folder.into()),
+    })
+}
+
 /// Runs the verb.
 pub(crate) fn run(command: Command) -> Result<Exit, Failure> {
     let Command { config, verb } = command;
@@ -219,6 +274,7 @@ pub(crate) fn run(command: Command) -> Result<Exit, Failure> {
         Verb::Plan(flags) => plan(config, &flags),
         Verb::Parity(flags) => parity(&flags),
         Verb::Bench(flags) => bench(flags),
+        Verb::Study(flags) => study(flags),
         Verb::Convert { source, destination, bf16, force } => {
             let weights = if bf16 { convert::Weights::Bfloat16 } else { convert::Weights::Float32 };
             let summary = convert(&source, &destination, &convert::Options { weights, force, ..Default::default() })?;
@@ -288,6 +344,15 @@ fn print_json<T: serde::Serialize>(value: &T) {
     }
 }
 
+/// Rank 0 prints a report, as one JSON object or in words.
+fn print_report<T: serde::Serialize>(world: &World, json: bool, report: &T, text: &str) {
+    match (world.all.rank().0, json) {
+        (0, true) => print_json(report),
+        (0, false) => print_result(text),
+        _ => {}
+    }
+}
+
 fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
     let loaded = config::load(&overrides(flags))?;
     let config = &loaded.run;
@@ -330,20 +395,14 @@ fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
     let options = parity::Options {
         gradient: flags.gradient,
         kind: flags.dtype,
-        page_size: Tokens(flags.page_size),
-        micro_block: Tokens(flags.micro_block),
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
     };
     let report = match parity::run(&world, &flags.case_dir, &options) {
         Ok(report) => report,
         Err(failure) => return Ok(world.leave(failure)),
     };
-    if world.all.rank().0 == 0 {
-        if flags.json {
-            print_json(&report);
-        } else {
-            print_result(&report.text());
-        }
-    }
+    print_report(&world, flags.json, &report, &report.text());
     Ok(if report.passed { Exit::Done } else { Exit::Gate })
 }
 
@@ -356,21 +415,37 @@ fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         groups: flags.group,
         gradients: flags.gradient,
         kind: flags.dtype,
-        page_size: Tokens(flags.page_size),
-        micro_block: Tokens(flags.micro_block),
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
         conventional: flags.conventional,
     };
     let report = match bench::run(&world, &options) {
         Ok(report) => report,
         Err(failure) => return Ok(world.leave(failure)),
     };
-    if world.all.rank().0 == 0 {
-        if flags.json {
-            print_json(&report);
-        } else {
-            print_result(&report.text());
-        }
-    }
+    print_report(&world, flags.json, &report, &report.text());
+    Ok(Exit::Done)
+}
+
+fn study(flags: StudyFlags) -> Result<Exit, Failure> {
+    let world = world(&Environment::process())?;
+    let options = study::Options {
+        model: flags.model,
+        lengths: flags.length,
+        gradients: flags.gradient,
+        starts: flags.adapters,
+        text: flags.text,
+        group_size: flags.group_size,
+        seed: flags.seed,
+        kind: flags.dtype,
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
+    };
+    let report = match study::run(&world, &options) {
+        Ok(report) => report,
+        Err(failure) => return Ok(world.leave(failure)),
+    };
+    print_report(&world, flags.json, &report, &report.text());
     Ok(Exit::Done)
 }
 

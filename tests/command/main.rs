@@ -5,6 +5,9 @@
 #[path = "../loading/checkpoints.rs"]
 #[allow(dead_code, reason = "shared with the tests of loading, which use all of it")]
 mod checkpoints;
+#[path = "../../src/data/sample.rs"]
+#[allow(dead_code, reason = "shared with the unit tests of data, which use all of it")]
+mod sample;
 
 mod abort;
 mod convert;
@@ -14,5 +17,6 @@ mod parity;
 mod refusals;
 mod room;
 mod secret;
+mod study;
 mod training;
 mod users;

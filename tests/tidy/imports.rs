@@ -20,7 +20,7 @@ const TABLE: [(u8, &[&str]); 16] = [
     (7, &["report"]),
     (8, &["plan", "doctor", "parity", "conventional", "convert"]),
     (8, &["trainer"]),
-    (9, &["gate", "bench"]),
+    (9, &["gate", "bench", "study"]),
     (10, &["verbs"]),
     (10, &["main"]),
 ];

@@ -1,0 +1,88 @@
+//! `study`: a mode against the exact gradient, on prompts that it makes itself.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use super::checkpoints::Draft;
+use super::room::Room;
+use super::sample;
+
+const PROJECTIONS: [&str; 8] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all"];
+
+/// A tiny llama with a tokenizer of bytes, in `model/`, and text to make prompts of, in `text/`.
+fn room() -> Room {
+    let room = Room::new();
+    let mut draft = Draft::of("llama");
+    let tokenizer = sample::folder();
+    draft.config["vocab_size"] = json!(sample::END + 1);
+    draft.config["max_position_embeddings"] = json!(1_024);
+    for table in ["model.embed_tokens.weight", "lm_head.weight"] {
+        let table = draft.tensor(table);
+        // Rows for the special tokens, which the reference checkpoint does not know.
+        let further = table.bytes[..3 * 64 * 4].to_vec();
+        table.bytes.extend(further);
+        table.shape[0] += 3;
+    }
+    draft.write();
+    fs::create_dir(room.path().join("model")).unwrap();
+    for folder in [draft.path(), tokenizer.path()] {
+        for entry in fs::read_dir(folder).unwrap() {
+            let entry = entry.unwrap();
+            fs::copy(entry.path(), room.path().join("model").join(entry.file_name())).unwrap();
+        }
+    }
+    let paragraph = |number: u32| format!("Paragraph {number} says what no other one does. ").repeat(5);
+    room.write("text/notes.txt", (0..24).map(paragraph).collect::<Vec<_>>().join("\n\n"));
+    room
+}
+
+const SHORT: [&str; 8] = ["study", "model", "--text", "text", "--length", "900:2", "--dtype", "float64"];
+
+/// `key` of a projection, prompt by prompt.
+fn numbers(run: &Value, projection: &str, key: &str) -> Vec<f64> {
+    run["projections"][projection][key].as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+}
+
+#[test]
+fn exact_is_exact_at_any_world_size_and_response_is_not_and_the_report_is_one_json_object() {
+    let room = room();
+    let flags = ["--gradient", "exact", "--gradient", "response", "--adapters", "drawn", "--page-size", "16", "--json"];
+    let arguments = [&SHORT[..], &flags].concat();
+    let reports = [1, 3].map(|ranks| room.ranks(ranks, &arguments).ended(0, &["900, drawn: prompt 2 of 2"]).json());
+    let [alone, several] = reports.each_ref().map(|report| report["runs"].as_array().unwrap());
+    assert_eq!((alone.len(), several.len(), &reports[1]["ranks"]), (2, 2, &json!(3)));
+    assert_eq!((&alone[0]["gradient"], &alone[1]["gradient"]), (&json!("exact"), &json!("response")));
+    for projection in PROJECTIONS {
+        for key in ["cosine", "norm_ratio"] {
+            // Two runs with the same configuration give the same bits; the quotient of equal sums rounds once.
+            assert!(numbers(&alone[0], projection, key).iter().all(|number| (number - 1.0).abs() < 1e-15));
+            let (one, two) = (numbers(&alone[1], projection, key), numbers(&several[1], projection, key));
+            assert!(one.len() == 2 && one.iter().all(|number| (0.0..0.999).contains(&number.abs())), "{one:?}");
+            assert!(one.iter().zip(&two).all(|(one, two)| (one - two).abs() < 1e-11), "{one:?} {two:?}");
+        }
+    }
+    assert_eq!(alone[0]["projections"].as_object().unwrap().keys().collect::<Vec<_>>(), PROJECTIONS);
+    let longest = alone[1]["prompt_tokens"][1].as_u64().unwrap();
+    assert!((800..=836).contains(&longest), "{longest}: 64 positions are left to the answer");
+}
+
+#[test]
+fn a_last_that_covers_the_prompt_is_exact_with_starting_adapters_too_and_nothing_stays_behind() {
+    let room = room();
+    let before = room.files("");
+    let said = room.alone(&[&SHORT[..], &["--gradient", "last=5000", "--adapters", "start"]].concat());
+    said.ended(0, &[]);
+    let row = said.out.lines().find(|line| line.contains("last=5000")).unwrap();
+    assert_eq!(row.matches("1.000 ±0.000").count(), PROJECTIONS.len(), "{said}");
+    assert_eq!(room.files(""), before);
+}
+
+#[test]
+fn a_length_without_room_for_the_notes_and_adapters_that_are_none_are_refused_once() {
+    let room = room();
+    let short = ["study", "model", "--text", "text", "--length", "100"];
+    room.ranks(2, &short).refused(2, &["prompt_tokens is 36", "at least"]);
+    room.alone(&[&SHORT[..], &["--adapters", "absent"]].concat()).refused(3, &["absent"]);
+    room.alone(&["study", "model", "--length", "0"]).ended(2, &["should be POSITIONS or POSITIONS:PROMPTS"]);
+}
