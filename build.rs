@@ -29,6 +29,19 @@ fn main() {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder_of(&libtorch.join("lib").join(name)).display());
     }
     println!("cargo:rustc-link-arg=-Wl,--as-needed");
+    name_commit();
+}
+
+/// The commit that receipts name; `unknown` outside a checkout.
+fn name_commit() {
+    for watched in [".git/HEAD", ".git/logs/HEAD"] {
+        if Path::new(watched).exists() {
+            println!("cargo:rerun-if-changed={watched}");
+        }
+    }
+    let said = std::process::Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
+    let commit = said.ok().filter(|said| said.status.success()).and_then(|said| String::from_utf8(said.stdout).ok());
+    println!("cargo:rustc-env=LONGSTRAW_COMMIT={}", commit.as_deref().unwrap_or("unknown").trim());
 }
 
 fn folder_of(library: &Path) -> PathBuf {

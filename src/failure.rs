@@ -61,6 +61,12 @@ impl Exit {
     }
 }
 
+/// Whether libtorch's words say that memory has run out.
+#[must_use]
+pub fn out_of_memory(message: &str) -> bool {
+    ["can't allocate memory", "out of memory"].iter().any(|words| message.contains(words))
+}
+
 /// An error that knows the exit code it leads to.
 pub trait Classified: Error + Send + Sync + 'static {
     /// The exit code this error leads to.

@@ -22,6 +22,35 @@ pub enum Error {
         /// Norm of all gradients.
         norm: f64,
     },
+    /// An update has left a NaN or an infinity.
+    #[error("{tensor} is not finite after an update with learning rate {learning_rate:e}; nothing was saved")]
+    Update {
+        /// The first adapter tensor with such a value.
+        tensor: String,
+        /// The learning rate.
+        learning_rate: f64,
+    },
+    /// The loss, or another number that every rank sees, is NaN or infinite.
+    #[error("the {what} over all ranks is {value}; nothing was saved")]
+    Number {
+        /// Which number.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+    },
+}
+
+/// Whether every value of the adapters is finite; the same answer on all ranks, which hold the same bits.
+///
+/// # Errors
+/// Names the first tensor with a value that is not.
+pub fn check(adapters: &Adapters, learning_rate: f64) -> Result<(), Failure> {
+    for (tensor, name) in adapters.tensors().zip(adapters.names()) {
+        if tensor.isfinite().all().int64_value(&[]) == 0 {
+            return Err(Error::Update { tensor: name, learning_rate }.into());
+        }
+    }
+    Ok(())
 }
 
 impl Classified for Error {

@@ -11,6 +11,8 @@
 
 use tch::{Kind, Tensor};
 
+use crate::units::{float, from_index};
+
 /// How tokens weigh in the loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Aggregation {
@@ -35,25 +37,36 @@ pub struct Terms {
     pub aggregation: Aggregation,
 }
 
+/// Rewards this close together, relative to the largest, are equal: what is left is rounding of how they were summed.
+const EQUAL: f64 = 1e-9;
+
+/// Smallest and largest of the known rewards, if they differ by more than rounding.
+#[must_use]
+pub fn spread(rewards: &[Option<f64>]) -> Option<(f64, f64)> {
+    let known = || rewards.iter().filter_map(|&reward| reward);
+    let (least, most) = (known().fold(f64::INFINITY, f64::min), known().fold(f64::NEG_INFINITY, f64::max));
+    // Halved, so that the difference of two finite numbers stays finite.
+    let apart = most * 0.5 - least * 0.5;
+    (apart > EQUAL * 0.5 * least.abs().max(most.abs())).then_some((least, most))
+}
+
 /// Advantage of each answer from the group's rewards. A missing reward (`None`) gives `None` and takes no part in mean
-/// and deviation; a group whose rewards are all equal gives exactly 0.
+/// and deviation; a group whose rewards are all equal, but for rounding, gives exactly 0.
 #[must_use]
 pub fn advantages(rewards: &[Option<f64>], normalize: bool) -> Vec<Option<f64>> {
-    let known: Vec<f64> = rewards.iter().filter_map(|&reward| reward).collect();
-    let count = float(known.len() as u64).max(1.0);
+    let Some((least, most)) = spread(rewards) else {
+        return rewards.iter().map(|reward| reward.map(|_| 0.0)).collect();
+    };
+    // Brought to 0..1 first: the deviation of very small or very large rewards would under- or overflow.
+    let (half, width) = (least * 0.5, most * 0.5 - least * 0.5);
+    let scaled: Vec<Option<f64>> =
+        rewards.iter().map(|reward| reward.map(|reward| (reward * 0.5 - half) / width)).collect();
+    let known: Vec<f64> = scaled.iter().filter_map(|&reward| reward).collect();
+    let count = float(from_index(known.len()));
     let mean = known.iter().sum::<f64>() / count;
     let deviation = (known.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>() / count).sqrt();
-    let equal = known.iter().all(|&reward| known.first().is_some_and(|&first| (reward - first).abs() <= 0.0));
-    rewards
-        .iter()
-        .map(|reward| {
-            reward.map(|reward| match (equal, normalize) {
-                (true, _) => 0.0,
-                (false, true) => (reward - mean) / deviation,
-                (false, false) => reward - mean,
-            })
-        })
-        .collect()
+    let unit = if normalize { 1.0 / deviation } else { 2.0 * width };
+    scaled.iter().map(|reward| reward.map(|reward| (reward - mean) * unit)).collect()
 }
 
 /// One answer's place in a batch: how many tokens, and whether it has a reward.
@@ -121,6 +134,15 @@ pub struct Added {
     pub clipped: u64,
 }
 
+/// The range that covers two ranges; a NaN in either stays, so that it is seen.
+#[must_use]
+pub fn widen(one: Option<(f64, f64)>, two: Option<(f64, f64)>) -> Option<(f64, f64)> {
+    let (Some(a), Some(b)) = (one, two) else { return one.or(two) };
+    let nan = |x: f64, y: f64| x.is_nan() || y.is_nan();
+    let least = if nan(a.0, b.0) { f64::NAN } else { a.0.min(b.0) };
+    Some((least, if nan(a.1, b.1) { f64::NAN } else { a.1.max(b.1) }))
+}
+
 /// Loss and gradient of some tokens. By hand, since the graph would be three lines long.
 #[must_use]
 pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
@@ -130,7 +152,8 @@ pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
     let bounded = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high) * advantage;
     let active = free.le_tensor(&bounded);
     let mut token = -free.minimum(&bounded);
-    let mut dtoken = -(&free * active.to_kind(free.kind()));
+    // A clipped token has no gradient, also where its ratio has overflowed.
+    let mut dtoken = -free.where_self(&active, &free.zeros_like());
     if let Some(reference) = reference.filter(|_| terms.kl_coef > 0.0) {
         let gap = reference - logprobs;
         token += (gap.exp() - &gap - 1.0) * terms.kl_coef;
@@ -143,11 +166,6 @@ pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
         ratio: any.then(|| (ratio.min().double_value(&[]), ratio.max().double_value(&[]))),
         clipped: u64::try_from(active.logical_not().sum(Kind::Int64).int64_value(&[])).unwrap_or(0),
     }
-}
-
-/// A count as a float: counts of tokens and answers stay far below 2^32 in one batch.
-fn float(count: u64) -> f64 {
-    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]
@@ -168,6 +186,26 @@ mod tests {
         assert_eq!(advantages(&[Some(1.0), None], true), [Some(0.0), None]);
         assert_eq!(advantages(&[None, None], true), [None, None]);
         assert_eq!(advantages(&[Some(0.0), None, Some(1.0)], true), [Some(-1.0), None, Some(1.0)]);
+        assert_eq!(advantages(&[Some(0.1 + 0.2), Some(0.3)], true), [Some(0.0); 2]);
+        assert_eq!(advantages(&[Some(0.7), Some(0.1 * 7.0)], true), [Some(0.0); 2]);
+    }
+
+    #[test]
+    fn tiny_and_huge_rewards_give_finite_advantages() {
+        for pair in [[0.0, 1e-200], [0.0, 1e200], [-1e308, 1e308]] {
+            assert_eq!(advantages(&pair.map(Some), true), [Some(-1.0), Some(1.0)], "{pair:?}");
+        }
+        let three = advantages(&[Some(1e308), Some(1e308), Some(0.0)], true);
+        assert!(three.iter().flatten().all(|advantage| advantage.is_finite()));
+        assert_eq!(advantages(&[Some(-3.0), Some(5.0)], false), [Some(-4.0), Some(4.0)]);
+    }
+
+    #[test]
+    fn a_clipped_token_whose_ratio_overflows_has_no_gradient() {
+        let (lp, old) = (Tensor::from_slice(&[0.0f32]), Tensor::from_slice(&[-200.0f32]));
+        let given = Tokens { logprobs: &lp, old: &old, reference: None, advantage: 1.0, weight: 1.0 };
+        let added = tokens(&given, &TERMS);
+        assert!((added.loss + 1.2).abs() < 1e-6 && added.dlogprobs.double_value(&[0]).abs() < 1e-12);
     }
 
     #[test]

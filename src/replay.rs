@@ -45,8 +45,8 @@ pub struct Goal<'a> {
 pub struct Replayed {
     /// This rank's part of the loss.
     pub loss: f64,
-    /// Smallest and largest ratio to the frozen scores on this rank; 1 where it has no token.
-    pub ratio: (f64, f64),
+    /// Smallest and largest ratio to the frozen scores on this rank; `None` where it has no token.
+    pub ratio: Option<(f64, f64)>,
     /// Tokens of this rank whose ratio was clipped in effect.
     pub clipped: u64,
     /// Log-probabilities of this rank's tokens.
@@ -97,7 +97,7 @@ pub fn run(
     let start = Instant::now();
     let nothing = Replayed {
         loss: 0.0,
-        ratio: (1.0, 1.0),
+        ratio: None,
         clipped: 0,
         logprobs: Scores(Vec::new()),
         pool_bytes: Bytes(0),
@@ -302,9 +302,7 @@ impl Replay<'_> {
         let added = objective::tokens(&tokens, self.goal.terms);
         self.done.loss += added.loss;
         self.done.clipped += added.clipped;
-        if let Some((least, most)) = added.ratio {
-            self.done.ratio = (self.done.ratio.0.min(least), self.done.ratio.1.max(most));
-        }
+        self.done.ratio = objective::widen(self.done.ratio, added.ratio);
         added.dlogprobs
     }
 }

@@ -31,7 +31,7 @@ use crate::parity::{Gradient, dtype_name};
 use crate::replay::Goal;
 use crate::report::say;
 use crate::tensor::accumulation;
-use crate::units::{Tokens, from_index};
+use crate::units::{Tokens, float, from_index};
 use crate::watch::Ledger;
 use crate::world::World;
 use crate::{capture, finalize, replay, score};
@@ -202,12 +202,8 @@ fn row([length, prompts, adapters, gradient]: &[String; 4], cells: impl Iterator
     cells.fold(start, |line, cell| format!("{line} {cell:>13}"))
 }
 
-fn float(count: usize) -> f64 {
-    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
-}
-
 fn mean(numbers: &[f64]) -> f64 {
-    numbers.iter().sum::<f64>() / float(numbers.len())
+    numbers.iter().sum::<f64>() / float(from_index(numbers.len()))
 }
 
 fn mean_and_spread(numbers: &[f64]) -> String {
@@ -216,7 +212,7 @@ fn mean_and_spread(numbers: &[f64]) -> String {
         return format!("{mean:.3}");
     }
     let squares: f64 = numbers.iter().map(|number| (number - mean).powi(2)).sum();
-    format!("{mean:.3} ±{:.3}", (squares / float(numbers.len() - 1)).sqrt())
+    format!("{mean:.3} ±{:.3}", (squares / float(from_index(numbers.len() - 1))).sqrt())
 }
 
 struct Study<'a> {
@@ -410,7 +406,7 @@ impl Study<'_> {
             sums[wrong] += parts.map(|part| part.sum(Kind::Double).double_value(&[])).sum::<f64>();
             tokens[wrong] += answer.ids.len();
         }
-        [0, 1].map(|which| sum_number(&self.world.cp, sums[which]) / float(tokens[which]))
+        [0, 1].map(|which| sum_number(&self.world.cp, sums[which]) / float(from_index(tokens[which])))
     }
 }
 

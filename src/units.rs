@@ -109,6 +109,14 @@ pub fn from_index(length: usize) -> u64 {
     length as u64
 }
 
+/// A count as a float, exact up to 2^32 and rounded beyond, for means and rates.
+#[must_use]
+pub fn float(count: u64) -> f64 {
+    let (high, low) = (count >> 32, count & u64::from(u32::MAX));
+    let part = |half: u64| f64::from(u32::try_from(half).unwrap_or(u32::MAX));
+    part(high).mul_add(4_294_967_296.0, part(low))
+}
+
 impl Tokens {
     /// As a tensor dimension.
     #[must_use]
@@ -173,6 +181,12 @@ mod tests {
         assert_eq!(Bytes(1023).to_string(), "1023 B");
         assert_eq!(Bytes(1536).to_string(), "1.50 KiB");
         assert_eq!(Bytes(309 << 30).to_string(), "309.00 GiB");
+    }
+
+    #[test]
+    fn a_count_as_a_float_does_not_saturate() {
+        assert!((float(7) - 7.0).abs() < 1e-15);
+        assert!((float((1 << 40) + 5) - 1_099_511_627_781.0).abs() < 1e-3);
     }
 
     #[test]

@@ -85,7 +85,7 @@ enum Verb {
 #[derive(Args, Debug)]
 struct PlanFlags {
     /// Ranks of the world (default: `parallel.cp_size`, else 1)
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     ranks: Option<u64>,
     /// An HF folder, or just its config.json
     #[arg(long, value_name = "FOLDER")]
@@ -134,13 +134,13 @@ struct BenchFlags {
     /// An HF folder, or just its config.json: only the shape is read
     model: PathBuf,
     /// Prompt positions
-    #[arg(long, default_value_t = 4096)]
+    #[arg(long, default_value = "4096", value_parser = at_least_one)]
     prompt: u64,
     /// Tokens of an answer
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value = "64", value_parser = at_least_one)]
     answer: u64,
     /// Answers of a group; may be given again
-    #[arg(long, default_values_t = [2u64, 8])]
+    #[arg(long, default_values = ["2", "8"], value_parser = at_least_one)]
     group: Vec<u64>,
     /// exact, response or last=N; may be given again
     #[arg(long, default_values = ["exact", "response"], value_parser = gradient)]
@@ -301,8 +301,9 @@ fn world(environment: &Environment) -> Result<World, Failure> {
     count_allocations();
     let launcher = environment.launcher_tasks().map(|told| Launcher { variable: told.variable, tasks: told.tasks });
     let world = World::start(launcher, Board::default())?;
+    // Asked on every rank, since it is a collective; variables may differ from host to host.
+    let (_, here) = world.on_this_machine();
     if environment.omp_num_threads().is_none() {
-        let (_, here) = world.on_this_machine();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         tch::set_num_threads(i32::try_from((cores / here).max(1)).unwrap_or(1));
     }
@@ -370,6 +371,7 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
         ranks_here: ranks,
         device: plan_flags.device_gib.map(plan::gib),
         host: plan_flags.host_gib.map(plan::gib),
+        host_only: false,
     };
     let plan = plan::of(config, ranks, spec.as_ref(), &room);
     if plan_flags.json {

@@ -31,9 +31,9 @@ pub enum ActivationCkpt {
 pub enum Schedule {
     /// It stays.
     Constant,
-    /// Half a cosine down to 0 at the last step.
+    /// Half a cosine, reaching 0 after the last step.
     Cosine,
-    /// A line down to 0 at the last step.
+    /// A line, reaching 0 after the last step.
     Linear,
 }
 

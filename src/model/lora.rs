@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 use super::spec::Linear;
 use crate::pages::Stamp;
 use crate::tensor::views;
-use crate::units::as_dim;
+use crate::units::{as_dim, float};
 
 /// The pair of one linear layer.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl Adapters {
         let entries = layers
             .iter()
             .map(|linear| {
-                let bound = 1.0 / (as_float(linear.inputs)).sqrt();
+                let bound = 1.0 / (float(linear.inputs)).sqrt();
                 // Drawn in float64 on the CPU, so that one seed gives one start whatever the dtype and device.
                 let drawn = Tensor::empty([as_dim(rank), as_dim(linear.inputs)], (Kind::Double, Device::Cpu))
                     .uniform(-bound, bound);
@@ -52,7 +52,7 @@ impl Adapters {
                 }
             })
             .collect();
-        Self::new(entries, alpha / as_float(rank), "policy")
+        Self::new(entries, alpha / float(rank), "policy")
     }
 
     /// Adapters with given tensors, in the accumulation dtype.
@@ -150,11 +150,6 @@ impl Adapters {
         }
         hash.finalize().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
     }
-}
-
-/// A count as a float; exact below 2^53.
-fn as_float(count: u64) -> f64 {
-    u32::try_from(count).map_or(f64::from(u32::MAX), f64::from)
 }
 
 /// One linear layer with its adapter, if it has one: x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, all in the dtype of `x`.

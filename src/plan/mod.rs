@@ -179,8 +179,10 @@ impl Plan {
 pub struct Room {
     /// Ranks that share the host's memory.
     pub ranks_here: u64,
-    /// Of one device; `None` without one, when everything lies in the host's memory.
+    /// Of one device, where it is known.
     pub device: Option<Bytes>,
+    /// Whether there is no device, so that everything lies in the host's memory.
+    pub host_only: bool,
     /// Of the host.
     pub host: Option<Bytes>,
 }
@@ -188,7 +190,7 @@ pub struct Room {
 impl Room {
     /// Whether a plan stays within.
     fn hold(&self, plan: &Plan) -> bool {
-        let host: &[Place] = if self.device.is_some() { &[Place::Host] } else { &[Place::Device, Place::Host] };
+        let host: &[Place] = if self.host_only { &[Place::Device, Place::Host] } else { &[Place::Host] };
         self.device.is_none_or(|device| plan.fits(1, "device", &[Place::Device], device).is_ok())
             && self.host.is_none_or(|memory| plan.fits(self.ranks_here, "host", host, memory).is_ok())
     }

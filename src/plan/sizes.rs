@@ -61,6 +61,7 @@ impl<'a> Sizes<'a> {
         let (model, acc) = widths(config.model.dtype);
         let cp_size = config.cp_size(ranks);
         let tail = config.tail(config.context.prompt_len);
+        let rows = config.pages_per_rank(ranks).0 * config.context.page_size.0;
         Sizes {
             config,
             spec,
@@ -69,9 +70,10 @@ impl<'a> Sizes<'a> {
             acc,
             layers: spec.layers as u64,
             heads: spec.query_heads * spec.head_dim,
-            rows: config.pages_per_rank(ranks).0 * config.context.page_size.0,
+            rows,
             answer: config.context.answer_len.0.div_ceil(cp_size),
-            tail: tail.0.div_ceil(cp_size),
+            // A tail of less than the prompt may lie on one rank.
+            tail: if tail == config.context.prompt_len { tail.0.div_ceil(cp_size) } else { tail.0.min(rows) },
             travels: tail > config.memory.micro_block,
             state: 2 * spec.kv_heads * spec.head_dim * model,
         }
@@ -177,8 +179,8 @@ impl<'a> Sizes<'a> {
             addend(
                 "gathered answer rows",
                 Place::Device,
-                product(&[all, self.heads, 3 * model + 2 * self.acc]),
-                format!("{all} rows of one answer × five {} wide", self.heads),
+                product(&[all, self.heads, 4 * model + 4 * self.acc]),
+                format!("{all} rows of one answer × eight {} wide", self.heads),
                 "choose a shorter context.answer_len",
             ),
         ]

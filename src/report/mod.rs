@@ -66,7 +66,7 @@ pub struct Step {
     /// Share of groups whose rewards are all equal: they add nothing to the gradient.
     pub frac_groups_zero_std: f64,
     /// Smallest and largest ratio to the frozen scores.
-    pub ratio: [f64; 2],
+    pub ratio: Option<[f64; 2]>,
     /// Tokens whose ratio was clipped in effect.
     pub clipped_tokens: u64,
     /// Norm of the adapters' gradient before clipping.
@@ -167,9 +167,10 @@ impl Reporter {
         let file = self.folder.join("metrics.jsonl");
         written.map_err(|source| Error::Write { file, source })?;
         let reward = step.reward_mean.map_or_else(|| "none".into(), |mean| format!("{mean:.3}"));
+        let ratio = step.ratio.map_or_else(|| "none".into(), |[least, most]| format!("{least:.6}..{most:.6}"));
         self.show(&format!(
-            "step {:>3}/{steps}  loss {:>10.6}  reward {reward}  grad norm {:>9.3e}  ratio {:.6}..{:.6}  {:.1} s",
-            step.step, step.loss, step.grad_norm, step.ratio[0], step.ratio[1], step.seconds.total
+            "step {:>3}/{steps}  loss {:>10.6}  reward {reward}  grad norm {:>9.3e}  ratio {ratio}  {:.1} s",
+            step.step, step.loss, step.grad_norm, step.seconds.total
         ));
         if step.frac_groups_zero_std >= 1.0 {
             self.line("  every group's rewards are equal, so this update has no gradient from rewards");

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::HeldOut;
+use crate::handoff::Keeping;
 use crate::units::{Bytes, Pages, Tokens};
 
 /// Seconds by phase.
@@ -88,6 +89,8 @@ pub struct Receipt {
     pub peak_device_bytes: Vec<Bytes>,
     /// Peak of host pools by rank: pages and saved hidden states.
     pub peak_host_bytes: Vec<Bytes>,
+    /// What was kept where for the way back.
+    pub keeping: Keeping,
     /// Rows of a segment and of a log-probability chunk.
     pub micro_blocks: [Tokens; 2],
     /// Share of capture in the updates' seconds.
@@ -100,8 +103,8 @@ pub struct Receipt {
     pub rewards: Vec<Option<f64>>,
     /// Their advantages.
     pub advantages: Vec<Option<f64>>,
-    /// Smallest and largest ratio of the first replay.
-    pub ratio_first: [f64; 2],
+    /// Smallest and largest ratio of the first replay; absent where there was no token.
+    pub ratio_first: Option<[f64; 2]>,
     /// Norm of the last update's gradient before clipping.
     pub grad_norm: f64,
     /// Held-out margin before the first and after the last update.

@@ -74,7 +74,7 @@ pub fn forward(q_thd: &Tensor, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visible,
         Visible::Band { offset, window } => {
             let scores = banded_scores(q_thd, k_sgd, offset, window, scale);
             let lse_gmt = scores.logsumexp([-1i64], false);
-            let p = exp_or_zero(&(&scores - lse_gmt.unsqueeze(-1)));
+            let p = weights(&scores, &lse_gmt);
             let v_g1sd = v_sgd.to_kind(p.kind()).transpose(0, 1).unsqueeze(1);
             let out_gmtd = p.matmul(&v_g1sd);
             Partial { out_thd: ungroup(&out_gmtd).to_kind(q_thd.kind()), lse_th: lse_gmt.flatten(0, 1).transpose(0, 1) }
@@ -119,7 +119,7 @@ pub fn backward(merged: &Merged, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visibl
             let acc = accumulation(k_sgd.kind());
             let scores = banded_scores(merged.q_thd, k_sgd, offset, window, scale);
             let lse_gmt = merged.lse_th.transpose(0, 1).unflatten(0, [groups, -1]);
-            let p = exp_or_zero(&(scores - lse_gmt.unsqueeze(-1)));
+            let p = weights(&scores, &lse_gmt);
             let q = group(merged.q_thd, groups).to_kind(acc);
             let dout = group(merged.dout_thd, groups).to_kind(acc);
             let delta = (group(merged.out_thd, groups).to_kind(acc) * &dout).sum_dim_intlist(-1i64, true, acc);
@@ -154,7 +154,28 @@ fn banded_scores(q_thd: &Tensor, k_sgd: &Tensor, offset: i64, window: i64, scale
     (q.matmul(&k.transpose(-1, -2)) * scale).masked_fill(&hidden, f64::NEG_INFINITY)
 }
 
-/// exp, and 0 for the NaN that −∞ − −∞ gives: a query without visible keys.
-fn exp_or_zero(x: &Tensor) -> Tensor {
-    x.exp().nan_to_num(0.0, None, None)
+/// Softmax weights from scores [g, m, t, s] and log-sum-exp [g, m, t]; 0 for a query that sees no key. Only that case is
+/// set: a NaN that comes from anywhere else stays one.
+fn weights(scores: &Tensor, lse_gmt: &Tensor) -> Tensor {
+    let lse = lse_gmt.unsqueeze(-1);
+    (scores - &lse).exp().masked_fill(&lse.isneginf(), 0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Device;
+
+    #[test]
+    fn a_nan_key_shows_itself_in_a_band_too_and_a_query_without_keys_is_zero() {
+        let randn = |rows: i64| Tensor::randn([rows, 2, 4], (Kind::Double, Device::Cpu));
+        let (q, k, v) = (randn(3), randn(6), randn(6));
+        let band = Visible::Band { offset: 3, window: 2 };
+        assert!(forward(&q, &k, &v, band, 0.5).out_thd.isfinite().all().int64_value(&[]) == 1);
+        let _ = k.get(4).fill_(f64::NAN);
+        let seen = forward(&q, &k, &v, band, 0.5).out_thd.isnan().any().int64_value(&[]);
+        assert_eq!(seen, 1, "the NaN is not swallowed");
+        let none = forward(&q, &randn(6), &v, Visible::Band { offset: 100, window: 2 }, 0.5);
+        assert!(none.out_thd.any().int64_value(&[]) == 0 && none.lse_th.isneginf().all().int64_value(&[]) == 1);
+    }
 }

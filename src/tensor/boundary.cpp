@@ -1,5 +1,5 @@
 // What tch does not bind: backward with given output gradients, real storage sizes, and a CPU allocator that counts.
-// Every function catches, copies the message and returns non-zero; no exception crosses into Rust.
+// A function that can throw catches, copies the message and returns non-zero; no exception crosses into Rust.
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>

@@ -9,7 +9,7 @@ pub mod views;
 
 use tch::Kind;
 
-use crate::failure::{Classified, Exit};
+use crate::failure::{Classified, Exit, out_of_memory};
 
 /// What can go wrong at the libtorch boundary.
 #[derive(Debug, thiserror::Error)]
@@ -34,7 +34,10 @@ pub enum Error {
 
 impl Classified for Error {
     fn exit(&self) -> Exit {
-        Exit::Bug
+        match self {
+            Error::Torch { message, .. } if out_of_memory(message) => Exit::DoesNotFit,
+            _ => Exit::Bug,
+        }
     }
 }
 

@@ -4,38 +4,52 @@ use super::Session;
 use crate::exchange::sum_number;
 use crate::failure::{Failure, Phase};
 use crate::report::{HeldOut, Reporter};
-use crate::units::from_index;
+use crate::units::{float, from_index};
 use crate::world::World;
-use crate::{capture, score};
+use crate::{capture, finalize, objective, score};
 
 /// Margin and accuracy over the held-out groups, the same on every rank; `None` without held-out data.
 pub(super) fn held_out(session: &Session, world: &World, reporter: &mut Reporter) -> Result<Option<HeldOut>, Failure> {
     let Some(data) = &session.held_out else { return Ok(None) };
+    // A group without a better and a worse answer has no margin; an answer without a reward is neither.
+    let rewards = |index: usize| data.group(index).answers.iter().map(|answer| answer.reward).collect::<Vec<_>>();
+    let told: Vec<usize> = (0..data.len()).filter(|&index| objective::spread(&rewards(index)).is_some()).collect();
+    if told.len() < data.len() {
+        reporter.line(&format!(
+            "{} of {} held-out prompts have no better and worse answer",
+            data.len() - told.len(),
+            data.len()
+        ));
+    }
+    if told.is_empty() {
+        return Ok(None);
+    }
     let (mut margin, mut right) = (0.0, 0.0);
-    for index in 0..data.len() {
-        if index % world.dp_size != world.dp_index {
-            continue;
-        }
+    for (count, &index) in told.iter().enumerate().filter(|(count, _)| count % world.dp_size == world.dp_index) {
         world.board().enter(Phase::Evaluate);
-        reporter.now(format!("held-out prompt {} of {}", index + 1, data.len()));
+        reporter.now(format!("held-out prompt {} of {}", count + 1, told.len()));
         let group = data.group(index);
-        let answers: Vec<Vec<i64>> = group.answers.iter().map(|answer| answer.ids.clone()).collect();
-        let work = session.work(&group.prompt_ids, &answers, world);
+        let scored = || group.answers.iter().filter_map(|answer| Some((answer, answer.reward?)));
+        let answers: Vec<Vec<i64>> = scored().map(|(answer, _)| answer.ids.clone()).collect();
+        let work = session.work_without_tail(&group.prompt_ids, &answers, world);
         let pass = session.pass(world, &session.adapters);
         let captured = capture::run(&pass, &work, session.keeping, world.board())?;
         let scores = score::run(&pass, &session.head, &work, &captured, world.board())?;
         let logprobs: Vec<f64> = scores.0.iter().map(|one| sum_number(&world.cp, local_sum(one))).collect();
-        let rewards = group.answers.iter().map(|answer| answer.reward.unwrap_or(0.0));
-        let (apart, best) = margin_of(&logprobs, &rewards.collect::<Vec<f64>>());
+        let rewards: Vec<f64> = scored().map(|(_, reward)| reward).collect();
+        let (apart, best) = margin_of(&logprobs, &rewards);
         // Every rank of a prompt group has the same number; one of them counts it.
         if world.cp.rank().0 == 0 {
             margin += apart;
             right += f64::from(u8::from(best));
         }
     }
-    let prompts = f64::from(u32::try_from(from_index(data.len())).unwrap_or(u32::MAX));
+    let prompts = float(from_index(told.len()));
     let (margin, right) = (sum_number(&world.all, margin), sum_number(&world.all, right));
-    Ok(Some(HeldOut { margin: margin / prompts, accuracy: right / prompts, prompts: data.len() }))
+    if !margin.is_finite() {
+        return world.agree(Err(finalize::Error::Number { what: "held-out margin", value: margin }.into()));
+    }
+    Ok(Some(HeldOut { margin: margin / prompts, accuracy: right / prompts, prompts: told.len() }))
 }
 
 /// Log-probability of this rank's tokens of an answer.
@@ -50,7 +64,7 @@ fn margin_of(logprobs: &[f64], rewards: &[f64]) -> (f64, bool) {
     let Some(best) = best else { return (0.0, false) };
     let others: Vec<f64> =
         logprobs.iter().enumerate().filter(|(index, _)| *index != best).map(|(_, &logprob)| logprob).collect();
-    let count = f64::from(u32::try_from(others.len()).unwrap_or(1)).max(1.0);
+    let count = float(from_index(others.len())).max(1.0);
     let most = others.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     (logprobs[best] - others.iter().sum::<f64>() / count, logprobs[best] > most)
 }

@@ -3,7 +3,7 @@
 use super::{Session, advantages};
 use crate::config::RewardFn;
 use crate::objective::{self, Counted, Terms};
-use crate::units::from_index;
+use crate::units::{float, from_index};
 use crate::world::World;
 
 /// One group with its rewards and advantages.
@@ -41,21 +41,14 @@ impl Batch {
     /// Mean reward of the answers that have one.
     pub(super) fn reward_mean(&self) -> Option<f64> {
         let known: Vec<f64> = self.rewards.iter().flatten().filter_map(|&reward| reward).collect();
-        (!known.is_empty()).then(|| known.iter().sum::<f64>() / float(known.len()))
+        (!known.is_empty()).then(|| known.iter().sum::<f64>() / float(from_index(known.len())))
     }
 
     /// Share of groups whose known rewards are all equal.
     pub(super) fn zero_std_share(&self) -> f64 {
-        let equal = |rewards: &&Vec<Option<f64>>| {
-            let known = || rewards.iter().filter_map(|&reward| reward);
-            known().fold(f64::NEG_INFINITY, f64::max) <= known().fold(f64::INFINITY, f64::min)
-        };
-        float(self.rewards.iter().filter(equal).count()) / float(self.rewards.len().max(1))
+        let equal = self.rewards.iter().filter(|rewards| objective::spread(rewards).is_none()).count();
+        float(from_index(equal)) / float(from_index(self.rewards.len().max(1)))
     }
-}
-
-fn float(count: usize) -> f64 {
-    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
 
 impl Session {

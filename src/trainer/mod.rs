@@ -70,10 +70,14 @@ fn one_step(
     let summed =
         tally.clock.time("finalize", || finalize::run(&world.all, local, &session.adapters, session.max_grad_norm));
     let reduced = world.agree(summed)?;
+    let numbers = tally.batch_numbers(world);
+    if !numbers.loss.is_finite() {
+        return world.agree(Err(finalize::Error::Number { what: "loss", value: numbers.loss }.into()));
+    }
     world.board().enter(Phase::Update);
     let learning_rate = session.learning_rate(step);
     tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));
-    let numbers = tally.batch_numbers(world);
+    world.agree(finalize::check(&session.adapters, learning_rate))?;
     Ok(Step {
         step,
         gradient: session.gradient.to_string(),
@@ -102,6 +106,7 @@ fn one_group(
     let reference = match &session.reference {
         None => None,
         Some(reference) => {
+            let work = session.work_without_tail(&group.prompt_ids, &group.answers, world);
             let captured = captured(session, world, &work, reference, tally)?;
             Some(scored(session, world, &work, &captured, reference, tally)?)
         }

@@ -159,8 +159,17 @@ impl Session {
 
     /// A group dealt to the ranks of this prompt group.
     pub(super) fn work(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> Work {
+        self.dealt(prompt_ids, answers, world, self.gradient.tail(Tokens(from_index(prompt_ids.len()))))
+    }
+
+    /// The same for scoring alone: no prompt position carries gradient, so nothing of it is kept for a way back.
+    pub(super) fn work_without_tail(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> Work {
+        self.dealt(prompt_ids, answers, world, Tokens(0))
+    }
+
+    fn dealt(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World, tail: Tokens) -> Work {
         let prompt = Tokens(from_index(prompt_ids.len()));
-        let layout = PromptLayout::new(prompt, self.page_size, world.cp.size(), self.gradient.tail(prompt));
+        let layout = PromptLayout::new(prompt, self.page_size, world.cp.size(), tail);
         Work::new(layout, prompt_ids.to_vec(), answers.to_vec())
     }
 
@@ -201,7 +210,8 @@ fn planned(config: &RunConfig, world: &World, spec: &Spec) -> Result<Keeping, Fa
     let (_, here) = world.on_this_machine();
     let (ranks, here) = (from_index(world.all.size()), from_index(here));
     let available = plan::available_memory();
-    let plan = plan::of(config, ranks, Some(spec), &Room { ranks_here: here, device: None, host: available });
+    let plan =
+        plan::of(config, ranks, Some(spec), &Room { ranks_here: here, device: None, host: available, host_only: true });
     let fits = available.map_or(Ok(()), |memory| plan.fits(here, "host", &[Place::Device, Place::Host], memory));
     world.agree(fits.map_err(Failure::from))?;
     // Machines may have different room; what is computed again takes every rank's part, so the tightest one decides.

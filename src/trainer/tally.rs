@@ -6,6 +6,7 @@ use crate::config::Loaded;
 use crate::exchange::sum_number;
 use crate::failure::Failure;
 use crate::handoff::{Captured, Work};
+use crate::objective;
 use crate::replay::Replayed;
 use crate::report::{HeldOut, Receipt, Seconds, Step};
 use crate::tensor::boundary::{Purse, counted};
@@ -35,7 +36,7 @@ pub(super) struct Tally {
 #[derive(Debug)]
 pub(super) struct BatchNumbers {
     pub(super) loss: f64,
-    pub(super) ratio: [f64; 2],
+    pub(super) ratio: Option<[f64; 2]>,
     pub(super) clipped: u64,
 }
 
@@ -51,8 +52,7 @@ impl Tally {
     ) -> Result<(), Failure> {
         self.loss += done.loss;
         self.clipped += done.clipped;
-        let (least, most) = self.ratio.unwrap_or(done.ratio);
-        self.ratio = Some((least.min(done.ratio.0), most.max(done.ratio.1)));
+        self.ratio = objective::widen(self.ratio, done.ratio);
         self.clock.add("replay", done.seconds.up);
         self.clock.add("sweep", done.seconds.down);
         self.pages = work.layout.pages_of(session.seat_rank);
@@ -64,13 +64,18 @@ impl Tally {
 
     /// Sums over ranks; starts anew for the next update.
     pub(super) fn batch_numbers(&mut self, world: &World) -> BatchNumbers {
-        let (least, most) = self.ratio.take().unwrap_or((1.0, 1.0));
-        let all = world.all.gather_floats(least);
-        let least = all.iter().copied().fold(f64::INFINITY, f64::min);
-        let most = world.all.gather_floats(most).iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let own = self.ratio.take();
+        let has = world.all.gather_numbers(u64::from(own.is_some()));
+        let (least, most) = own.unwrap_or((0.0, 0.0));
+        let (least, most) = (world.all.gather_floats(least), world.all.gather_floats(most));
+        let ratio = has
+            .iter()
+            .zip(least.into_iter().zip(most))
+            .filter(|(has, _)| **has == 1)
+            .fold(None, |range, (_, next)| objective::widen(range, Some(next)));
         let clipped = world.all.gather_numbers(std::mem::take(&mut self.clipped)).iter().sum();
         let loss = sum_number(&world.all, std::mem::take(&mut self.loss));
-        BatchNumbers { loss, ratio: [least, most], clipped }
+        BatchNumbers { loss, ratio: ratio.map(<[f64; 2]>::from), clipped }
     }
 
     /// Seconds of the update that has just ended; the clock starts anew.
@@ -130,13 +135,14 @@ impl Tally {
             seconds: self.seconds,
             peak_device_bytes: peak(Purse::Device),
             peak_host_bytes: peak(Purse::Host),
+            keeping: session.keeping,
             micro_blocks: [config.memory.micro_block, config.memory.head_block],
             capture_share,
             loss_first: self.first.as_ref().map_or(0.0, |step| step.loss),
             loss: last.map_or(0.0, |step| step.loss),
             rewards: self.rewards,
             advantages: self.advantages,
-            ratio_first: self.first.as_ref().map_or([1.0, 1.0], |step| step.ratio),
+            ratio_first: self.first.as_ref().and_then(|step| step.ratio),
             grad_norm: last.map_or(0.0, |step| step.grad_norm),
             held_out,
             adapter_digest: world.all.gather_texts(&session.adapters.digest()),

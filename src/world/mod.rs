@@ -16,7 +16,7 @@ use mpi::traits::CommunicatorCollectives;
 
 pub use axis::Axis;
 
-use crate::failure::{Classified, Exit, Failure};
+use crate::failure::{Classified, Exit, Failure, out_of_memory};
 use crate::units::Rank;
 use crate::watch::Board;
 
@@ -234,9 +234,10 @@ fn abort_on_panic(board: Board) {
         let text = panic.to_string();
         let cause = text.split("\\nException raised from").next().unwrap_or_default();
         let site = board.site();
-        say(&format!("longstraw: {site}: bug: {cause}"));
+        let kind = if out_of_memory(&text) { "out of memory" } else { "bug" };
+        say(&format!("longstraw: {site}: {kind}: {cause}"));
         tracing::error!("{site}: bug: {text}");
-        abort_world(Exit::Bug)
+        abort_world(if out_of_memory(&text) { Exit::DoesNotFit } else { Exit::Bug })
     }));
 }
 

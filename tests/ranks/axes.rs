@@ -8,14 +8,19 @@ use tch::{Kind, Tensor};
 
 use crate::fixture::{Group, Model, PLAIN, apart, config, reduced, step};
 
-/// dp 2 × cp N/2 with one group each equals cp N with two groups accumulated; counts are uneven on purpose.
+/// dp 2 × cp N/2 with one group each equals cp N with two groups accumulated; where N is odd, dp N × cp 1 with N groups.
+/// Counts are uneven on purpose.
 pub(crate) fn dp_equals_accumulation(world: &mut World) {
     let ranks = world.all.size();
-    if !ranks.is_multiple_of(2) {
-        return;
-    }
+    let parts = if ranks.is_multiple_of(2) { 2 } else { ranks };
     let model = Model::random(&config("qwen3", &json!({})), Kind::Double);
-    let groups = [Group::random(5, 61, 50, &[9, 2]), Group::random(6, 61, 31, &[1, 4, 30])];
+    let groups: Vec<Group> = (0..parts)
+        .map(|part| match part % 3 {
+            0 => Group::random(5, 61, 50, &[9, 2]),
+            1 => Group::random(6, 61, 31, &[1, 4, 30]),
+            _ => Group::random(7, 61, 64, &[3]),
+        })
+        .collect();
     let batch = Batch::of(groups.iter().flat_map(|group| {
         group.answers.iter().map(|answer| Counted { tokens: from_index(answer.len()), scored: true })
     }));
@@ -23,7 +28,7 @@ pub(crate) fn dp_equals_accumulation(world: &mut World) {
         step(world, &model, group, PLAIN, &batch);
     }
     let accumulated: Vec<Tensor> = reduced(world, &model.adapters).gradients().iter().map(Tensor::copy).collect();
-    world.cut(ranks / 2).expect("two prompt groups");
+    world.cut(ranks / parts).expect("prompt groups side by side");
     step(world, &model, &groups[world.dp_index], PLAIN, &batch);
     let side_by_side = reduced(world, &model.adapters);
     let (worst, name) = apart(&model.adapters, side_by_side.gradients(), &accumulated);

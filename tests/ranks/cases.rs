@@ -58,6 +58,17 @@ pub(crate) fn one_and_all(world: &mut World) {
     }
 }
 
+/// A mode without an expectation is judged by conventional autograd, so that it compares gradients too.
+pub(crate) fn judged(world: &mut World) {
+    for (tail, micro_block) in [(5, 2048), (50, 7)] {
+        let gradient = Gradient::Last(Tokens(tail));
+        let options = Options { micro_block: Tokens(micro_block), ..options(gradient, Kind::Double, 3) };
+        let report = report(world, "qwen2", &options);
+        assert!(report.errors.keys().any(|name| name.starts_with("grad.")), "gradients are compared");
+        assert!(report.passed, "{}", report.text());
+    }
+}
+
 pub(crate) fn micro_blocks(world: &mut World) {
     let large = Options { micro_block: Tokens(4096), ..options(GRADIENTS[0], Kind::Double, 3) };
     let small = Options { micro_block: Tokens(1), ..large };

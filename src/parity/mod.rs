@@ -4,6 +4,8 @@
 //! tensor means). Errors are relative L2, ‖x − y‖ / ‖y‖ over all rows of all ranks; a loss is compared absolutely, and
 //! where nothing is expected (‖y‖ < 1e-12) the error is ‖x‖.
 
+mod judged;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -220,6 +222,23 @@ impl Case {
             .map_err(|error| Error::Read { file: self.file.clone(), message: error.to_string() })
     }
 
+    /// Expected gradients of every adapter tensor; `None` where nothing is expected, which is zero.
+    fn gradients(&self, adapters: &Adapters, prefix: &str) -> Vec<Option<Tensor>> {
+        let of = |tensor: String| self.expected.get(&format!("{prefix}.lora.{tensor}"));
+        adapters.names().map(|tensor| of(tensor).map(Tensor::shallow_clone)).collect()
+    }
+
+    /// The objective, the advantage of each answer, and the weight of each answer's tokens.
+    fn goal(&self, work: &Work, kl_coef: f64) -> Result<(Terms, Vec<Option<f64>>, Vec<f64>), Error> {
+        let aggregation = Aggregation::SequenceMean;
+        let terms = Terms { clip_low: self.about.clip, clip_high: self.about.clip, kl_coef, aggregation };
+        let given = self.get("advantages")?.to_kind(Kind::Double);
+        let advantages = (0..given.size()[0]).map(|index| Some(given.double_value(&[index]))).collect();
+        let counts = work.answers.iter().map(|answer| from_index(answer.ids.len()));
+        let batch = Batch::of(counts.clone().map(|tokens| Counted { tokens, scored: true }));
+        Ok((terms, advantages, counts.map(|tokens| batch.weight(aggregation, tokens)).collect()))
+    }
+
     fn adapters(&self, spec: &Spec, acc: Kind) -> Adapters {
         let mut pairs = Vec::new();
         for linear in spec.linear_layers() {
@@ -259,9 +278,11 @@ pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Fa
         let expected = case.get(&format!("loss.{name}"))?.double_value(&[]);
         compare.errors.push((format!("loss.{name}"), (loss - expected).abs()));
         let reduced = finalize::run(&world.cp, finalize::take(&adapters), &adapters, 0.0)?;
-        if let Some(way) = options.gradient.expected(work.layout.prompt()) {
-            compare_gradients(&mut compare, &case, &adapters, &reduced, &format!("grad.{way}.{name}"), name);
-        }
+        let wanted = match options.gradient.expected(work.layout.prompt()) {
+            Some(way) => case.gradients(&adapters, &format!("grad.{way}.{name}")),
+            None => judged::gradients(&case, &pass, &head, &work, options.gradient, kl_coef)?,
+        };
+        compare_gradients(&mut compare, &adapters, &reduced, &wanted, name);
         let named = adapters.names().map(|tensor| format!("{name}.{tensor}"));
         gradients.extend(named.zip(reduced.gradients().iter().map(Tensor::copy)));
     }
@@ -319,14 +340,7 @@ fn replayed(
     kl_coef: f64,
     board: &Board,
 ) -> Result<replay::Replayed, Failure> {
-    let aggregation = Aggregation::SequenceMean;
-    let terms = Terms { clip_low: case.about.clip, clip_high: case.about.clip, kl_coef, aggregation };
-    let advantages = case.get("advantages")?.to_kind(Kind::Double);
-    let advantages: Vec<Option<f64>> =
-        (0..advantages.size()[0]).map(|index| Some(advantages.double_value(&[index]))).collect();
-    let counts = work.answers.iter().map(|answer| from_index(answer.ids.len()));
-    let batch = Batch::of(counts.clone().map(|tokens| Counted { tokens, scored: true }));
-    let weights: Vec<f64> = counts.map(|tokens| batch.weight(aggregation, tokens)).collect();
+    let (terms, advantages, weights) = case.goal(work, kl_coef)?;
     let reference = (kl_coef > 0.0).then_some(&given[1]);
     let goal = Goal { old: &given[0], reference, advantages: &advantages, weights: &weights, terms: &terms };
     replay::run(pass, head, work, captured, goal, board)
@@ -418,16 +432,14 @@ fn compare_logprobs(
 /// Gradients are summed already and equal on all ranks, so they are compared without another sum.
 fn compare_gradients(
     compare: &mut Compare,
-    case: &Case,
     adapters: &Adapters,
     reduced: &ReducedGrads,
-    expected: &str,
+    wanted: &[Option<Tensor>],
     loss: &str,
 ) {
-    for (tensor, got) in adapters.names().zip(reduced.gradients()) {
+    for ((tensor, got), want) in adapters.names().zip(reduced.gradients()).zip(wanted) {
         let got = got.to_kind(Kind::Double);
-        let name = format!("{expected}.lora.{tensor}");
-        let want = case.expected.get(&name).map_or_else(|| got.zeros_like(), |want| want.to_kind(Kind::Double));
+        let want = want.as_ref().map_or_else(|| got.zeros_like(), |want| want.to_kind(Kind::Double));
         let norm = |x: &Tensor| x.square().sum(Kind::Double).sqrt().double_value(&[]);
         let (apart, size) = (norm(&(&got - &want)), norm(&want));
         compare.errors.push((format!("grad.{loss}.{tensor}"), if size < 1e-12 { apart } else { apart / size }));
