@@ -28,7 +28,7 @@ help: ## this list
 run: build model data ## train SmolLM2-135M on this machine, two ranks, no GPU (sets everything up first)
 	scripts/mpirun.sh $(RANKS) $(LONGSTRAW) train --config configs/laptop.toml $(ARGS)
 
-study: build model ## gradient modes against the exact gradient on SmolLM2, by length and projection (an hour on two cores)
+study: build model ## gradient modes against the exact gradient on SmolLM2, by length and projection (tens of minutes on two cores)
 	scripts/mpirun.sh $(RANKS) $(LONGSTRAW) study $(ARGS)
 
 test: test-rust test-mpi ## all tests: unit, command, and MPI at 1, 2, 3, 4 and 8 ranks (sets everything up first)

@@ -193,6 +193,9 @@ struct Case {
     expected: BTreeMap<String, Tensor>,
 }
 
+/// The objective, the advantage of each answer, and the weight of each answer's tokens.
+type CaseGoal = (Terms, Vec<Option<f64>>, Vec<f64>);
+
 impl Case {
     fn read(folder: &Path) -> Result<Case, Error> {
         let about_file = folder.join("case.json");
@@ -229,7 +232,7 @@ impl Case {
     }
 
     /// The objective, the advantage of each answer, and the weight of each answer's tokens.
-    fn goal(&self, work: &Work, kl_coef: f64) -> Result<(Terms, Vec<Option<f64>>, Vec<f64>), Error> {
+    fn goal(&self, work: &Work, kl_coef: f64) -> Result<CaseGoal, Error> {
         let aggregation = Aggregation::SequenceMean;
         let terms = Terms { clip_low: self.about.clip, clip_high: self.about.clip, kl_coef, aggregation };
         let given = self.get("advantages")?.to_kind(Kind::Double);
