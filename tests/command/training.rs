@@ -104,8 +104,9 @@ fn assert_sane(receipt: &Value, ranks: usize) {
     let seconds: Vec<&String> = receipt["seconds"].as_object().unwrap().keys().collect();
     assert_eq!(seconds, ["capture", "score", "replay", "sweep", "finalize", "update", "total"]);
     assert!(receipt["commit"].is_string());
+    assert_eq!(receipt["keeping"]["every"], 1);
     // The keys above, and no other.
-    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 14);
+    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 15);
 }
 
 #[test]
