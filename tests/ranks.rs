@@ -51,9 +51,12 @@ const CLAIMS: &[Claim] = &[
 ];
 
 fn main() {
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    if wanted.iter().any(|argument| argument == "--list") {
+        return; // A test runner that asks for a list is told that there is nothing for it to run one by one.
+    }
     count_allocations();
     let mut world = World::start(None, Board::default()).expect("MPI starts");
-    let wanted: Vec<String> = std::env::args().skip(1).collect();
     let mut passed = 0;
     for (name, claim) in CLAIMS {
         if !wanted.is_empty() && !wanted.iter().any(|part| name.contains(part.as_str())) {

@@ -18,6 +18,7 @@ impl RunConfig {
     pub fn check(&self, world: Option<u64>) -> Vec<Problem> {
         let mut check = Check { run: self, world, problems: Vec::new() };
         check.parallel();
+        check.conventional();
         check.context();
         check.pages();
         check.memory();
@@ -119,6 +120,21 @@ impl Check<'_> {
     /// Ranks that share a prompt, as far as known and not 0.
     fn cp_size(&self) -> Option<u64> {
         self.run.parallel.cp_size.or(self.world).filter(|cp| *cp > 0)
+    }
+
+    /// The conventional schedule holds a whole sequence on one rank and knows one gradient.
+    fn conventional(&mut self) {
+        if self.run.memory.prompt_no_grad {
+            return;
+        }
+        if self.cp_size().is_some_and(|cp| cp > 1) {
+            let why = "memory.prompt_no_grad = false runs whole sequences, each on one rank";
+            self.should("parallel.cp_size", &["memory.prompt_no_grad"], "1", why);
+        }
+        if self.run.grpo.gradient != Gradient::Exact {
+            let why = "memory.prompt_no_grad = false has the gradient of the whole sequence";
+            self.should("grpo.gradient", &["memory.prompt_no_grad"], "\"exact\"", why);
+        }
     }
 
     fn context(&mut self) {

@@ -20,12 +20,6 @@ pub struct Supported {
 /// All of them.
 pub const SUPPORTED: &[Supported] = &[
     Supported {
-        key: "memory.prompt_no_grad",
-        be: "true",
-        what: "train on the conventional schedule that holds the whole sequence's graph",
-        lacks: |run| !run.memory.prompt_no_grad,
-    },
-    Supported {
         key: "memory.activation_ckpt",
         be: "\"layer\"",
         what: "keep all activations of a layer",

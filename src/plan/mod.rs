@@ -156,6 +156,9 @@ impl Plan {
     /// What is kept where, and what it costs, in words.
     fn choice(&self, config: &RunConfig) -> String {
         let place = |residency| if residency == Residency::Host { "host" } else { "device" };
+        if !config.memory.prompt_no_grad {
+            return "the conventional schedule: whole sequences, each on one rank, answer by answer".into();
+        }
         let Keeping { pages, tail, every, attention } = self.keeping;
         let pages = format!("pages in {} memory", place(pages));
         if config.tail(config.context.prompt_len) <= config.memory.micro_block {

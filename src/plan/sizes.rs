@@ -80,7 +80,42 @@ impl<'a> Sizes<'a> {
     }
 
     pub(super) fn addends(&self) -> Vec<Addend> {
+        if !self.config.memory.prompt_no_grad {
+            return [self.model(), self.conventional()].concat();
+        }
         [self.model(), self.scratch(), self.pages(), self.answers(), self.tail()].concat()
+    }
+
+    /// The conventional schedule: everything of one whole sequence on one rank.
+    fn conventional(&self) -> Vec<Addend> {
+        let (spec, model, acc, positions) = (self.spec, self.model, self.acc, self.config.context.max_seq_len.0);
+        let knob = "set memory.prompt_no_grad = true, which needs neither";
+        vec![
+            addend(
+                "layer inputs of a sequence",
+                Place::Device,
+                product(&[positions, spec.width, self.layers + 1, model]),
+                format!("{positions} positions × {} × {} layers and the last output", spec.width, self.layers),
+                knob,
+            ),
+            addend(
+                "one layer's graph",
+                Place::Device,
+                product(&[
+                    positions,
+                    (3 * spec.ffn_width + 8 * spec.width + 6 * self.heads) * model + self.heads * acc,
+                ]),
+                format!("{positions} positions × one block's activations and their gradients"),
+                knob,
+            ),
+            addend(
+                "head scratch",
+                Place::Device,
+                product(&[self.config.context.answer_len.0, spec.vocabulary, 4 * acc]),
+                format!("{} rows × vocabulary {}", self.config.context.answer_len, spec.vocabulary),
+                "choose a shorter context.answer_len",
+            ),
+        ]
     }
 
     fn model(&self) -> Vec<Addend> {

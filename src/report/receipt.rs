@@ -57,6 +57,8 @@ impl Seconds {
 pub struct Receipt {
     /// Whether the run came to its end.
     pub passed: bool,
+    /// When it was written, UTC, RFC 3339.
+    pub finished: String,
     /// The source it was built from.
     pub commit: &'static str,
     /// SHA-256 of the configuration that all ranks share.

@@ -4,6 +4,7 @@ mod evaluate;
 mod groups;
 mod setup;
 mod tally;
+mod whole;
 
 use std::time::Instant;
 
@@ -63,7 +64,11 @@ fn one_step(
             batch.mine.len(),
             group.name
         ));
-        one_group(session, world, &batch, group, tally)?;
+        if session.paged {
+            one_group(session, world, &batch, group, tally)?;
+        } else {
+            whole::one_group(session, world, &batch, group, tally)?;
+        }
     }
     world.board().enter(Phase::Finalize);
     let local = finalize::take(&session.adapters);

@@ -40,6 +40,8 @@ pub struct Session {
     pub(super) terms: Terms,
     pub(super) gradient: Gradient,
     pub(super) keeping: Keeping,
+    /// The paged schedule, or whole sequences under autograd.
+    pub(super) paged: bool,
     pub(super) reward_fn: RewardFn,
     pub(super) normalize: bool,
     pub(super) max_grad_norm: f64,
@@ -128,6 +130,7 @@ impl Session {
             terms: terms(config),
             gradient: config.grpo.gradient,
             keeping,
+            paged: config.memory.prompt_no_grad,
             reward_fn: config.grpo.reward_fn,
             normalize: config.grpo.normalize_adv,
             max_grad_norm: optimizer.max_grad_norm,

@@ -62,6 +62,13 @@ impl Tally {
         Ok(())
     }
 
+    /// A group has gone through the conventional schedule, which has no pages and no frozen ratio.
+    pub(super) fn conventional(&mut self, loss: f64, group: &Scored) {
+        self.loss += loss;
+        self.rewards.clone_from(&group.rewards);
+        self.advantages.clone_from(&group.advantages);
+    }
+
     /// Sums over ranks; starts anew for the next update.
     pub(super) fn batch_numbers(&mut self, world: &World) -> BatchNumbers {
         let own = self.ratio.take();
@@ -119,6 +126,7 @@ impl Tally {
         let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
         Receipt {
             passed: true,
+            finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
             commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
             config_digest: config.digest(),
             model_digest: session.model_digest.clone(),

@@ -105,8 +105,9 @@ fn assert_sane(receipt: &Value, ranks: usize) {
     assert_eq!(seconds, ["capture", "score", "replay", "sweep", "finalize", "update", "total"]);
     assert!(receipt["commit"].is_string());
     assert_eq!(receipt["keeping"]["every"], 1);
+    assert!(receipt["finished"].as_str().unwrap().ends_with('Z'));
     // The keys above, and no other.
-    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 15);
+    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 16);
 }
 
 #[test]
@@ -238,4 +239,21 @@ fn each_rank_logs_its_phases_and_layers_when_asked() {
     train(&room, 0, "run", &["run.steps=1"]);
     let log = room.read("run/logs/rank_0.log");
     assert!(log.contains("rank 0 of 2") && log.contains("rank 0 of 1"), "a log is continued:\n{log}");
+}
+
+/// The conventional schedule and the paged one's exact gradient are one training run, to rounding.
+#[test]
+fn whole_sequences_under_autograd_train_as_exact_pages_do() {
+    let room = room();
+    let exact = "grpo.gradient=exact";
+    let sets = [exact, "parallel.cp_size=1", "optimizer.grad_accum=1", "model.dtype=float64", "grpo.kl_coef=0.1"];
+    let paged = train(&room, 2, "paged", &sets);
+    let whole = train(&room, 2, "whole", &[&sets[..], &["memory.prompt_no_grad=false"]].concat());
+    for key in ["loss", "grad_norm"] {
+        let (one, two) = (paged[key].as_f64().unwrap(), whole[key].as_f64().unwrap());
+        assert!((one - two).abs() <= 1e-9 * two.abs().max(1.0), "{key}: {one} and {two}");
+    }
+    assert!(whole["grad_norm"].as_f64().unwrap() > 0.0);
+    room.ranks(2, &["--set", "memory.prompt_no_grad=false"])
+        .refused(2, &["parallel.cp_size should be 1", "grpo.gradient should be \"exact\""]);
 }
