@@ -7,8 +7,9 @@ use std::process::ExitCode;
 use clap::Parser as _;
 
 fn main() -> ExitCode {
-    let outcome = match verbs::Command::try_parse() {
-        Ok(command) => verbs::run(command),
+    let (arguments, set) = verbs::hoist(std::env::args_os());
+    let outcome = match verbs::Command::try_parse_from(arguments) {
+        Ok(command) => verbs::run(command, set),
         Err(usage) => {
             verbs::say_once(&usage);
             // Help and version are no failures.

@@ -1,8 +1,11 @@
 //! The verbs, their flags, and what each calls.
 
+mod arguments;
+
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use longstraw::bench;
 use longstraw::config::{self, Environment, Loaded, Overrides};
 use longstraw::convert::{self, convert};
@@ -18,6 +21,9 @@ use longstraw::trainer;
 use longstraw::units::Tokens;
 use longstraw::watch::Board;
 use longstraw::world::{Launcher, World};
+
+pub(crate) use arguments::hoist;
+use arguments::{at_least_one, dtype, gradient, length, start};
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
 #[derive(Debug, Parser)]
@@ -44,6 +50,13 @@ struct ConfigFlags {
     /// Where the run writes (default: run.dir)
     #[arg(long, global = true, value_name = "DIR")]
     run_dir: Option<PathBuf>,
+}
+
+impl ConfigFlags {
+    fn given(&self) -> bool {
+        let files = [&self.config, &self.settings, &self.run_dir];
+        files.into_iter().any(Option::is_some) || !self.set.is_empty()
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -225,51 +238,17 @@ enum DataVerb {
     },
 }
 
-fn gradient(text: &str) -> Result<Gradient, String> {
-    match text {
-        "exact" => Ok(Gradient::Exact),
-        "response" => Ok(Gradient::Last(Tokens(1))),
-        other => other
-            .strip_prefix("last=")
-            .and_then(|rows| rows.parse().ok())
-            .map(|rows| Gradient::Last(Tokens(rows)))
-            .ok_or_else(|| "should be exact, response or last=N".into()),
+/// Runs the verb; `set` are the pairs of all `--set`.
+pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
+    let Command { mut config, verb } = command;
+    config.set = set;
+    let verb = verb.unwrap_or(Verb::Train { json: false });
+    if !matches!(verb, Verb::Train { .. } | Verb::Plan(_)) && config.given() {
+        let words = "this verb reads no configuration: --config, --settings, --set and --run-dir change nothing here";
+        say_once(&Command::command().error(ErrorKind::ArgumentConflict, words));
+        return Ok(Exit::Config);
     }
-}
-
-fn dtype(text: &str) -> Result<tch::Kind, String> {
-    match text {
-        "float32" => Ok(tch::Kind::Float),
-        "float64" => Ok(tch::Kind::Double),
-        "bfloat16" => Ok(tch::Kind::BFloat16),
-        _ => Err("should be float32, float64 or bfloat16".into()),
-    }
-}
-
-fn at_least_one(text: &str) -> Result<u64, String> {
-    text.parse().ok().filter(|&count: &u64| count > 0).ok_or_else(|| "should be a number of at least 1".into())
-}
-
-fn length(text: &str) -> Result<study::Length, String> {
-    let (positions, prompts) = text.split_once(':').unwrap_or((text, "1"));
-    let count = |text: &str| at_least_one(text).map_err(|_| "should be POSITIONS or POSITIONS:PROMPTS".to_owned());
-    let prompts = usize::try_from(count(prompts)?).map_err(|error| error.to_string())?;
-    Ok(study::Length { positions: Tokens(count(positions)?), prompts })
-}
-
-#[expect(clippy::unnecessary_wraps, reason = "what clap asks of a parser")]
-fn start(text: &str) -> Result<study::Start, String> {
-    Ok(match text {
-        "start" => study::Start::Start,
-        "drawn" => study::Start::Drawn,
-        folder => study::Start::Folder(folder.into()),
-    })
-}
-
-/// Runs the verb.
-pub(crate) fn run(command: Command) -> Result<Exit, Failure> {
-    let Command { config, verb } = command;
-    match verb.unwrap_or(Verb::Train { json: false }) {
+    match verb {
         Verb::Train { json } => train(config, json),
         Verb::Plan(flags) => plan(config, &flags),
         Verb::Parity(flags) => parity(&flags),

@@ -160,7 +160,7 @@ impl Report {
     pub fn text(&self) -> String {
         let verdict = if self.passed { "passed" } else { "FAILED" };
         let mut lines = vec![format!(
-            "{}: {verdict}, gradient {}, {}, {} ranks, pages of {}: worst {:.1e} ({}), limit {:.0e}, ratio {}",
+            "{}: {verdict}, gradient {}, {}, {} ranks, pages of {}: worst {:.1e} ({}), limit {}, ratio {}",
             self.case,
             self.gradient,
             self.dtype,

@@ -5,7 +5,7 @@
 mod log;
 mod receipt;
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,6 +22,12 @@ use crate::units::Bytes;
 /// Why a run cannot be reported.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// Another run writes there.
+    #[error("another run is writing to {}; choose another place with --run-dir", folder.display())]
+    Busy {
+        /// The run directory.
+        folder: PathBuf,
+    },
     /// A file or folder of the run directory.
     #[error("cannot write {}: {source}; choose another place with --run-dir", file.display())]
     Write {
@@ -47,7 +53,7 @@ impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
             Error::Write { .. } => Exit::Data,
-            Error::Filter { .. } => Exit::Config,
+            Error::Busy { .. } | Error::Filter { .. } => Exit::Config,
         }
     }
 }
@@ -109,6 +115,20 @@ impl Reporter {
         if first {
             let write = |file: PathBuf, source| Error::Write { file, source };
             fs::create_dir_all(folder).map_err(|source| write(folder.into(), source))?;
+            // The lock goes with the file when the process ends, however it ends.
+            let file = folder.join("metrics.jsonl");
+            let opened = OpenOptions::new().create(true).write(true).truncate(false).open(&file);
+            let opened = opened.map_err(|source| write(file.clone(), source))?;
+            match opened.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return Err(Error::Busy { folder: folder.into() }),
+                Err(TryLockError::Error(source)) => return Err(write(file, source)),
+            }
+            // Emptied only once it is this run's; a device or a pipe in its place has no length.
+            if opened.metadata().is_ok_and(|about| about.is_file()) {
+                opened.set_len(0).map_err(|source| write(file, source))?;
+            }
+            metrics = Some(opened);
             let resolved = folder.join("config.resolved.toml");
             fs::write(&resolved, config_toml).map_err(|source| write(resolved, source))?;
             let receipt = folder.join("receipt.json");
@@ -116,9 +136,6 @@ impl Reporter {
                 Err(source) if source.kind() != std::io::ErrorKind::NotFound => return Err(write(receipt, source)),
                 _ => {}
             }
-            let file = folder.join("metrics.jsonl");
-            let opened = OpenOptions::new().create(true).write(true).truncate(true).open(&file);
-            metrics = Some(opened.map_err(|source| write(file, source))?);
         }
         Ok(Reporter { folder: folder.into(), metrics, bar: None, first })
     }
@@ -170,7 +187,10 @@ impl Reporter {
         let ratio = step.ratio.map_or_else(|| "none".into(), |[least, most]| format!("{least:.6}..{most:.6}"));
         self.show(&format!(
             "step {:>3}/{steps}  loss {:>10.6}  reward {reward}  grad norm {:>9.3e}  ratio {ratio}  {:.1} s",
-            step.step, step.loss, step.grad_norm, step.seconds.total
+            step.step,
+            step.loss + 0.0,
+            step.grad_norm,
+            step.seconds.total
         ));
         if step.frac_groups_zero_std >= 1.0 {
             self.line("  every group's rewards are equal, so this update has no gradient from rewards");

@@ -46,7 +46,9 @@ pub enum Error {
         cp_size: u64,
     },
     /// Ranks hold different values where one was expected.
-    #[error("ranks disagree about {what}: rank {first} has {first_value}, rank {other} has {other_value}")]
+    #[error(
+        "ranks disagree about {what}: rank {first} has {first_value}, rank {other} has {other_value}; give all ranks the same files, flags and LONGSTRAW_ variables"
+    )]
     Disagree {
         /// What was compared.
         what: &'static str,

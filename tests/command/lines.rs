@@ -62,3 +62,14 @@ fn every_problem_of_a_configuration_stands_in_one_message() {
     );
     said.ended(2, &["context.max_seq_len should be 2093056: prompt_len 2088960 + answer_len 4096 (it is 2097152)"]);
 }
+
+/// Every `--set` counts, on whichever side of the verb it stands; where no configuration is read, it is refused.
+#[test]
+fn sets_before_and_behind_the_verb_both_count_and_other_verbs_refuse_them() {
+    let room = Room::new();
+    let said = room.alone(&["--set", "run.nonsense=1", "plan", "--set", "lora.rank=0"]);
+    said.refused(2, &["run.nonsense", "lora.rank should be at least 1"]);
+    let said = room.alone(&["--set=lora.rank=0", "plan"]);
+    said.refused(2, &["lora.rank should be at least 1"]);
+    room.alone(&["parity", "nowhere", "--set", "lora.rank=4"]).ended(2, &["reads no configuration"]);
+}
