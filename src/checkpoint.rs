@@ -8,6 +8,7 @@ use crate::failure::Failure;
 use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::lora::{Adapter, Adapters};
 use crate::model::spec::Spec;
+use crate::units::float;
 
 /// Writes the adapters into `folder`, each file beside and renamed. Rank 0 calls it; the others wait for its outcome.
 ///
@@ -33,6 +34,5 @@ pub fn save(folder: &Path, adapters: &Adapters, shape: &AdapterShape) -> Result<
 /// When a file is missing or does not fit the model or the shape.
 pub fn load(folder: &Path, spec: &Spec, shape: &AdapterShape, kind: Kind, device: Device) -> Result<Adapters, Failure> {
     let (found, entries) = adapter_file::load(folder, spec, Some(shape), kind, device)?;
-    let rank = f64::from(u32::try_from(found.rank).unwrap_or(u32::MAX));
-    Ok(Adapters::new(entries, found.alpha / rank, "policy"))
+    Ok(Adapters::new(entries, found.alpha / float(found.rank), "policy"))
 }

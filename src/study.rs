@@ -314,7 +314,7 @@ fn drawn(mut adapters: Adapters, acc: Kind) -> Adapters {
 
 fn saved(folder: &Path, spec: &Spec, acc: Kind) -> Result<Adapters, Failure> {
     let (shape, entries) = adapter_file::load(folder, spec, None, acc, Device::Cpu)?;
-    let rank = f64::from(u32::try_from(shape.rank).unwrap_or(u32::MAX));
+    let rank = float(shape.rank);
     Ok(Adapters::new(entries, shape.alpha / rank, "policy"))
 }
 

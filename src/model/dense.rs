@@ -16,7 +16,7 @@ use super::rope::{Rope, rotate_half_split};
 use super::spec::Spec;
 use super::weights::Weights;
 use crate::tensor::accumulation;
-use crate::units::{LayerIndex, as_dim};
+use crate::units::{LayerIndex, as_dim, float};
 
 /// A dense decoder with frozen weights.
 pub struct Dense {
@@ -32,7 +32,7 @@ impl Dense {
     #[must_use]
     pub fn new(spec: &Spec, weights: Rc<Weights>, kind: Kind) -> Self {
         let head_dim = as_dim(spec.head_dim);
-        let scale = f64::from(u32::try_from(spec.head_dim).unwrap_or(u32::MAX)).powf(-0.5);
+        let scale = float(spec.head_dim).powf(-0.5);
         let mixers = spec
             .window
             .iter()

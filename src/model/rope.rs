@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::keys::{Keys, Problem};
+use crate::units::float;
 
 /// How inverse frequencies depend on the context length the model is stretched to.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -161,11 +162,6 @@ fn yarn_gain(rope: &mut Keys<'_>, factor: f64) -> f64 {
         [Some(scale), Some(all_dims)] => term(scale) / term(all_dims),
         _ => term(1.0),
     }
-}
-
-/// A count of a config as a number; `keys` bounds counts well below 2³².
-fn float(count: u64) -> f64 {
-    f64::from(u32::try_from(count).expect("counts of a config stay below 2^32"))
 }
 
 /// Inverse frequencies and gain, ready to make tables.

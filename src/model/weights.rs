@@ -14,7 +14,7 @@ use super::shards::{self, Checkpoint, Place, kind_of};
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
 use crate::failure::{Classified, Exit};
 use crate::tensor::bytes::{self, fill_from_bytes};
-use crate::units::{as_dim, as_index, from_dim, from_index};
+use crate::units::{as_dim, as_index, float, from_dim, from_index};
 
 /// Bytes at either end of a tensor that the digest reads.
 const DIGEST_SAMPLE_BYTES: usize = 4096;
@@ -355,8 +355,7 @@ fn fill_random(tensor: &mut Tensor, expected: &Expected, stream: u64) -> Result<
         let _itself = tensor.f_fill_(constant)?;
         return Ok(());
     };
-    let inputs = u32::try_from(inputs).map_or(f64::INFINITY, f64::from);
-    let half_width = (3.0 / inputs).sqrt();
+    let half_width = (3.0 / float(inputs)).sqrt();
     let value = |counter: u64| {
         let [_, _, _, _, a, b, c, d] = mix(stream.wrapping_add(counter)).to_le_bytes();
         (f64::from(u32::from_le_bytes([a, b, c, d])) / 2_147_483_648.0 - 1.0) * half_width

@@ -28,7 +28,7 @@ use crate::objective::{Aggregation, Batch, Counted, Terms};
 use crate::pages::Slot;
 use crate::replay::{self, Goal};
 use crate::tensor::accumulation;
-use crate::units::{LayerIndex, Tokens, as_dim, from_index};
+use crate::units::{LayerIndex, Tokens, as_dim, float, from_index};
 use crate::watch::{Board, Ledger};
 use crate::world::World;
 use crate::{capture, finalize, score};
@@ -250,8 +250,7 @@ impl Case {
                 pairs.push(Adapter { module: linear.module, a_ri: a_ri.to_kind(acc), b_or: b_or.to_kind(acc) });
             }
         }
-        let rank = f64::from(u32::try_from(self.about.lora_rank).unwrap_or(1));
-        Adapters::new(pairs, self.about.lora_alpha / rank, "policy")
+        Adapters::new(pairs, self.about.lora_alpha / float(self.about.lora_rank), "policy")
     }
 }
 

@@ -23,7 +23,7 @@ use crate::optimizer::{AdamW, Settings};
 use crate::plan::{self, Place, Room};
 use crate::report::open_log;
 use crate::tensor::accumulation;
-use crate::units::{Rank, Tokens, as_dim, as_index, from_index};
+use crate::units::{Rank, Tokens, as_dim, as_index, float, from_index};
 use crate::watch::Ledger;
 use crate::world::World;
 
@@ -66,7 +66,6 @@ struct LearningRate {
 impl LearningRate {
     /// Of step 1, 2, …: a linear warm-up, then constant, or down to 0 at the end along a line or a cosine.
     fn at(&self, step: u64) -> f64 {
-        let float = |count: u64| f64::from(u32::try_from(count).unwrap_or(u32::MAX));
         if step <= self.warmup {
             return self.peak * float(step) / float(self.warmup);
         }
