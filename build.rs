@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 fn main() {
-    for watched in ["src/tensor/boundary.cpp", "build.rs"] {
+    for watched in ["src/tensor/boundary.cpp", "src/tensor/gpu.cpp", "src/tensor/count.h", "build.rs"] {
         println!("cargo:rerun-if-changed={watched}");
     }
     println!("cargo:rerun-if-env-changed=LIBTORCH");
@@ -21,6 +21,7 @@ fn main() {
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
         .file("src/tensor/boundary.cpp")
+        .file("src/tensor/gpu.cpp")
         .opt_level(2)
         .warnings(false)
         .compile("longstraw_boundary");

@@ -26,11 +26,16 @@ die() {
 # What counts is that the tool works, not that a package of some name is installed: clusters bring their own MPI.
 mpi_works() { command -v mpirun >/dev/null && printf '#include <mpi.h>\n' | mpicc -E -x c - >/dev/null 2>&1; }
 
+# libclang-cpp is another library, and some machines have it without the one that bindgen opens.
 libclang_found() {
+    local folder name
     [ -n "${LIBCLANG_PATH:-}" ] && return 0
-    compgen -G '/usr/lib/llvm-*/lib/libclang*.so*' >/dev/null && return 0
-    compgen -G '/usr/lib/*/libclang*.so*' >/dev/null && return 0
-    compgen -G '/usr/lib*/libclang*.so*' >/dev/null
+    for folder in '/usr/lib/llvm-*/lib' '/usr/lib/*' '/usr/lib*'; do
+        for name in 'libclang.so*' 'libclang-[0-9]*.so*'; do
+            compgen -G "$folder/$name" >/dev/null && return 0
+        done
+    done
+    return 1
 }
 
 # install_packages WHAT PACKAGE...: WHAT says in words what is missing.

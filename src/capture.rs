@@ -1,28 +1,70 @@
 //! Capture: the shared prompt runs once, layer by layer, without a graph. What stays is the state of the pages that this
 //! rank owns, the block inputs of its tail rows, and the last hidden state of row P−1.
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::failure::Failure;
 use crate::handoff::{Captured, Keeping, MixedPool, Work};
-use crate::layout::{Piece, Run};
-use crate::model::pass::{Pass, micro_blocks};
-use crate::pages::{HiddenPool, PagePool, Slab, Slot};
-use crate::units::{LayerIndex, Tokens};
-use crate::watch::Board;
+use crate::layout::{Piece, Run, Span};
+use crate::model::mixer::Mixed;
+use crate::model::pass::{Pass, Stretch};
+use crate::pages::{HiddenPool, PagePool, Residency, Slab, Slot};
+use crate::tensor::{accumulation, element_bytes, gpu};
+use crate::units::{Bytes, LayerIndex, Tokens, from_dim, from_index};
+use crate::watch::{Board, Purpose};
 
 /// Runs the prompt of `work` under the pass's adapters.
 ///
 /// # Errors
-/// When page storage is not exactly pages × page bytes.
+/// When page storage is not exactly pages × page bytes, or there is no more host memory.
 pub fn run(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<Captured, Failure> {
     tch::no_grad(|| capture(pass, work, keeping, board))
+}
+
+/// Pins the host memory that a step on `work` will take, so that no phase waits for it. Nothing on a CPU.
+///
+/// # Errors
+/// When the machine gives no more memory that can be pinned.
+pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failure> {
+    if pass.decoder.device() == Device::Cpu {
+        return Ok(());
+    }
+    let (layout, rank, layers) = (&work.layout, pass.seat.axis.rank(), from_index(pass.decoder.layers()));
+    let (model, acc) = (element_bytes(pass.decoder.kind()), element_bytes(accumulation(pass.decoder.kind())));
+    let width = from_dim(pass.decoder.width()) * model;
+    let mut blocks = Vec::new();
+    let mut add = |count: u64, bytes: u64| blocks.extend((0..count).map(|_| Bytes(bytes)));
+    if keeping.pages == Residency::Host {
+        for plane in pass.decoder.mixer(LayerIndex(0)).planes() {
+            for run in layout.chunks_of(rank) {
+                add(layers, run.pages.0 * layout.page_size().0 * plane.bytes().0);
+            }
+        }
+    }
+    let tail = layout.tail();
+    let rows = |span: &Span| span.of(rank).map(Piece::rows).sum::<Tokens>().0;
+    if keeping.tail == Residency::Host {
+        let every = if pass.travels(&tail) { from_index(keeping.every) } else { 1 };
+        add(layers.div_ceil(every), rows(&tail) * width);
+        if keeping.attention && pass.travels(&tail) {
+            for stretch in pass.stretches(&tail) {
+                let (out, lse) = pass.decoder.mixer(LayerIndex(0)).kept_row();
+                add(layers, stretch.piece.rows().0 * out * model);
+                add(layers, stretch.piece.rows().0 * lse * acc);
+            }
+        }
+    }
+    for answer in &work.answers {
+        add(layers, rows(&answer.span) * width);
+    }
+    gpu::reserve_pinned(&blocks)?;
+    Ok(())
 }
 
 fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<Captured, Failure> {
     let (layout, rank) = (&work.layout, pass.seat.axis.rank());
     let span = layout.span();
-    let blocks = micro_blocks(&span, &pass.seat, pass.micro_block);
+    let stretches = pass.stretches(&span);
     let ids: Vec<i64> = span
         .of(rank)
         .flat_map(|piece| work.prompt_ids[piece.start.index()..piece.stop.index()].iter().copied())
@@ -33,7 +75,7 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
     let ledger = pass.seat.ledger;
     let stamp = pass.adapters.stamp().clone();
     let mut pages = PagePool::new(layout.clone(), rank, keeping.pages, stamp, ledger.clone());
-    let mut tail = HiddenPool::new(keeping.tail, ledger.clone());
+    let mut tail = HiddenPool::new(keeping.tail, Purpose::Checkpoints, ledger.clone());
     let mut mixed = MixedPool::new(keeping.tail, ledger.clone());
     let tail_rows: Tokens = layout.tail().of(rank).map(Piece::rows).sum();
     let mut x_pw = pass.decoder.embed(&ids);
@@ -41,10 +83,10 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
     for layer in (0..pass.decoder.layers()).map(LayerIndex) {
         board.layer(layer);
         if tail_rows.0 > 0 && layer.0.is_multiple_of(keeping.every) {
-            tail.put(Slot { span: 0, layer }, &x_pw.narrow(0, rows - tail_rows.dim(), tail_rows.dim()));
+            tail.put(Slot { span: 0, layer }, &x_pw.narrow(0, rows - tail_rows.dim(), tail_rows.dim()))?;
         }
-        let (next, slabs) = one_layer(pass, work, layer, &blocks, &x_pw, keeping.attention.then_some(&mut mixed));
-        pages.push(slabs);
+        let (next, slabs) = one_layer(pass, work, layer, &stretches, &x_pw, keeping.attention.then_some(&mut mixed))?;
+        pages.push(slabs)?;
         x_pw = next;
     }
     pages.audit(&pass.decoder.mixer(LayerIndex(0)).planes())?;
@@ -57,48 +99,52 @@ fn one_layer(
     pass: &Pass,
     work: &Work,
     layer: LayerIndex,
-    blocks: &[(Piece, i64)],
+    stretches: &[Stretch],
     x_pw: &Tensor,
     keep_mixed: Option<&mut MixedPool>,
-) -> (Tensor, Vec<Slab>) {
+) -> Result<(Tensor, Vec<Slab>), Failure> {
     let (layout, rank) = (&work.layout, pass.seat.axis.rank());
     let mixer = pass.decoder.mixer(layer);
     let planes = mixer.planes();
     let slabs = layout.chunks_of(rank).map(|run| Slab::zeros(run, layout.page_size(), &planes, pass.decoder.device()));
-    let rows = |block: &Piece, first: i64| x_pw.narrow(0, first, block.rows().dim());
-    let mut asks = Vec::new();
-    let mut keeps = Vec::new();
-    for (block, first) in blocks {
-        let projected = pass.project(layer, block, &rows(block, *first));
-        let (ask, state) = mixer.split(projected.mix);
-        if block.rows().0 > 0 {
-            let slab = slabs.iter().find(|slab| holds(&slab.run, block)).expect("a rank's rows lie in its own chunks");
-            for (plane, part) in slab.planes.iter().zip(&state) {
-                plane.narrow(0, block.start.since(slab.run.start).dim(), block.rows().dim()).copy_(part);
+    let rows = |x: &Tensor, block: &Piece, first: i64| x.narrow(0, first, block.rows().dim());
+    let (mut asks, mut keeps) = (Vec::new(), Vec::new());
+    for stretch in stretches {
+        let mut parts = Vec::new();
+        for (block, first) in &stretch.blocks {
+            let projected = pass.project(layer, block, &rows(x_pw, block, *first));
+            let (ask, state) = mixer.split(projected.mix);
+            if block.rows().0 > 0 {
+                let slab = slabs.iter().find(|slab| holds(&slab.run, block));
+                let slab = slab.expect("a rank's rows lie in its own chunks");
+                for (plane, part) in slab.planes.iter().zip(&state) {
+                    plane.narrow(0, block.start.since(slab.run.start).dim(), block.rows().dim()).copy_(part);
+                }
             }
+            parts.push(ask);
+            keeps.push(projected.keep);
         }
-        asks.push((*block, ask));
-        keeps.push(projected.keep);
+        asks.push((stretch.piece, Stretch::join(parts)));
     }
     let own = [slabs[0].filled(), slabs[1].filled()];
     let mixed = mixer.capture(&pass.seat, layout, &asks, own);
     drop(asks);
     if let Some(pool) = keep_mixed {
-        let in_tail = |(block, _): &&(Piece, i64)| block.rows().0 > 0 && block.start >= layout.cut();
-        let tail = blocks.iter().zip(&mixed).filter(|(block, _)| in_tail(block));
+        let in_tail = |(piece, _): &(Piece, &Mixed)| piece.rows().0 > 0 && piece.start >= layout.cut();
+        let tail = stretches.iter().map(|stretch| stretch.piece).zip(&mixed).filter(in_tail);
         for (index, (_, mixed)) in tail.enumerate() {
-            pool.put(layer, index, &mixed.out, &mixed.saved);
+            pool.put(layer, index, &mixed.out, &mixed.saved)?;
         }
     }
-    let ys: Vec<Tensor> = blocks
-        .iter()
-        .zip(&mixed)
-        .zip(&keeps)
-        .map(|(((block, first), mixed), keep)| {
-            pass.decoder.finish(layer, &rows(block, *first), &mixed.out, keep, pass.adapters)
-        })
-        .collect();
-    (Tensor::cat(&ys, 0), slabs.into())
+    let y_pw = x_pw.empty_like();
+    let mut keeps = keeps.iter();
+    for (stretch, mixed) in stretches.iter().zip(&mixed) {
+        for ((block, first), keep) in stretch.blocks.iter().zip(keeps.by_ref()) {
+            let (x, out) = (rows(x_pw, block, *first), stretch.rows(&mixed.out, block));
+            rows(&y_pw, block, *first).copy_(&pass.decoder.finish(layer, &x, &out, keep, pass.adapters));
+        }
+    }
+    Ok((y_pw, slabs.into()))
 }
 
 fn holds(run: &Run, block: &Piece) -> bool {

@@ -5,9 +5,10 @@ use serde::Serialize;
 use tch::Tensor;
 
 use crate::layout::{PromptLayout, Span};
-use crate::pages::{HiddenPool, PagePool, Residency, Slot};
+use crate::pages::{HiddenPool, PagePool, Residency, Slot, StagedHidden};
+use crate::tensor;
 use crate::units::{LayerIndex, Rank, Tokens, from_index};
-use crate::watch::Ledger;
+use crate::watch::{Ledger, Purpose};
 
 /// One group as the phases see it: a prompt's tokens and the answers behind it, dealt to ranks.
 #[derive(Debug)]
@@ -90,44 +91,68 @@ pub struct Captured {
     pub keeping: Keeping,
     /// Block inputs of this rank's tail rows, slot (0, layer), for every so many layers.
     pub tail: HiddenPool,
-    /// What the mixer made of the tail's micro-blocks, if that is kept.
+    /// What the mixer made of the tail's stretches, if that is kept.
     pub mixed: MixedPool,
     /// Last hidden state of row P−1, [1, w], on the rank that owns it.
     pub last_row: Option<Tensor>,
 }
 
-/// Mixer outputs of the tail's micro-blocks, layer by layer, with what their backward needs.
+/// Mixer outputs of the tail's stretches, layer by layer, with what their backward needs.
 #[derive(Debug)]
 pub struct MixedPool {
     pool: HiddenPool,
-    /// Tensors of one block: the output, and what is saved beside it.
+    /// Tensors of one stretch: the output, and what is saved beside it.
     planes: usize,
+    /// Stretches of a layer.
+    blocks: usize,
 }
 
 impl MixedPool {
     /// An empty pool.
     #[must_use]
     pub fn new(residency: Residency, ledger: Ledger) -> Self {
-        MixedPool { pool: HiddenPool::new(residency, ledger), planes: 0 }
+        MixedPool { pool: HiddenPool::new(residency, Purpose::Checkpoints, ledger), planes: 0, blocks: 0 }
     }
 
-    /// Keeps what the mixer made of the tail's micro-block `block`.
-    pub fn put(&mut self, layer: LayerIndex, block: usize, out: &Tensor, saved: &[Tensor]) {
+    /// Keeps what the mixer made of the tail's stretch `block`.
+    ///
+    /// # Errors
+    /// When there is no more memory for it.
+    pub fn put(
+        &mut self,
+        layer: LayerIndex,
+        block: usize,
+        out: &Tensor,
+        saved: &[Tensor],
+    ) -> Result<(), tensor::Error> {
         self.planes = 1 + saved.len();
+        self.blocks = self.blocks.max(block + 1);
         for (plane, x) in std::iter::once(out).chain(saved).enumerate() {
-            self.pool.put(Slot { span: block * self.planes + plane, layer }, x);
+            self.pool.put(Slot { span: block * self.planes + plane, layer }, x)?;
         }
+        Ok(())
     }
 
-    /// Output and saved tensors of block `block`, copied to the device; `None` where nothing was kept.
-    #[must_use]
-    pub fn get(&self, layer: LayerIndex, block: usize) -> Option<(Tensor, Vec<Tensor>)> {
+    /// What was kept of a layer sets out for the device: it will be asked for soon.
+    ///
+    /// # Errors
+    /// When a copy cannot be made.
+    pub fn expect(&self, layer: LayerIndex) -> Result<(), tensor::Error> {
+        (0..self.blocks * self.planes).try_for_each(|span| self.pool.expect(Slot { span, layer }))
+    }
+
+    /// Output and saved tensors of stretch `block` on the device; `None` where nothing was kept.
+    ///
+    /// # Errors
+    /// When a copy cannot be made.
+    pub fn get(&self, layer: LayerIndex, block: usize) -> Result<Option<(Tensor, Vec<Tensor>)>, tensor::Error> {
         let slot = |plane| Slot { span: block * self.planes + plane, layer };
         if self.planes == 0 || !self.pool.holds(slot(0)) {
-            return None;
+            return Ok(None);
         }
-        let load = |plane| self.pool.stage(slot(plane)).copy();
-        Some((load(0), (1..self.planes).map(load).collect()))
+        let load = |plane| self.pool.stage(slot(plane)).map(StagedHidden::keep);
+        let saved = (1..self.planes).map(load).collect::<Result<_, _>>()?;
+        Ok(Some((load(0)?, saved)))
     }
 }
 

@@ -18,6 +18,7 @@ pub mod world;
 
 // Row 3.
 pub mod data;
+pub mod devices;
 pub mod layout;
 pub mod pages;
 

@@ -23,7 +23,7 @@ use crate::model::pass::{Pass, SpanRows, Tail};
 use crate::objective::{self, Terms, Tokens};
 use crate::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};
 use crate::units::{Bytes, LayerIndex, as_dim};
-use crate::watch::Board;
+use crate::watch::{Board, Purpose};
 
 /// What the answers are pulled towards.
 #[derive(Clone, Copy)]
@@ -103,13 +103,14 @@ pub fn run(
         pool_bytes: Bytes(0),
         seconds: Spent::default(),
     };
-    let pool = |residency| HiddenPool::new(residency, pass.seat.ledger.clone());
-    let (pool, again) = (pool(Residency::Host), pool(captured.keeping.tail));
+    let pool = |residency, purpose| HiddenPool::new(residency, purpose, pass.seat.ledger.clone());
+    let (pool, again) =
+        (pool(Residency::Host, Purpose::Hidden), pool(captured.keeping.tail, Purpose::Checkpoints));
     let mut replay = Replay { pass, head, work, captured, goal, pool, again, filled_from: None, done: nothing };
     let top = LayerIndex(pass.decoder.layers() - 1);
     for (index, answer) in work.answers.iter().enumerate() {
         let inputs = work.inputs(answer, pass.seat.axis.rank());
-        replay.pool.put(Slot { span: index, layer: LayerIndex(0) }, &pass.decoder.embed(&inputs));
+        replay.pool.put(Slot { span: index, layer: LayerIndex(0) }, &pass.decoder.embed(&inputs))?;
     }
     for layer in (0..top.0).map(LayerIndex) {
         board.layer(layer);
@@ -128,25 +129,31 @@ pub fn run(
     Ok(replay.done)
 }
 
+/// The layer that comes next on the way down.
+fn below(layer: LayerIndex) -> Option<LayerIndex> {
+    layer.0.checked_sub(1).map(LayerIndex)
+}
+
 impl Replay<'_> {
-    fn stage(&self, layer: LayerIndex) -> Result<Staged, Failure> {
-        Ok(self.captured.pages.stage(layer, self.pass.adapters.stamp())?)
+    fn stage(&self, layer: LayerIndex, then: Option<LayerIndex>) -> Result<Staged, Failure> {
+        Ok(self.captured.pages.stage(layer, then, self.pass.adapters.stamp())?)
     }
 
     fn up(&mut self, layer: LayerIndex) -> Result<(), Failure> {
-        let staged = self.stage(layer)?;
+        let above = LayerIndex(layer.0 + 1);
+        let staged = self.stage(layer, Some(above))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         for (index, answer) in self.work.with_rows() {
-            let x_rw = self.pool.stage(Slot { span: index, layer });
+            let x_rw = self.pool.stage(Slot { span: index, layer })?;
             let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
-            self.pool.put(Slot { span: index, layer: LayerIndex(layer.0 + 1) }, &y_rw);
+            self.pool.put(Slot { span: index, layer: above }, &y_rw)?;
         }
         Ok(())
     }
 
     /// The top layer: every answer's forward, loss and first step back; then the tail's.
     fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
-        let staged = self.stage(layer)?;
+        let staged = self.stage(layer, below(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past);
         let first = self.first_tokens();
@@ -161,14 +168,14 @@ impl Replay<'_> {
                 continue;
             }
             let labels = self.work.labels(answer, rank);
-            let x_rw = self.pool.stage(slot);
+            let x_rw = self.pool.stage(slot)?;
             let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
             let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
             let dlogprobs = self.loss(index, &rows, |scores| &scores.rows);
             let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
             let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw };
             let dx_tw = self.pass.backward(layer, &rows_of, &past, None, &mut gradient)?;
-            self.pool.put(slot, &dx_tw);
+            self.pool.put(slot, &dx_tw)?;
             self.done.logprobs.0.push(Logprobs { rows, first });
         }
         let dlast = self.first_token_gradient(first.as_ref())?;
@@ -177,16 +184,16 @@ impl Replay<'_> {
     }
 
     fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
-        let staged = self.stage(layer)?;
+        let staged = self.stage(layer, below(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past);
         for (index, answer) in self.work.with_rows() {
             let (here, above) = (Slot { span: index, layer }, Slot { span: index, layer: LayerIndex(layer.0 + 1) });
-            let (x_rw, dy_rw) = (self.pool.stage(here), self.pool.stage(above));
+            let (x_rw, dy_rw) = (self.pool.stage(here)?, self.pool.stage(above)?);
             let rows = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_rw };
             let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient)?;
             self.pool.release(above);
-            self.pool.put(here, &dx_rw);
+            self.pool.put(here, &dx_rw)?;
         }
         self.tail(layer, &staged, dtail, gradient)
     }
@@ -205,7 +212,8 @@ impl Replay<'_> {
         let layout = &self.work.layout;
         let span = layout.tail();
         self.fill_tail(layer, &span)?;
-        let x_tw = self.tail_input(layer);
+        let x_tw = self.tail_input(layer)?;
+        self.expect_tail(below(layer))?;
         let rows = SpanRows { span: &span, x_tw: &x_tw, dy_tw: &dy_tw };
         let dx_tw = if self.pass.travels(&span) {
             self.pass.backward_tail(layer, &rows, &self.travelling(&span, staged), gradient)?
@@ -220,11 +228,21 @@ impl Replay<'_> {
     }
 
     /// The tail's block input in `layer`, on the device; no rows on a rank that has none.
-    fn tail_input(&self, layer: LayerIndex) -> StagedHidden {
+    fn tail_input(&self, layer: LayerIndex) -> Result<StagedHidden, Failure> {
         let slot = Slot { span: 0, layer };
         let pools = [&self.again, &self.captured.tail];
-        let held = pools.into_iter().find(|pool| pool.holds(slot)).map(|pool| pool.stage(slot));
-        held.unwrap_or_else(|| StagedHidden::of(self.no_rows()))
+        let held = pools.into_iter().find(|pool| pool.holds(slot)).map(|pool| pool.stage(slot)).transpose()?;
+        Ok(held.unwrap_or_else(|| StagedHidden::of(self.no_rows())))
+    }
+
+    /// What the tail will need in the layer that comes next sets out for the device.
+    fn expect_tail(&self, layer: Option<LayerIndex>) -> Result<(), Failure> {
+        let Some(layer) = layer else { return Ok(()) };
+        let slot = Slot { span: 0, layer };
+        for pool in [&self.again, &self.captured.tail] {
+            pool.expect(slot)?;
+        }
+        Ok(self.captured.mixed.expect(layer)?)
     }
 
     /// Computes the tail's input of `layer` again, from the nearest layer below whose input was kept, and those of the
@@ -235,11 +253,12 @@ impl Replay<'_> {
             return Ok(());
         }
         for below in (kept..layer.0).map(LayerIndex) {
-            let staged = self.stage(below)?;
-            let x_tw = self.tail_input(below);
-            let y_tw = self.pass.forward_tail(below, &x_tw, &self.travelling(span, &staged));
+            let above = LayerIndex(below.0 + 1);
+            let staged = self.stage(below, Some(above).filter(|&above| above < layer))?;
+            let x_tw = self.tail_input(below)?;
+            let y_tw = self.pass.forward_tail(below, &x_tw, &self.travelling(span, &staged))?;
             if y_tw.size()[0] > 0 {
-                self.again.put(Slot { span: 0, layer: LayerIndex(below.0 + 1) }, &y_tw);
+                self.again.put(Slot { span: 0, layer: above }, &y_tw)?;
             }
         }
         self.filled_from = Some(kept);

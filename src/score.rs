@@ -8,7 +8,7 @@ use crate::model::mixer::Past;
 use crate::model::pass::Pass;
 use crate::pages::{HiddenPool, Residency, Slot};
 use crate::units::{LayerIndex, as_dim, from_index};
-use crate::watch::Board;
+use crate::watch::{Board, Purpose};
 
 /// Scores every answer of `work`.
 ///
@@ -18,11 +18,13 @@ pub fn run(pass: &Pass, head: &Head, work: &Work, captured: &Captured, board: &B
     let rank = pass.seat.axis.rank();
     let pool = hidden(pass, work, captured, board)?;
     let first = captured.last_row.as_ref().map(|x_1w| head.logprobs_of_row(pass.decoder, x_1w, &work.first_labels()));
-    let answers = work.answers.iter().enumerate().map(|(index, answer)| Logprobs {
-        rows: head.logprobs(pass.decoder, &pool.stage(slot(index)), &work.labels(answer, rank)),
-        first: first.as_ref().map(|all| all.narrow(0, as_dim(from_index(index)), 1)),
+    let answers = work.answers.iter().enumerate().map(|(index, answer)| {
+        Ok(Logprobs {
+            rows: head.logprobs(pass.decoder, &*pool.stage(slot(index))?, &work.labels(answer, rank)),
+            first: first.as_ref().map(|all| all.narrow(0, as_dim(from_index(index)), 1)),
+        })
     });
-    Ok(Scores(answers.collect()))
+    Ok(Scores(answers.collect::<Result<_, Failure>>()?))
 }
 
 /// Last hidden states of this rank's rows of every answer, in slot (answer, 0).
@@ -31,17 +33,20 @@ pub fn run(pass: &Pass, head: &Head, work: &Work, captured: &Captured, board: &B
 /// As [`run`].
 pub fn hidden(pass: &Pass, work: &Work, captured: &Captured, board: &Board) -> Result<HiddenPool, Failure> {
     let rank = pass.seat.axis.rank();
-    let mut pool = HiddenPool::new(Residency::Host, pass.seat.ledger.clone());
+    let mut pool = HiddenPool::new(Residency::Host, Purpose::Hidden, pass.seat.ledger.clone());
     for (index, answer) in work.answers.iter().enumerate() {
-        pool.put(slot(index), &pass.decoder.embed(&work.inputs(answer, rank)));
+        pool.put(slot(index), &pass.decoder.embed(&work.inputs(answer, rank)))?;
     }
-    for layer in (0..pass.decoder.layers()).map(LayerIndex) {
+    let layers = pass.decoder.layers();
+    for layer in (0..layers).map(LayerIndex) {
         board.layer(layer);
-        let staged = captured.pages.stage(layer, pass.adapters.stamp())?;
+        // Behind the last layer comes the next phase, which starts from the first.
+        let then = LayerIndex((layer.0 + 1) % layers);
+        let staged = captured.pages.stage(layer, Some(then), pass.adapters.stamp())?;
         let past = Past::of_answers(&staged, &work.layout);
         for (index, answer) in work.with_rows() {
-            let y_rw = pass.forward(layer, &answer.span, &pool.stage(slot(index)), &past);
-            pool.put(slot(index), &y_rw);
+            let y_rw = pass.forward(layer, &answer.span, &*pool.stage(slot(index))?, &past);
+            pool.put(slot(index), &y_rw)?;
         }
     }
     Ok(pool)

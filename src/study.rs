@@ -118,6 +118,8 @@ pub struct Options {
     pub page_size: Tokens,
     /// Most rows of a segment at one time.
     pub micro_block: Tokens,
+    /// Where the model computes.
+    pub device: Device,
 }
 
 /// One projection's gradient against the exact one, prompt by prompt. Not a number where either is zero.
@@ -242,7 +244,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         world.same("the study's adapters (digest)", &adapters.digest())?;
         policies.push((start.name(), adapters));
     }
-    let weights = Weights::load(&options.model, &spec, options.kind, Device::Cpu).map_err(Failure::from);
+    let weights = Weights::load(&options.model, &spec, options.kind, options.device).map_err(Failure::from);
     let weights = world.agree(weights)?;
     world.same("the checkpoint (digest)", weights.digest())?;
     let decoder = spec.family.decoder(&spec, Rc::new(weights), options.kind);
@@ -291,11 +293,11 @@ fn prompts(options: &Options, spec: &Spec, length: Length) -> Result<Dataset, Fa
 fn adapters(options: &Options, spec: &Spec, start: &Start) -> Result<Adapters, Failure> {
     let acc = accumulation(options.kind);
     let seed = i64::try_from(options.seed).unwrap_or(i64::MAX);
-    let starting = || Adapters::starting(&spec.linear_layers(), LORA_RANK, LORA_ALPHA, seed, acc, Device::Cpu);
+    let starting = || Adapters::starting(&spec.linear_layers(), LORA_RANK, LORA_ALPHA, seed, acc, options.device);
     match start {
         Start::Start => Ok(starting()),
         Start::Drawn => Ok(drawn(starting(), acc)),
-        Start::Folder(folder) => saved(folder, spec, acc),
+        Start::Folder(folder) => saved(folder, spec, acc, options.device),
     }
 }
 
@@ -305,15 +307,15 @@ fn drawn(mut adapters: Adapters, acc: Kind) -> Adapters {
     let values: Vec<Tensor> = entries
         .flat_map(|pair| {
             let b_or = Tensor::randn(pair.b_or.size(), (Kind::Double, Device::Cpu)) * DRAWN_B;
-            [pair.a_ri.detach().copy(), b_or.to_kind(acc)]
+            [pair.a_ri.detach().copy(), b_or.to_kind(acc).to_device(pair.b_or.device())]
         })
         .collect();
     adapters.update(&values);
     adapters
 }
 
-fn saved(folder: &Path, spec: &Spec, acc: Kind) -> Result<Adapters, Failure> {
-    let (shape, entries) = adapter_file::load(folder, spec, None, acc, Device::Cpu)?;
+fn saved(folder: &Path, spec: &Spec, acc: Kind, device: Device) -> Result<Adapters, Failure> {
+    let (shape, entries) = adapter_file::load(folder, spec, None, acc, device)?;
     let rank = float(shape.rank);
     Ok(Adapters::new(entries, shape.alpha / rank, "policy"))
 }

@@ -7,13 +7,16 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use longstraw::bench;
-use longstraw::config::{self, Environment, Loaded, Overrides};
+use longstraw::config::{self, DeviceChoice, Environment, Loaded, Overrides};
 use longstraw::convert::{self, convert};
 use longstraw::data::{Tokenizer, keychain};
+use longstraw::devices;
 use longstraw::failure::{Exit, Failure};
+use longstraw::handoff::Keeping;
 use longstraw::model::spec::Spec;
+use longstraw::pages::Residency;
 use longstraw::parity::{self, Gradient};
-use longstraw::plan::{self, Place, Room};
+use longstraw::plan::{self, Room};
 use longstraw::report::{print_result, say};
 use longstraw::study;
 use longstraw::tensor::boundary::count_allocations;
@@ -23,7 +26,7 @@ use longstraw::watch::Board;
 use longstraw::world::{Launcher, World};
 
 pub(crate) use arguments::hoist;
-use arguments::{at_least_one, dtype, gradient, length, start};
+use arguments::{at_least_one, dtype, gradient, length, residency, start};
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
 #[derive(Debug, Parser)]
@@ -125,6 +128,17 @@ struct Cut {
     micro_block: u64,
 }
 
+/// Where the model computes.
+#[derive(Args, Clone, Copy, Debug)]
+struct Place {
+    /// auto, cpu or cuda; auto takes GPUs where every rank has one
+    #[arg(long, default_value = "auto", value_parser = arguments::device)]
+    device: DeviceChoice,
+    /// Let several ranks use one GPU
+    #[arg(long)]
+    share_device: bool,
+}
+
 #[derive(Args, Debug)]
 struct ParityFlags {
     /// The case's folder
@@ -137,6 +151,8 @@ struct ParityFlags {
     dtype: tch::Kind,
     #[command(flatten)]
     cut: Cut,
+    #[command(flatten)]
+    place: Place,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -163,9 +179,23 @@ struct BenchFlags {
     dtype: tch::Kind,
     #[command(flatten)]
     cut: Cut,
+    #[command(flatten)]
+    place: Place,
     /// Also run the conventional schedule (one rank only): whole sequences, activation checkpointing
     #[arg(long)]
     conventional: bool,
+    /// Where pages wait between phases: host or device
+    #[arg(long, default_value = "host", value_parser = residency)]
+    pages: Residency,
+    /// Where what is kept of the tail waits: host or device
+    #[arg(long, default_value = "host", value_parser = residency)]
+    tail: Residency,
+    /// Keep the tail's attention outputs too, instead of computing them again
+    #[arg(long)]
+    keep_attention: bool,
+    /// Keep the tail's block inputs of every so many layers, and compute those between again
+    #[arg(long, default_value = "1", value_parser = at_least_one)]
+    inputs_every: u64,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -199,6 +229,8 @@ struct StudyFlags {
     dtype: tch::Kind,
     #[command(flatten)]
     cut: Cut,
+    #[command(flatten)]
+    place: Place,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -363,21 +395,26 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
         say(&note);
     }
     if let Some(device) = plan_flags.device_gib {
-        plan.fits(1, "device", &[Place::Device], plan::gib(device))?;
+        plan.fits(1, "device", &[plan::Place::Device], plan::gib(device))?;
     }
     if let Some(host) = plan_flags.host_gib {
-        plan.fits(ranks, "host", &[Place::Host], plan::gib(host))?;
+        plan.fits(ranks, "host", &[plan::Place::Host], plan::gib(host))?;
     }
     Ok(Exit::Done)
 }
 
 fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
     let world = world(&Environment::process())?;
+    let device = match devices::choose(&world, flags.place.device, flags.place.share_device, false) {
+        Ok(device) => device,
+        Err(failure) => return Ok(world.leave(failure)),
+    };
     let options = parity::Options {
         gradient: flags.gradient,
         kind: flags.dtype,
         page_size: Tokens(flags.cut.page_size),
         micro_block: Tokens(flags.cut.micro_block),
+        device,
     };
     let report = match parity::run(&world, &flags.case_dir, &options) {
         Ok(report) => report,
@@ -389,6 +426,10 @@ fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
 
 fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
     let world = world(&Environment::process())?;
+    let device = match devices::choose(&world, flags.place.device, flags.place.share_device, false) {
+        Ok(device) => device,
+        Err(failure) => return Ok(world.leave(failure)),
+    };
     let options = bench::Options {
         model: flags.model,
         prompt: Tokens(flags.prompt),
@@ -399,6 +440,13 @@ fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         page_size: Tokens(flags.cut.page_size),
         micro_block: Tokens(flags.cut.micro_block),
         conventional: flags.conventional,
+        keeping: Keeping {
+            pages: flags.pages,
+            tail: flags.tail,
+            every: usize::try_from(flags.inputs_every).unwrap_or(usize::MAX),
+            attention: flags.keep_attention,
+        },
+        device,
     };
     let report = match bench::run(&world, &options) {
         Ok(report) => report,
@@ -410,6 +458,10 @@ fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
 
 fn study(flags: StudyFlags) -> Result<Exit, Failure> {
     let world = world(&Environment::process())?;
+    let device = match devices::choose(&world, flags.place.device, flags.place.share_device, false) {
+        Ok(device) => device,
+        Err(failure) => return Ok(world.leave(failure)),
+    };
     let options = study::Options {
         model: flags.model,
         lengths: flags.length,
@@ -421,6 +473,7 @@ fn study(flags: StudyFlags) -> Result<Exit, Failure> {
         kind: flags.dtype,
         page_size: Tokens(flags.cut.page_size),
         micro_block: Tokens(flags.cut.micro_block),
+        device,
     };
     let report = match study::run(&world, &options) {
         Ok(report) => report,

@@ -63,13 +63,15 @@ pub enum Purpose {
     Foreign,
     /// Page slabs in host memory.
     Pages,
-    /// Saved hidden states in host memory.
+    /// Hidden states of answers that wait for their next layer.
     Hidden,
+    /// What was saved of the tail for its way back: block inputs, and attention outputs.
+    Checkpoints,
     /// Staging buffers of a layer's pages.
     Stage,
 }
 
-const PURPOSES: usize = 4;
+const PURPOSES: usize = 5;
 
 /// Bytes by purpose, now and at the most; clones share the same counts.
 #[derive(Clone, Debug, Default)]

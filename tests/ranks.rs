@@ -57,6 +57,7 @@ fn main() {
     }
     count_allocations();
     let mut world = World::start(None, Board::default()).expect("MPI starts");
+    fixture::choose_device(&world);
     let mut passed = 0;
     for (name, claim) in CLAIMS {
         if !wanted.is_empty() && !wanted.iter().any(|part| name.contains(part.as_str())) {

@@ -25,6 +25,18 @@ pub enum ActivationCkpt {
     None,
 }
 
+/// Where the model computes.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceChoice {
+    /// On GPUs where every rank has one, else on the CPU.
+    Auto,
+    /// On the CPU.
+    Cpu,
+    /// On GPUs, or not at all.
+    Cuda,
+}
+
 /// How the learning rate moves after the warm-up.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]

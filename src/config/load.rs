@@ -7,6 +7,7 @@ use figment::Figment;
 use figment::value::{Dict, Value};
 use serde::Deserialize;
 
+use super::choices::DeviceChoice;
 use super::environment::Environment;
 use super::problem::{Error, Fault, Problem, Source};
 use super::schema::{self, Need};
@@ -120,6 +121,7 @@ struct WholeRun {
     dir: PathBuf,
     seed: u64,
     steps: u64,
+    device: DeviceChoice,
     share_device: bool,
     deterministic: bool,
     trace: bool,
@@ -128,7 +130,7 @@ struct WholeRun {
 
 impl Whole {
     fn split(self, environment: &Environment, sources: Vec<Source>) -> Loaded {
-        let Whole { run: WholeRun { dir, seed, steps, share_device, deterministic, trace, log_level }, .. } = self;
+        let Whole { run: WholeRun { dir, seed, steps, device, share_device, deterministic, trace, log_level }, .. } = self;
         let run = RunConfig {
             parallel: self.parallel,
             context: self.context,
@@ -138,7 +140,7 @@ impl Whole {
             lora: self.lora,
             model: self.model,
             data: self.data,
-            run: RunTable { seed, steps, deterministic, trace },
+            run: RunTable { seed, steps, device, deterministic, trace },
             rollout: self.rollout,
             reward: self.reward,
             checkpoint: self.checkpoint,

@@ -162,6 +162,7 @@ pub(super) const TABLES: &[Table] = &[
             key("dir", Kind::Text),
             key("seed", Kind::Count),
             key("steps", Kind::Count),
+            key("device", Kind::Choice(&["auto", "cpu", "cuda"])),
             key("share_device", Kind::Switch),
             key("deterministic", Kind::Switch),
             key("trace", Kind::Switch),

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::choices::{ActivationCkpt, Aggregation, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When};
+use super::choices::{ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When};
 use crate::units::{Pages, Tokens};
 
 /// `[parallel]`: how ranks share the work.
@@ -176,6 +176,8 @@ pub struct RunTable {
     pub seed: u64,
     /// Updates.
     pub steps: u64,
+    /// Where the model computes.
+    pub device: DeviceChoice,
     /// Kernels that repeat bit for bit on a GPU.
     pub deterministic: bool,
     /// A trace of phases and transfers is written.

@@ -73,15 +73,16 @@ pub fn sum_in_order(parts: &[Tensor]) -> Tensor {
 }
 
 /// Partial attention over several sets of keys, merged by log-sum-exp into `out_thd` and `lse_th`, both in the
-/// accumulation dtype. Empty with empty stays empty: out 0, log-sum-exp −∞, no NaN.
+/// accumulation dtype and written in place. Empty with empty stays empty: out 0, log-sum-exp −∞, no NaN.
 pub fn merge_into(out_thd: &mut Tensor, lse_th: &mut Tensor, new_out_thd: &Tensor, new_lse_th: &Tensor) {
-    let new_out = new_out_thd.to_kind(out_thd.kind());
     let lse = lse_th.logaddexp(new_lse_th);
     // −∞ − −∞ is the one NaN that means "nothing"; any other stays and shows itself.
     let nothing = lse.isneginf();
     let weight = |part: &Tensor| (part - &lse).exp().masked_fill(&nothing, 0.0).unsqueeze(-1);
-    let merged = &*out_thd * weight(lse_th) + new_out * weight(new_lse_th);
-    out_thd.copy_(&merged);
+    let (old, new) = (weight(lse_th), weight(new_lse_th));
+    // Two passes over the rows, the new part read in its own dtype: no third tensor of their size.
+    let _ = out_thd.g_mul_(&old);
+    let _ = out_thd.addcmul_(new_out_thd, &new);
     lse_th.copy_(&lse);
 }
 

@@ -6,8 +6,9 @@
 //!   rank 1   [1]   [0]   [3]   [2]       holds more than two runs that are not its own.
 //! ```
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
+use super::outgoing;
 use crate::layout::Run;
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::views;
@@ -17,8 +18,23 @@ use crate::world::Axis;
 
 /// A run on its way, with its bytes counted while this rank holds it.
 struct Travelling {
-    planes: Vec<Tensor>,
-    _held: Option<Held>,
+    /// As messages take it, in host memory.
+    wire: Vec<Tensor>,
+    held: Option<Held>,
+}
+
+impl Travelling {
+    /// This rank's own run sets out.
+    fn own(planes: &[Tensor], alone: bool) -> Travelling {
+        // A rank that is alone sends nothing: nothing needs to lie in host memory.
+        let wire = |plane: &Tensor| if alone { plane.shallow_clone() } else { outgoing(plane) };
+        Travelling { wire: planes.iter().map(wire).collect(), held: None }
+    }
+
+    /// The run where it is computed with.
+    fn here(&self, device: Device) -> Vec<Tensor> {
+        self.wire.iter().map(|plane| plane.to_device(device)).collect()
+    }
 }
 
 /// Shows `visit` every rank's run, this rank's own first, then from the next lower rank on round the ring. `run_of`
@@ -35,7 +51,9 @@ pub fn ring<E>(
     mut visit: impl FnMut(&Run, &[Tensor]) -> Result<(), E>,
 ) -> Result<(), E> {
     let (me, size) = (axis.rank().0, axis.size());
-    let mut holding = Travelling { planes: own, _held: None };
+    let device = device_of(&own);
+    let mut holding = Travelling::own(&own, size == 1);
+    let mut here = own;
     let mut outcome = Ok(());
     for step in 0..size {
         let run = run_of(Rank((me + size - step) % size));
@@ -45,13 +63,14 @@ pub fn ring<E>(
             }
         };
         if step + 1 == size {
-            compute(&holding.planes);
+            compute(&here);
             break;
         }
         let next_rows = as_dim(run_of(Rank((me + 2 * size - step - 1) % size)).rows().0);
-        let mut next = arriving(&holding.planes, next_rows, ledger);
-        let leaving: Vec<&[u8]> = holding.planes.iter().map(views::view).collect();
-        axis.ring_step(&leaving, next.planes.iter_mut().map(views::view_mut).collect(), || compute(&holding.planes));
+        let mut next = arriving(&holding.wire, next_rows, ledger);
+        let leaving: Vec<&[u8]> = holding.wire.iter().map(views::view).collect();
+        axis.ring_step(&leaving, next.wire.iter_mut().map(views::view_mut).collect(), || compute(&here));
+        here = next.here(device);
         holding = next;
     }
     outcome
@@ -70,32 +89,47 @@ pub fn ring_home(
     mut visit: impl FnMut(&Run, &[Tensor], &[Tensor]),
 ) -> Vec<Tensor> {
     let (me, size) = (axis.rank().0, axis.size());
-    let mut holding = Travelling { planes: own, _held: None };
-    let mut sums = Travelling { planes: home, _held: None };
+    let device = device_of(&own);
+    let mut holding = Travelling::own(&own, size == 1);
+    let (mut here, mut sums) = (own, home);
+    // Bytes of foreign sums, counted while this rank holds them.
+    let mut held = None;
     for step in 0..size {
         let run = (shape.run_of)(Rank((me + size - step) % size));
         let next = Rank((me + 2 * size - step - 1) % size);
         let mut compute = |planes: &[Tensor]| {
             if run.rows().0 > 0 {
-                visit(&run, planes, &sums.planes);
+                visit(&run, planes, &sums);
             }
         };
         if step + 1 == size {
-            compute(&holding.planes);
+            compute(&here);
         } else {
-            let mut arriving_next = arriving(&holding.planes, as_dim((shape.run_of)(next).rows().0), ledger);
-            let leaving: Vec<&[u8]> = holding.planes.iter().map(views::view).collect();
-            let into = arriving_next.planes.iter_mut().map(views::view_mut).collect();
-            axis.ring_step(&leaving, into, || compute(&holding.planes));
+            let mut arriving_next = arriving(&holding.wire, as_dim((shape.run_of)(next).rows().0), ledger);
+            let leaving: Vec<&[u8]> = holding.wire.iter().map(views::view).collect();
+            let into = arriving_next.wire.iter_mut().map(views::view_mut).collect();
+            axis.ring_step(&leaving, into, || compute(&here));
+            here = arriving_next.here(device);
             holding = arriving_next;
         }
+        if size == 1 {
+            break;
+        }
         // Sums leave only when this rank's share is in them, so they cannot overlap with it.
-        let mut sums_next = arriving(&sums.planes, (shape.sum_rows)(next), ledger);
-        let leaving: Vec<&[u8]> = sums.planes.iter().map(views::view).collect();
-        axis.ring_step(&leaving, sums_next.planes.iter_mut().map(views::view_mut).collect(), || ());
-        sums = sums_next;
+        let leaving_sums: Vec<Tensor> = sums.iter().map(outgoing).collect();
+        let mut sums_next = arriving(&leaving_sums, (shape.sum_rows)(next), ledger);
+        let leaving: Vec<&[u8]> = leaving_sums.iter().map(views::view).collect();
+        axis.ring_step(&leaving, sums_next.wire.iter_mut().map(views::view_mut).collect(), || ());
+        sums = sums_next.here(device);
+        held = sums_next.held.take();
     }
-    sums.planes
+    drop(held);
+    sums
+}
+
+/// Where a run is computed with.
+fn device_of(planes: &[Tensor]) -> Device {
+    planes.first().map_or(Device::Cpu, Tensor::device)
 }
 
 /// Which runs travel in [`ring_home`], and how many rows their sums have.
@@ -117,5 +151,5 @@ fn arriving(like: &[Tensor], rows: i64, ledger: &Ledger) -> Travelling {
         })
         .collect();
     let held = ledger.hold(Purpose::Foreign, planes.iter().map(storage_bytes).sum());
-    Travelling { planes, _held: Some(held) }
+    Travelling { wire: planes, held: Some(held) }
 }

@@ -16,7 +16,7 @@ mod tiles;
 
 use crate::units::{PageIndex, Pages, Position, Rank, Tokens, as_dim};
 
-pub use tiles::{Tile, tiles};
+pub use tiles::{Tile, TileSizes, tiles};
 
 /// Consecutive positions on one rank.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

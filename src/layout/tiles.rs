@@ -7,9 +7,21 @@ use std::ops::Range;
 
 use crate::tensor::attention::Visible;
 
-/// Most rows and most keys of a rectangle that needs a mask: bounds the scratch of its scores.
-const MASKED_ROWS: i64 = 256;
-const MASKED_KEYS: i64 = 1024;
+/// Most rows and most keys of a rectangle whose scores are written out: bounds their scratch.
+#[derive(Clone, Copy, Debug)]
+pub struct TileSizes {
+    /// Queries.
+    pub rows: i64,
+    /// Keys.
+    pub keys: i64,
+}
+
+impl TileSizes {
+    /// Small enough for a processor's caches.
+    pub const CPU: TileSizes = TileSizes { rows: 256, keys: 1024 };
+    /// Large enough to fill a GPU.
+    pub const PLAIN: TileSizes = TileSizes { rows: 1024, keys: 4096 };
+}
 
 /// A rectangle of queries and keys, as offsets into the two stretches.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -23,16 +35,16 @@ pub struct Tile {
 }
 
 /// Rectangles of `queries` × `keys` (both positions) in which something is visible, in a fixed order. With a window a
-/// query sees itself and the `window` − 1 positions before it.
+/// query sees itself and the `window` − 1 positions before it; rectangles are then of at most `sizes`.
 #[must_use]
-pub fn tiles(queries: Range<i64>, keys: Range<i64>, window: Option<i64>) -> Vec<Tile> {
+pub fn tiles(queries: Range<i64>, keys: Range<i64>, window: Option<i64>, sizes: TileSizes) -> Vec<Tile> {
     let keys_stop = keys.end.min(queries.end);
     if queries.is_empty() || keys.start >= keys_stop {
         return Vec::new();
     }
     match window {
         None => causal(&queries, keys.start..keys_stop),
-        Some(window) => banded(&queries, &(keys.start..keys_stop), window),
+        Some(window) => banded(&queries, &(keys.start..keys_stop), window, sizes),
     }
 }
 
@@ -52,13 +64,14 @@ fn causal(queries: &Range<i64>, keys: Range<i64>) -> Vec<Tile> {
     found
 }
 
-fn banded(queries: &Range<i64>, keys: &Range<i64>, window: i64) -> Vec<Tile> {
+fn banded(queries: &Range<i64>, keys: &Range<i64>, window: i64, sizes: TileSizes) -> Vec<Tile> {
+    let step = |size: i64| usize::try_from(size).unwrap_or(1);
     let mut found = Vec::new();
-    for row in (queries.start..queries.end).step_by(usize::try_from(MASKED_ROWS).unwrap_or(1)) {
-        let row_end = (row + MASKED_ROWS).min(queries.end);
+    for row in (queries.start..queries.end).step_by(step(sizes.rows)) {
+        let row_end = (row + sizes.rows).min(queries.end);
         let seen = (row - window + 1).max(keys.start)..row_end.min(keys.end);
-        for key in seen.clone().step_by(usize::try_from(MASKED_KEYS).unwrap_or(1)) {
-            let key_end = (key + MASKED_KEYS).min(seen.end);
+        for key in seen.clone().step_by(step(sizes.keys)) {
+            let key_end = (key + sizes.keys).min(seen.end);
             // Wholly visible iff the first row sees the last key and the last row still sees the first key.
             let whole = key_end - 1 <= row && row_end - 1 - key < window;
             let visible = if whole { Visible::All } else { Visible::Band { offset: row - key, window } };
@@ -79,7 +92,7 @@ mod tests {
     /// Visibility of every pair, by the definition, against what the tiles say.
     fn check(queries: Range<i64>, keys: Range<i64>, window: Option<i64>) {
         let mut seen = std::collections::BTreeMap::new();
-        for tile in tiles(queries.clone(), keys.clone(), window) {
+        for tile in tiles(queries.clone(), keys.clone(), window, TileSizes::CPU) {
             for row in tile.rows.clone() {
                 for key in tile.keys.clone() {
                     let (i, j) = (row - tile.rows.start, key - tile.keys.start);
@@ -120,7 +133,7 @@ mod tests {
 
     #[test]
     fn an_answer_of_two_sees_its_whole_prompt_of_128() {
-        let tile = &tiles(128..130, 0..128, None)[..];
+        let tile = &tiles(128..130, 0..128, None, TileSizes::CPU)[..];
         assert_eq!(tile, [Tile { rows: 0..2, keys: 0..128, visible: Visible::All }]);
     }
 }

@@ -9,6 +9,7 @@
 //!    rank attends to the pages it owns, partial results return and are merged in rank order.
 //! 3. Answer keys and values are never gathered: an answer's rows on a rank are one more block of that rank.
 
+use std::cell::Cell;
 use std::convert::Infallible;
 use std::ops::Range;
 
@@ -16,11 +17,12 @@ use tch::{Kind, Tensor};
 
 use super::mixer::{Backward, Mixed, Mixer, Past, PastGradient, Seat, Swept};
 use crate::exchange::{Travel, gather_rows, merge_into, nothing, return_rows, ring, ring_home, sum_in_order};
-use crate::layout::{Piece, PromptLayout, Run, Span, Tile, positions, tiles};
+use crate::layout::{Piece, PromptLayout, Run, Span, Tile, TileSizes, positions, tiles};
 use crate::pages::PlaneRow;
 use crate::tensor::accumulation;
 use crate::tensor::attention::{self, Merged};
-use crate::units::{Position, as_dim};
+use crate::tensor::kernels::Kernel;
+use crate::units::{Position, as_dim, from_dim};
 
 /// Grouped-query attention with an optional sliding window.
 #[derive(Clone, Debug)]
@@ -37,7 +39,12 @@ pub struct Attention {
     pub scale: f64,
     /// The model's dtype.
     pub kind: Kind,
+    /// What computes a rectangle.
+    pub kernel: Kernel,
 }
+
+/// Most keys × key heads × width of one rectangle: kernels index with 32 bits.
+const ELEMENTS_MAX: i64 = 1 << 30;
 
 /// Keys and values at consecutive positions.
 struct KeyBlock<'a> {
@@ -49,6 +56,32 @@ struct KeyBlock<'a> {
 fn key_block(start: Position, planes: &[Tensor]) -> KeyBlock<'_> {
     let start = as_dim(start.0);
     KeyBlock { at: start..start + planes[0].size()[0], k_sgd: &planes[0], v_sgd: &planes[1] }
+}
+
+/// Some queries' output and log-sum-exp over the keys seen so far, in the accumulation dtype.
+struct Sum {
+    out_thd: Tensor,
+    lse_th: Tensor,
+    /// Whether nothing has been merged in yet.
+    empty: Cell<bool>,
+}
+
+impl Sum {
+    /// Merges what the rows `here` see of further keys. Merging with nothing is a copy.
+    fn add(&self, here: &Range<i64>, part: &attention::Partial) {
+        let (mut out, mut lse) = (rows(&self.out_thd, here), rows(&self.lse_th, here));
+        let first = self.empty.replace(false) && here.end - here.start == self.out_thd.size()[0];
+        if first {
+            out.copy_(&part.out_thd);
+            lse.copy_(&part.lse_th);
+        } else {
+            merge_into(&mut out, &mut lse, &part.out_thd, &part.lse_th);
+        }
+    }
+
+    fn mixed(self, kind: Kind) -> Mixed {
+        Mixed { out: self.out_thd.to_kind(kind), saved: vec![self.lse_th] }
+    }
 }
 
 /// Rows of `x` that a tile covers.
@@ -75,43 +108,53 @@ fn queries<'a>(pieces: impl Iterator<Item = &'a Piece>) -> Vec<Queries> {
 }
 
 impl Attention {
-    fn tiles(&self, queries: &Range<i64>, keys: &KeyBlock) -> Vec<Tile> {
-        tiles(queries.clone(), keys.at.clone(), self.window)
+    /// Rectangles of `queries` and `keys` with the keys' own tensors, none too large for a kernel's indices.
+    fn tiles(&self, queries: &Range<i64>, keys: &KeyBlock) -> Vec<(Tile, Tensor, Tensor)> {
+        let most = ELEMENTS_MAX / (self.kv_heads * self.head_dim);
+        let (window, sizes) = match (self.kernel, self.window) {
+            (Kernel::Plain, window) => (Some(window.unwrap_or(i64::MAX / 2)), TileSizes::PLAIN),
+            (Kernel::Cpu, window) => (window, TileSizes::CPU),
+            (_, window) => (window, TileSizes::PLAIN),
+        };
+        let starts = (keys.at.start..keys.at.end).step_by(usize::try_from(most).unwrap_or(usize::MAX));
+        let part = |start: i64| {
+            let at = start..(start + most).min(keys.at.end);
+            let local = start - keys.at.start..at.end - keys.at.start;
+            let (k, v) = (rows(keys.k_sgd, &local), rows(keys.v_sgd, &local));
+            tiles(queries.clone(), at, window, sizes).into_iter().map(move |tile| {
+                let (k, v) = (rows(&k, &tile.keys), rows(&v, &tile.keys));
+                (Tile { keys: tile.keys.start + local.start..tile.keys.end + local.start, ..tile }, k, v)
+            })
+        };
+        starts.flat_map(part).collect()
     }
 
     /// Adds what `queries` see of `keys` to their merged output and log-sum-exp.
-    fn attend(&self, queries: &Queries, keys: &KeyBlock, q_thd: &Tensor, merged: &(Tensor, Tensor)) {
-        for tile in self.tiles(&queries.at, keys) {
+    fn attend(&self, queries: &Queries, keys: &KeyBlock, q_thd: &Tensor, sum: &Sum) {
+        for (tile, k, v) in self.tiles(&queries.at, keys) {
             let here = queries.first + tile.rows.start..queries.first + tile.rows.end;
-            let part = attention::forward(
-                &rows(q_thd, &here),
-                &rows(keys.k_sgd, &tile.keys),
-                &rows(keys.v_sgd, &tile.keys),
-                tile.visible,
-                self.scale,
-            );
-            merge_into(&mut rows(&merged.0, &here), &mut rows(&merged.1, &here), &part.out_thd, &part.lse_th);
+            sum.add(&here, &attention::forward(self.kernel, &rows(q_thd, &here), &k, &v, tile.visible, self.scale));
         }
     }
 
-    fn unseen(&self, rows: i64, like: &Tensor) -> (Tensor, Tensor) {
-        nothing(rows, self.heads, self.head_dim, accumulation(self.kind), like.device())
+    fn unseen(&self, rows: i64, like: &Tensor) -> Sum {
+        let (out_thd, lse_th) = nothing(rows, self.heads, self.head_dim, accumulation(self.kind), like.device());
+        Sum { out_thd, lse_th, empty: Cell::new(true) }
     }
 
     /// Adds dq of `queries` to `dq_thd`, and dk and dv of `keys` to `dkv` if they carry gradient.
     fn pull(&self, queries: &Queries, keys: &KeyBlock, all: &Gathered, dkv: Option<&[Tensor]>) {
-        let acc = accumulation(self.kind);
-        for tile in self.tiles(&queries.at, keys) {
+        for (tile, k, v) in self.tiles(&queries.at, keys) {
             let here = queries.first + tile.rows.start..queries.first + tile.rows.end;
             let (q, out, lse) = (rows(&all.q_thd, &here), rows(&all.out_thd, &here), rows(&all.lse_th, &here));
             let dout = rows(&all.dout_thd, &here);
             let merged = Merged { q_thd: &q, out_thd: &out, lse_th: &lse, dout_thd: &dout };
-            let (k, v) = (rows(keys.k_sgd, &tile.keys), rows(keys.v_sgd, &tile.keys));
-            let gradients = attention::backward(&merged, &k, &v, tile.visible, self.scale);
-            let _ = rows(&all.dq_thd, &here).g_add_(&gradients.dq_thd.to_kind(acc));
+            let gradients = attention::backward(self.kernel, &merged, &k, &v, tile.visible, self.scale);
+            // Added in the accumulation dtype, read in the kernel's.
+            let _ = rows(&all.dq_thd, &here).g_add_(&gradients.dq_thd);
             if let Some([dk, dv]) = dkv {
-                let _ = rows(dk, &tile.keys).g_add_(&gradients.dk_sgd.to_kind(acc));
-                let _ = rows(dv, &tile.keys).g_add_(&gradients.dv_sgd.to_kind(acc));
+                let _ = rows(dk, &tile.keys).g_add_(&gradients.dk_sgd);
+                let _ = rows(dv, &tile.keys).g_add_(&gradients.dv_sgd);
             }
         }
     }
@@ -143,6 +186,10 @@ impl Mixer for Attention {
         vec![PlaneRow { shape: vec![self.kv_heads, self.head_dim], kind: self.kind }; 2]
     }
 
+    fn kept_row(&self) -> (u64, u64) {
+        (from_dim(self.heads * self.head_dim), from_dim(self.heads))
+    }
+
     fn split(&self, mut mix: Vec<Tensor>) -> (Vec<Tensor>, Vec<Tensor>) {
         let state = mix.split_off(1);
         (mix, state)
@@ -172,32 +219,30 @@ impl Mixer for Attention {
             );
             let Ok(()) = outcome;
         }
-        let mixed = |(out, lse): (Tensor, Tensor)| Mixed { out: out.to_kind(self.kind), saved: vec![lse] };
-        merged.into_iter().map(mixed).collect()
+        merged.into_iter().map(|sum| sum.mixed(self.kind)).collect()
     }
 
     fn nothing(&self, blocks: &[(Piece, Vec<Tensor>)]) -> Vec<Mixed> {
         let unseen = |(_, ask): &(Piece, Vec<Tensor>)| self.unseen(ask[0].size()[0], &ask[0]);
-        blocks.iter().map(unseen).map(|(out, lse)| Mixed { out: out.to_kind(self.kind), saved: vec![lse] }).collect()
+        blocks.iter().map(unseen).map(|sum| sum.mixed(self.kind)).collect()
     }
 
     fn sweep(
         &self,
         seat: &Seat,
         layout: &PromptLayout,
-        blocks: &[Swept],
+        blocks: Vec<Swept>,
         own: [Vec<Tensor>; 2],
         own_gradient: &mut [Vec<Tensor>; 2],
     ) -> Vec<Vec<Tensor>> {
         let acc = accumulation(self.kind);
-        let rows_of: Vec<Gathered> = blocks
-            .iter()
-            .map(|block| Gathered {
-                q_thd: block.ask[0].shallow_clone(),
-                out_thd: block.mixed.out.shallow_clone(),
-                lse_th: block.mixed.saved[0].shallow_clone(),
-                dout_thd: block.dout.shallow_clone(),
-                dq_thd: block.ask[0].zeros_like().to_kind(acc),
+        let rows_of: Vec<(Range<i64>, Gathered)> = blocks
+            .into_iter()
+            .map(|mut block| {
+                let q_thd = block.ask.swap_remove(0);
+                let dq_thd = Tensor::zeros(q_thd.size(), (acc, q_thd.device()));
+                let lse_th = block.mixed.saved.swap_remove(0);
+                (positions(&block.piece), Gathered { q_thd, out_thd: block.mixed.out, lse_th, dout_thd: block.dout, dq_thd })
             })
             .collect();
         let tail_of = |run: &Run| (run.start.max(layout.cut()), run.stop.since(run.start.max(layout.cut())).dim());
@@ -212,14 +257,14 @@ impl Mixer for Attention {
                 let constants = run.rows().dim() - tail_rows;
                 let before: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, 0, constants)).collect();
                 let tail: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, constants, tail_rows)).collect();
-                for (block, all) in blocks.iter().zip(&rows_of) {
-                    let queries = Queries { first: 0, at: positions(&block.piece) };
+                for (at, all) in &rows_of {
+                    let queries = Queries { first: 0, at: at.clone() };
                     self.pull(&queries, &key_block(run.start, &before), all, None);
                     self.pull(&queries, &key_block(tail_start, &tail), all, Some(sums));
                 }
             });
         }
-        rows_of.into_iter().map(|all| vec![all.dq_thd.to_kind(self.kind)]).collect()
+        rows_of.into_iter().map(|(_, all)| vec![all.dq_thd.to_kind(self.kind)]).collect()
     }
 
     fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor], fused: bool) -> Tensor {
@@ -255,12 +300,13 @@ impl Mixer for Attention {
                 self.attend(&queries, &key_block(piece.start, planes), &q_thd, &merged);
             }
         }
-        let (outs, lses) = (return_rows(seat.axis, &merged.0, &counts), return_rows(seat.axis, &merged.1, &counts));
-        let (mut out, mut lse) = self.unseen(mix[0].size()[0], &mix[0]);
-        for (part_out, part_lse) in outs.iter().zip(&lses) {
-            merge_into(&mut out, &mut lse, part_out, part_lse);
+        let home = |x: &Tensor| return_rows(seat.axis, x, &counts);
+        let sum = self.unseen(mix[0].size()[0], &mix[0]);
+        let here = 0..mix[0].size()[0];
+        for (out_thd, lse_th) in home(&merged.out_thd).into_iter().zip(home(&merged.lse_th)) {
+            sum.add(&here, &attention::Partial { out_thd, lse_th });
         }
-        Mixed { out: out.to_kind(self.kind), saved: vec![lse] }
+        sum.mixed(self.kind)
     }
 
     fn backward(&self, seat: &Seat, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor> {
@@ -269,7 +315,7 @@ impl Mixer for Attention {
         let gather = |x: &Tensor| gather_rows(seat.axis, x, &counts);
         let q_thd = gather(&mix[0]);
         let all = Gathered {
-            dq_thd: q_thd.zeros_like().to_kind(acc),
+            dq_thd: Tensor::zeros(q_thd.size(), (acc, q_thd.device())),
             q_thd,
             out_thd: gather(&mixed.out),
             lse_th: gather(&mixed.saved[0]),

@@ -15,7 +15,8 @@ use super::mixer::Mixer;
 use super::rope::{Rope, rotate_half_split};
 use super::spec::Spec;
 use super::weights::Weights;
-use crate::tensor::accumulation;
+use crate::tensor::kernels::{Heads, Kernel};
+use crate::tensor::{accumulation, gpu};
 use crate::units::{LayerIndex, as_dim, float};
 
 /// A dense decoder with frozen weights.
@@ -33,6 +34,8 @@ impl Dense {
     pub fn new(spec: &Spec, weights: Rc<Weights>, kind: Kind) -> Self {
         let head_dim = as_dim(spec.head_dim);
         let scale = float(spec.head_dim).powf(-0.5);
+        let heads = Heads { query: as_dim(spec.query_heads), kv: as_dim(spec.kv_heads), dim: head_dim, kind };
+        let kernel = Kernel::choose(weights.device(), &heads, gpu::repeats());
         let mixers = spec
             .window
             .iter()
@@ -43,6 +46,7 @@ impl Dense {
                 window: window.map(as_dim),
                 scale,
                 kind,
+                kernel,
             })
             .collect();
         Dense { rope: Rope::new(&spec.rope), spec: spec.clone(), weights, mixers, kind }

@@ -30,7 +30,7 @@ impl Head {
 
     /// Log-probability of several `targets` after one and the same row, in the accumulation dtype. No graph.
     pub fn logprobs_of_row(&self, decoder: &dyn Decoder, x_1w: &Tensor, targets: &Tensor) -> Tensor {
-        tch::no_grad(|| self.log_softmax(decoder, x_1w).get(0).index_select(0, targets))
+        tch::no_grad(|| self.log_softmax(decoder, x_1w).get(0).index_select(0, &targets.to_device(x_1w.device())))
     }
 
     /// Gradient of the rows, [t, w], from the gradient of their log-probabilities.
@@ -69,14 +69,14 @@ impl Head {
         dlogprobs: &Tensor,
     ) -> Result<Tensor, tensor::Error> {
         let leaf = x_1w.detach().set_requires_grad(true);
-        let logprobs = self.log_softmax(decoder, &leaf).get(0).index_select(0, targets);
+        let logprobs = self.log_softmax(decoder, &leaf).get(0).index_select(0, &targets.to_device(leaf.device()));
         backward(&[(&logprobs, dlogprobs)])?;
         Ok(leaf.grad())
     }
 
     fn chunks(&self, x_tw: &Tensor, targets: &Tensor) -> impl Iterator<Item = (Tensor, Tensor)> {
         let (rows, step) = (x_tw.size()[0], self.rows_max.max(1));
-        let (x_tw, targets) = (x_tw.shallow_clone(), targets.shallow_clone());
+        let (x_tw, targets) = (x_tw.shallow_clone(), targets.to_device(x_tw.device()));
         (0..rows).step_by(usize::try_from(step).unwrap_or(1)).map(move |first| {
             let count = step.min(rows - first);
             (x_tw.narrow(0, first, count), targets.narrow(0, first, count))

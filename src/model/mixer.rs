@@ -133,6 +133,10 @@ pub trait Mixer {
     /// What one position leaves behind for later ones, a row for each plane.
     fn planes(&self) -> Vec<PlaneRow>;
 
+    /// Elements of a row of what [`Mixer::capture`] returns: its output, in the model's dtype, and what is saved beside it,
+    /// in the accumulation dtype.
+    fn kept_row(&self) -> (u64, u64);
+
     /// Segment A's output as what rows ask with and the state that they leave behind, one tensor a plane each.
     fn split(&self, mix: Vec<Tensor>) -> (Vec<Tensor>, Vec<Tensor>);
 
@@ -157,7 +161,7 @@ pub trait Mixer {
         &self,
         seat: &Seat,
         layout: &PromptLayout,
-        blocks: &[Swept],
+        blocks: Vec<Swept>,
         own: [Vec<Tensor>; 2],
         own_gradient: &mut [Vec<Tensor>; 2],
     ) -> Vec<Vec<Tensor>>;

@@ -7,7 +7,7 @@
 //!              graph that is ever alive.
 //! ```
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::decoder::{Decoder, Projected};
 use super::lora::Adapters;
@@ -55,10 +55,57 @@ pub fn micro_blocks(span: &Span, seat: &Seat, most: Tokens) -> Vec<(Piece, i64)>
     blocks
 }
 
-/// A micro-block and what its rows ask the mixer with.
+/// Rows that the mixer takes at one time on a GPU: its kernels want long stretches, the segments' scratch wants short
+/// ones.
+const MIXED_ROWS: u64 = 32_768;
+
+/// A rank's rows as the mixer takes them, each a stretch of whole micro-blocks.
+#[derive(Debug)]
+pub struct Stretch {
+    /// The rows.
+    pub piece: Piece,
+    /// Its micro-blocks, and where their rows lie in the rank's tensor.
+    pub blocks: Vec<(Piece, i64)>,
+}
+
+impl Stretch {
+    /// Rows of a micro-block in a tensor that holds the stretch's rows.
+    #[must_use]
+    pub fn rows(&self, x: &Tensor, block: &Piece) -> Tensor {
+        x.narrow(0, block.start.since(self.piece.start).dim(), block.rows().dim())
+    }
+
+    /// One tensor a plane of all rows, from one for each micro-block.
+    #[must_use]
+    pub fn join(mut parts: Vec<Vec<Tensor>>) -> Vec<Tensor> {
+        if parts.len() == 1 {
+            return parts.pop().unwrap_or_default();
+        }
+        let planes = parts.first().map_or(0, Vec::len);
+        let plane = |at: usize| Tensor::cat(&parts.iter().map(|part| &part[at]).collect::<Vec<_>>(), 0);
+        (0..planes).map(plane).collect()
+    }
+}
+
+/// A stretch and what its rows ask the mixer with.
 type Asking = (Piece, Vec<Tensor>);
 
 impl Pass<'_> {
+    /// This rank's rows of a span in stretches of micro-blocks. Equal on all ranks and in all phases, as micro-blocks are.
+    #[must_use]
+    pub fn stretches(&self, span: &Span) -> Vec<Stretch> {
+        let most = match self.decoder.device() {
+            Device::Cpu => self.micro_block,
+            _ => Tokens(self.micro_block.0 * (MIXED_ROWS / self.micro_block.0).max(1)),
+        };
+        let mut blocks = micro_blocks(span, &self.seat, self.micro_block).into_iter().peekable();
+        let stretch = |(piece, _): (Piece, i64)| {
+            let inside = |(block, _): &(Piece, i64)| piece.start <= block.start && block.stop <= piece.stop;
+            Stretch { piece, blocks: std::iter::from_fn(|| blocks.next_if(inside)).collect() }
+        };
+        micro_blocks(span, &self.seat, most).into_iter().map(stretch).collect()
+    }
+
     /// Segment A of one micro-block.
     #[must_use]
     pub fn project(&self, layer: LayerIndex, block: &Piece, x_tw: &Tensor) -> Projected {
@@ -132,46 +179,59 @@ impl Pass<'_> {
     }
 
     /// One block forward over a tail whose rows stay while state travels, no graph. `kept` is what the mixer made of its
-    /// micro-blocks before, if that was kept.
-    pub fn forward_tail(&self, layer: LayerIndex, x_tw: &Tensor, tail: &Tail) -> Tensor {
+    /// stretches before, if that was kept.
+    ///
+    /// # Errors
+    /// When what was kept cannot be brought back.
+    pub fn forward_tail(&self, layer: LayerIndex, x_tw: &Tensor, tail: &Tail) -> Result<Tensor, tensor::Error> {
         tch::no_grad(|| {
-            let blocks = micro_blocks(tail.span, &self.seat, self.micro_block);
-            let (_, keeps, mixed) = self.tail_mixed(layer, &blocks, x_tw, tail);
-            let ys = blocks.iter().zip(&mixed).zip(&keeps).map(|(((block, first), mixed), keep)| {
-                let x = x_tw.narrow(0, *first, block.rows().dim());
-                self.decoder.finish(layer, &x, &mixed.out, keep, self.adapters)
-            });
-            Tensor::cat(&ys.collect::<Vec<_>>(), 0)
+            let stretches = self.stretches(tail.span);
+            let (_, keeps, mixed) = self.tail_mixed(layer, &stretches, x_tw, tail)?;
+            let y_tw = x_tw.empty_like();
+            for ((stretch, mixed), keeps) in stretches.iter().zip(&mixed).zip(&keeps) {
+                for ((block, first), keep) in stretch.blocks.iter().zip(keeps) {
+                    let rows = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
+                    let out = stretch.rows(&mixed.out, block);
+                    rows(&y_tw).copy_(&self.decoder.finish(layer, &rows(x_tw), &out, keep, self.adapters));
+                }
+            }
+            Ok(y_tw)
         })
     }
 
-    /// Segment A of the tail's micro-blocks and what the mixer makes of them, computed or as it was kept.
+    /// Segment A of the tail's stretches and what the mixer makes of them, computed or as it was kept.
     fn tail_mixed(
         &self,
         layer: LayerIndex,
-        blocks: &[(Piece, i64)],
+        stretches: &[Stretch],
         x_tw: &Tensor,
         tail: &Tail,
-    ) -> (Vec<Asking>, Vec<Vec<Tensor>>, Vec<Mixed>) {
+    ) -> Result<TailMixed, tensor::Error> {
         let mixer = self.decoder.mixer(layer);
-        let projected = blocks.iter().map(|(block, first)| {
-            let Projected { mix, keep } = self.project(layer, block, &x_tw.narrow(0, *first, block.rows().dim()));
-            ((*block, mixer.split(mix).0), keep)
-        });
-        let (asks, keeps): (Vec<_>, Vec<_>) = projected.unzip();
+        let (mut asks, mut keeps) = (Vec::new(), Vec::new());
+        for stretch in stretches {
+            let project = |(block, first): &(Piece, i64)| {
+                let Projected { mix, keep } = self.project(layer, block, &x_tw.narrow(0, *first, block.rows().dim()));
+                (mixer.split(mix).0, keep)
+            };
+            let (ask, keep): (Vec<_>, Vec<_>) = stretch.blocks.iter().map(project).unzip();
+            asks.push((stretch.piece, Stretch::join(ask)));
+            keeps.push(keep);
+        }
         // Kept on all ranks or on none, so no rank waits in the ring for another that stays away; a rank without rows
         // has nothing to load.
         let mixed = match tail.kept {
-            Some(pool) if tail.span.of(self.seat.axis.rank()).next().is_some() => (0..blocks.len())
-                .map(|block| {
-                    let (out, saved) = pool.get(layer, block).expect("what is kept was kept for every block");
-                    Mixed { out, saved }
-                })
-                .collect(),
+            Some(pool) if tail.span.of(self.seat.axis.rank()).next().is_some() => {
+                let load = |block| {
+                    let (out, saved) = pool.get(layer, block)?.expect("what is kept was kept for every stretch");
+                    Ok(Mixed { out, saved })
+                };
+                (0..stretches.len()).map(load).collect::<Result<_, tensor::Error>>()?
+            }
             Some(_) => mixer.nothing(&asks),
             None => mixer.capture(&self.seat, tail.layout, &asks, tail.own()),
         };
-        (asks, keeps, mixed)
+        Ok((asks, keeps, mixed))
     }
 
     /// One block backward over the tail, where rows stay and state travels: from the gradient of this rank's output rows
@@ -188,27 +248,38 @@ impl Pass<'_> {
         gradient: PastGradient,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, .. } = *rows;
-        let blocks = micro_blocks(span, &self.seat, self.micro_block);
+        let stretches = self.stretches(span);
         let mixer = self.decoder.mixer(layer);
-        let (asks, keeps, mixed) = tch::no_grad(|| self.tail_mixed(layer, &blocks, x_tw, tail));
-        let dx_tw = x_tw.detach().zeros_like();
-        let mut swept = Vec::with_capacity(blocks.len());
-        let mut dkeeps = Vec::with_capacity(blocks.len());
-        for ((((piece, ask), keep), mixed), at) in asks.into_iter().zip(&keeps).zip(mixed).zip(&blocks) {
-            let (dout, dkeep) = self.pull_finish_block(layer, at, rows, &mixed.out, keep, &dx_tw)?;
+        let (asks, keeps, mixed) = tch::no_grad(|| self.tail_mixed(layer, &stretches, x_tw, tail))?;
+        let dx_tw = x_tw.detach().empty_like();
+        let mut swept = Vec::with_capacity(stretches.len());
+        let mut dkeeps = Vec::new();
+        for (((stretch, (piece, ask)), keeps), mixed) in stretches.iter().zip(asks).zip(&keeps).zip(mixed) {
+            let mut douts = Vec::with_capacity(stretch.blocks.len());
+            for (at, keep) in stretch.blocks.iter().zip(keeps) {
+                let out = stretch.rows(&mixed.out, &at.0);
+                let (dout, dkeep) = self.pull_finish_block(layer, at, rows, &out, keep, &dx_tw)?;
+                douts.push(vec![dout]);
+                dkeeps.push(dkeep);
+            }
+            let dout = Stretch::join(douts).pop().expect("a stretch has a block");
             swept.push(Swept { piece, ask, mixed, dout });
-            dkeeps.push(dkeep);
         }
+        drop(keeps);
         let mut state = gradient.into_chunks(&tail.staged.slabs, tail.layout);
-        let dasks = tch::no_grad(|| mixer.sweep(&self.seat, tail.layout, &swept, tail.own(), &mut state));
-        drop(swept);
+        let dasks = tch::no_grad(|| mixer.sweep(&self.seat, tail.layout, swept, tail.own(), &mut state));
         let [one, two] = state;
         let dstate: Vec<Tensor> =
             one.iter().zip(&two).map(|(one, two)| Tensor::cat(&[one, two], 0).to_kind(self.decoder.kind())).collect();
-        for ((at, dask), dkeep) in blocks.iter().zip(dasks).zip(dkeeps) {
-            let part = |x: &Tensor| x.narrow(0, at.1, at.0.rows().dim());
-            let gradients: Vec<Tensor> = dask.into_iter().chain(dstate.iter().map(part)).chain(dkeep).collect();
-            self.pull_project_block(layer, at, x_tw, &gradients, &dx_tw)?;
+        drop((one, two));
+        let mut dkeeps = dkeeps.into_iter();
+        for (stretch, dask) in stretches.iter().zip(dasks) {
+            for (at, dkeep) in stretch.blocks.iter().zip(dkeeps.by_ref()) {
+                let part = |x: &Tensor| x.narrow(0, at.1, at.0.rows().dim());
+                let asked = dask.iter().map(|x| stretch.rows(x, &at.0));
+                let gradients: Vec<Tensor> = asked.chain(dstate.iter().map(part)).chain(dkeep).collect();
+                self.pull_project_block(layer, at, x_tw, &gradients, &dx_tw)?;
+            }
         }
         Ok(dx_tw)
     }
@@ -265,6 +336,9 @@ impl Pass<'_> {
         Ok(())
     }
 }
+
+/// What a tail's stretches ask with, what A hands to B for each of their micro-blocks, and what the mixer makes of them.
+type TailMixed = (Vec<Asking>, Vec<Vec<Vec<Tensor>>>, Vec<Mixed>);
 
 /// A tail whose rows stay while state travels, in one layer.
 #[derive(Clone, Copy)]

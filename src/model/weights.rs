@@ -5,6 +5,7 @@
 //! file that the system can take back at any time.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -365,12 +366,30 @@ fn fill_random(tensor: &mut Tensor, expected: &Expected, stream: u64) -> Result<
     let mut start = 0;
     while start < elements {
         let length = BLOCK_ELEMENTS.min(elements - start);
-        let mut buffer = Vec::with_capacity(8 * as_index(from_dim(length)));
-        for counter in from_dim(start)..from_dim(start + length) {
-            buffer.extend_from_slice(&value(counter).to_le_bytes());
+        let mut part = flat.f_narrow(0, start, length)?;
+        if tensor.device() == Device::Cpu {
+            let mut buffer = Vec::with_capacity(8 * as_index(from_dim(length)));
+            for counter in from_dim(start)..from_dim(start + length) {
+                buffer.extend_from_slice(&value(counter).to_le_bytes());
+            }
+            fill_from_bytes(&mut part, &buffer, Kind::Double)?;
+        } else {
+            part.copy_(&(uniform_on(tensor.device(), stream, start..start + length) * half_width));
         }
-        fill_from_bytes(&mut flat.f_narrow(0, start, length)?, &buffer, Kind::Double)?;
         start += length;
     }
     Ok(())
+}
+
+/// What [`mix`] makes of `stream` + counter, as numbers in [−1, 1): the same bits as on the processor. Additions and
+/// products of signed integers wrap as unsigned ones do; shifts to the right bring the sign along, which is masked.
+fn uniform_on(device: Device, stream: u64, counters: Range<i64>) -> Tensor {
+    let signed = |x: u64| i64::from_ne_bytes(x.to_ne_bytes());
+    let shifted = |z: &Tensor, bits: i64| z.bitwise_right_shift_tensor_scalar(bits).bitwise_and(i64::MAX >> (bits - 1));
+    let start = signed(stream.wrapping_add(0x9e37_79b9_7f4a_7c15));
+    let z = Tensor::arange_start(counters.start, counters.end, (Kind::Int64, device)) + start;
+    let z = z.bitwise_xor_tensor(&shifted(&z, 30)) * signed(0xbf58_476d_1ce4_e5b9);
+    let z = z.bitwise_xor_tensor(&shifted(&z, 27)) * signed(0x94d0_49bb_1331_11eb);
+    let z = z.bitwise_xor_tensor(&shifted(&z, 31));
+    shifted(&z, 32).to_kind(Kind::Double) / 2_147_483_648.0 - 1.0
 }

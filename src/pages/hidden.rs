@@ -3,13 +3,16 @@
 //! Slot (span, layer) holds the input of that layer's block, and later, in its place, the gradient of that input: the
 //! pool never takes more than spans × rows × width × layers × dtype.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::Residency;
-use crate::tensor::boundary::{Purse, storage_bytes, within};
+use super::transit::{self, Arrival, Outbox};
+use crate::tensor;
+use crate::tensor::boundary::storage_bytes;
 use crate::units::{Bytes, LayerIndex};
 use crate::watch::{Held, Ledger, Purpose};
 
@@ -25,35 +28,56 @@ pub struct Slot {
 /// Hidden states that wait, in host memory or where they were made.
 #[derive(Debug)]
 pub struct HiddenPool {
-    slots: BTreeMap<Slot, (Tensor, Option<Held>)>,
+    slots: BTreeMap<Slot, (Tensor, Held)>,
     residency: Residency,
+    purpose: Purpose,
+    device: Device,
     ledger: Ledger,
+    outbox: RefCell<Outbox>,
+    /// Slots that set out for the device before they were asked for.
+    coming: RefCell<BTreeMap<Slot, (Tensor, Arrival)>>,
 }
 
 impl HiddenPool {
-    /// An empty pool that counts what it holds in host memory in `ledger`.
+    /// An empty pool that counts what it holds in `ledger`.
     #[must_use]
-    pub fn new(residency: Residency, ledger: Ledger) -> Self {
-        HiddenPool { slots: BTreeMap::new(), residency, ledger }
+    pub fn new(residency: Residency, purpose: Purpose, ledger: Ledger) -> Self {
+        HiddenPool {
+            slots: BTreeMap::new(),
+            residency,
+            purpose,
+            device: Device::Cpu,
+            ledger,
+            outbox: RefCell::default(),
+            coming: RefCell::default(),
+        }
     }
 
     /// Copies `x_tw` into the slot; a slot of the same shape is overwritten in place.
-    pub fn put(&mut self, slot: Slot, x_tw: &Tensor) {
-        if let Some((held, _)) = self.slots.get_mut(&slot)
-            && held.size() == x_tw.size()
-            && held.kind() == x_tw.kind()
-        {
-            held.copy_(&x_tw.detach());
-            return;
+    ///
+    /// # Errors
+    /// When there is no more memory for it.
+    pub fn put(&mut self, slot: Slot, x_tw: &Tensor) -> Result<(), tensor::Error> {
+        self.device = x_tw.device();
+        self.coming.get_mut().remove(&slot);
+        let outbox = self.outbox.get_mut();
+        outbox.settle()?;
+        let place = self.slots.get(&slot).map(|(held, _)| held);
+        let place = place.filter(|held| held.size() == x_tw.size() && held.kind() == x_tw.kind());
+        if let Some(place) = place {
+            match self.residency {
+                Residency::Host => drop(outbox.send(x_tw, Some(place))?),
+                Residency::Device => place.shallow_clone().copy_(&x_tw.detach()),
+            }
+            return Ok(());
         }
-        let copy = || x_tw.detach().contiguous().copy();
         let kept = match self.residency {
-            Residency::Host => within(Purse::Host, copy),
-            Residency::Device => copy(),
+            Residency::Host => outbox.send(x_tw, None)?,
+            Residency::Device => x_tw.detach().contiguous().copy(),
         };
-        let host = self.residency == Residency::Host;
-        let held = host.then(|| self.ledger.hold(Purpose::Hidden, storage_bytes(&kept)));
+        let held = self.ledger.hold(self.purpose, storage_bytes(&kept));
         self.slots.insert(slot, (kept, held));
+        Ok(())
     }
 
     /// Whether something was put there.
@@ -62,21 +86,43 @@ impl HiddenPool {
         self.slots.contains_key(&slot)
     }
 
+    /// The slot sets out for the device, if it is there and waits elsewhere: it will be asked for soon.
+    ///
+    /// # Errors
+    /// When the copy cannot be made.
+    pub fn expect(&self, slot: Slot) -> Result<(), tensor::Error> {
+        let Some((held, _)) = self.slots.get(&slot) else { return Ok(()) };
+        if self.residency == Residency::Device || !transit::beside(self.device) {
+            return Ok(());
+        }
+        self.outbox.borrow_mut().settle()?;
+        let arriving = transit::fetch(held, self.device)?;
+        self.coming.borrow_mut().insert(slot, arriving);
+        Ok(())
+    }
+
     /// The slot on the device, until the stage is dropped.
+    ///
+    /// # Errors
+    /// When the copy cannot be made.
     ///
     /// # Panics
     /// When nothing was put there: the phases read only what they wrote.
-    #[must_use]
-    pub fn stage(&self, slot: Slot) -> StagedHidden {
+    pub fn stage(&self, slot: Slot) -> Result<StagedHidden, tensor::Error> {
         let (held, _) = self.slots.get(&slot).expect("a slot is read after it was written");
-        match self.residency {
-            Residency::Host => StagedHidden { x: held.copy(), poison: true },
-            Residency::Device => StagedHidden { x: held.shallow_clone(), poison: false },
+        if self.residency == Residency::Device {
+            return Ok(StagedHidden::of(held.shallow_clone()));
         }
+        self.outbox.borrow_mut().settle()?;
+        let coming = self.coming.borrow_mut().remove(&slot);
+        let (x, arrival) = coming.map_or_else(|| transit::fetch(held, self.device), Ok)?;
+        arrival.wait()?;
+        Ok(StagedHidden { x, poison: true })
     }
 
     /// Forgets a slot.
     pub fn release(&mut self, slot: Slot) {
+        self.coming.get_mut().remove(&slot);
         self.slots.remove(&slot);
     }
 
@@ -99,6 +145,13 @@ impl StagedHidden {
     #[must_use]
     pub fn of(x: Tensor) -> StagedHidden {
         StagedHidden { x, poison: false }
+    }
+
+    /// The tensor itself, for as long as it is needed.
+    #[must_use]
+    pub fn keep(mut self) -> Tensor {
+        self.poison = false;
+        self.x.shallow_clone()
     }
 }
 

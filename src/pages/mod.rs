@@ -4,18 +4,32 @@
 //! run of pages, exactly `pages × page_size` rows, never a view of something larger. A phase stages one layer at a time;
 //! when it lets go, the staging buffers are overwritten with NaN on CPU, so that a tensor that outlives its stage, or a
 //! buffer that two users share, shows itself at once instead of carrying another layer's values.
+//!
+//! On a GPU, copies run beside the computation:
+//!
+//! ```text
+//!   computation   | layer l            | layer l+1          | layer l+2
+//!   copies out      l−1's pages ▶ host   l's pages ▶ host     l+1's …        (capture)
+//!   copies in       l+1's pages ▶ GPU    l+2's …                             (later phases; the sweep goes down)
+//! ```
 
 mod hidden;
+mod transit;
+
+use std::cell::RefCell;
 
 use serde::Serialize;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 pub use hidden::{HiddenPool, Slot, StagedHidden};
 
+use transit::{Arrival, Outbox};
+
+
 use crate::failure::{Classified, Exit};
 use crate::layout::{PromptLayout, Run};
-use crate::tensor::boundary::{Purse, storage_bytes, within};
-use crate::tensor::element_bytes;
+use crate::tensor::boundary::storage_bytes;
+use crate::tensor::{self, element_bytes};
 use crate::units::{Bytes, LayerIndex, Pages, Rank, Tokens, from_dim};
 use crate::watch::{Held, Ledger, Purpose};
 
@@ -42,11 +56,17 @@ pub enum Error {
         /// What they should take.
         expected: Bytes,
     },
+    /// A copy between host and device failed.
+    #[error(transparent)]
+    Torch(#[from] tensor::Error),
 }
 
 impl Classified for Error {
     fn exit(&self) -> Exit {
-        Exit::Bug
+        match self {
+            Error::Torch(error) => error.exit(),
+            _ => Exit::Bug,
+        }
     }
 }
 
@@ -129,47 +149,119 @@ pub struct PagePool {
     layout: PromptLayout,
     rank: Rank,
     residency: Residency,
+    device: Device,
     stamp: Stamp,
     layers: Vec<Vec<Slab>>,
     ledger: Ledger,
     held: Vec<Held>,
+    outbox: RefCell<Outbox>,
+    /// The layer that is on its way to the device.
+    coming: RefCell<Option<Coming>>,
+}
+
+/// One layer's pages on their way.
+#[derive(Debug)]
+struct Coming {
+    layer: LayerIndex,
+    slabs: Vec<Slab>,
+    arrivals: Vec<Arrival>,
+    held: Held,
 }
 
 impl PagePool {
     /// An empty pool; layers are pushed from the first one up.
     #[must_use]
     pub fn new(layout: PromptLayout, rank: Rank, residency: Residency, stamp: Stamp, ledger: Ledger) -> Self {
-        PagePool { layout, rank, residency, stamp, layers: Vec::new(), ledger, held: Vec::new() }
+        PagePool {
+            layout,
+            rank,
+            residency,
+            device: Device::Cpu,
+            stamp,
+            layers: Vec::new(),
+            ledger,
+            held: Vec::new(),
+            outbox: RefCell::default(),
+            coming: RefCell::default(),
+        }
     }
 
-    /// Takes over the next layer's slabs, which were made on the device.
-    pub fn push(&mut self, slabs: Vec<Slab>) {
-        let kept: Vec<Slab> = match self.residency {
+    /// Takes over the next layer's slabs, which were made on the device. Their way to host memory runs beside the next
+    /// layer's computation.
+    ///
+    /// # Errors
+    /// When there is no more host memory that can be pinned.
+    pub fn push(&mut self, slabs: Vec<Slab>) -> Result<(), Error> {
+        self.device = slabs.iter().flat_map(|slab| &slab.planes).map(Tensor::device).next().unwrap_or(Device::Cpu);
+        let kept = match self.residency {
             Residency::Device => slabs,
-            Residency::Host => slabs.iter().map(to_host).collect(),
+            Residency::Host => self.to_host(slabs)?,
         };
         let bytes = kept.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
         self.held.push(self.ledger.hold(Purpose::Pages, bytes));
         self.layers.push(kept);
+        Ok(())
     }
 
-    /// One layer's pages on the device, until the stage is dropped.
+    /// Copies slabs to host memory, exactly sized, and lets go of the device's buffers.
+    fn to_host(&self, slabs: Vec<Slab>) -> Result<Vec<Slab>, Error> {
+        let mut outbox = self.outbox.borrow_mut();
+        outbox.settle()?;
+        let mut kept = Vec::with_capacity(slabs.len());
+        for slab in slabs {
+            let planes = slab.planes.iter().map(|plane| outbox.send(plane, None)).collect::<Result<_, _>>()?;
+            poison(&slab.planes);
+            kept.push(Slab { run: slab.run, planes });
+        }
+        Ok(kept)
+    }
+
+    /// One layer's pages on the device, until the stage is dropped. `then` is the layer that will be asked for next; on a
+    /// GPU it sets out now, so that it arrives while this one computes.
     ///
     /// # Errors
     /// When the pages were captured under other adapters than `wanted`.
-    pub fn stage(&self, layer: LayerIndex, wanted: &Stamp) -> Result<Staged, Error> {
+    pub fn stage(&self, layer: LayerIndex, then: Option<LayerIndex>, wanted: &Stamp) -> Result<Staged, Error> {
         if *wanted != self.stamp {
             return Err(Error::Stale { held: self.stamp.clone(), wanted: wanted.clone() });
         }
-        let poison = self.residency == Residency::Host;
-        let copy = |plane: &Tensor| if poison { plane.copy() } else { plane.shallow_clone() };
-        let slabs: Vec<Slab> = self.layers[layer.0]
-            .iter()
-            .map(|slab| Slab { run: slab.run, planes: slab.planes.iter().map(copy).collect() })
-            .collect();
-        let staged =
-            if poison { slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum() } else { Bytes(0) };
-        Ok(Staged { slabs, poison, _held: self.ledger.hold(Purpose::Stage, staged) })
+        if self.residency == Residency::Device {
+            let share = |slab: &Slab| Slab {
+                run: slab.run,
+                planes: slab.planes.iter().map(Tensor::shallow_clone).collect(),
+            };
+            let slabs = self.layers[layer.0].iter().map(share).collect();
+            return Ok(Staged { slabs, poison: false, _held: self.ledger.hold(Purpose::Stage, Bytes(0)) });
+        }
+        self.outbox.borrow_mut().settle()?;
+        let here = match self.coming.take() {
+            Some(coming) if coming.layer == layer => coming,
+            _ => self.fetch(layer)?,
+        };
+        let ahead = then.filter(|_| transit::beside(self.device));
+        for arrival in &here.arrivals {
+            arrival.wait()?;
+        }
+        let coming = ahead.map(|next| self.fetch(next)).transpose()?;
+        self.coming.replace(coming);
+        Ok(Staged { slabs: here.slabs, poison: true, _held: here.held })
+    }
+
+    /// Sends a layer's pages to the device.
+    fn fetch(&self, layer: LayerIndex) -> Result<Coming, Error> {
+        let mut slabs = Vec::new();
+        let mut arrivals = Vec::new();
+        for slab in &self.layers[layer.0] {
+            let mut planes = Vec::new();
+            for plane in &slab.planes {
+                let (here, arrival) = transit::fetch(plane, self.device)?;
+                planes.push(here);
+                arrivals.push(arrival);
+            }
+            slabs.push(Slab { run: slab.run, planes });
+        }
+        let bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+        Ok(Coming { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, bytes) })
     }
 
     /// Compares real storage with pages × page bytes, layer by layer, and returns the sum.
@@ -202,13 +294,6 @@ impl PagePool {
     pub fn stamp(&self) -> &Stamp {
         &self.stamp
     }
-}
-
-/// Copies a slab's planes to host memory, exactly sized, and lets go of the device's buffers.
-fn to_host(slab: &Slab) -> Slab {
-    let planes = slab.planes.iter().map(|plane| within(Purse::Host, || plane.detach().copy())).collect();
-    poison(&slab.planes);
-    Slab { run: slab.run, planes }
 }
 
 fn poison(planes: &[Tensor]) {
@@ -254,7 +339,7 @@ mod tests {
                 });
                 slab
             });
-            pool.push(slabs.into());
+            pool.push(slabs.into()).unwrap();
         }
         (pool, rows)
     }
@@ -279,20 +364,20 @@ mod tests {
     fn a_tensor_that_outlives_its_stage_turns_to_nan_and_the_pool_does_not() {
         let (pool, _) = pool(Residency::Host);
         let stamp = pool.stamp().clone();
-        let staged = pool.stage(LayerIndex(0), &stamp).unwrap();
+        let staged = pool.stage(LayerIndex(0), None, &stamp).unwrap();
         let outlives = staged.slabs[0].planes[0].shallow_clone();
         assert!((outlives.sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
         drop(staged);
         assert!(outlives.sum(Kind::Float).double_value(&[]).is_nan());
-        let again = pool.stage(LayerIndex(0), &stamp).unwrap();
+        let again = pool.stage(LayerIndex(0), None, &stamp).unwrap();
         assert!((again.slabs[0].planes[0].sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
     }
 
     #[test]
     fn pages_of_another_adapter_version_are_refused() {
         let (pool, _) = pool(Residency::Host);
-        let refused = pool.stage(LayerIndex(0), &Stamp { policy: "policy", version: 4 });
+        let refused = pool.stage(LayerIndex(0), None, &Stamp { policy: "policy", version: 4 });
         assert!(refused.unwrap_err().to_string().contains("policy version 3"));
-        assert!(pool.stage(LayerIndex(0), &Stamp { policy: "reference", version: 3 }).is_err());
+        assert!(pool.stage(LayerIndex(0), None, &Stamp { policy: "reference", version: 3 }).is_err());
     }
 }

@@ -122,6 +122,8 @@ pub struct Options {
     pub page_size: Tokens,
     /// Most rows of a segment at one time.
     pub micro_block: Tokens,
+    /// Where the model computes.
+    pub device: Device,
 }
 
 /// The outcome, the same on every rank.
@@ -242,12 +244,13 @@ impl Case {
         Ok((terms, advantages, counts.map(|tokens| batch.weight(aggregation, tokens)).collect()))
     }
 
-    fn adapters(&self, spec: &Spec, acc: Kind) -> Adapters {
+    fn adapters(&self, spec: &Spec, acc: Kind, device: Device) -> Adapters {
+        let load = |x: &Tensor| x.to_kind(acc).to_device(device);
         let mut pairs = Vec::new();
         for linear in spec.linear_layers() {
             let of = |half: &str| self.expected.get(&format!("lora.{}.lora_{half}", linear.module));
             if let (Some(a_ri), Some(b_or)) = (of("A"), of("B")) {
-                pairs.push(Adapter { module: linear.module, a_ri: a_ri.to_kind(acc), b_or: b_or.to_kind(acc) });
+                pairs.push(Adapter { module: linear.module, a_ri: load(a_ri), b_or: load(b_or) });
             }
         }
         Adapters::new(pairs, self.about.lora_alpha / float(self.about.lora_rank), "policy")
@@ -305,8 +308,8 @@ fn open(folder: &Path, options: &Options, ranks: usize) -> Result<(Case, Box<dyn
     let answers = (0..case.about.answer_lens.len()).map(|index| case.ids(&format!("answer_ids.{index}")));
     let work = Work::new(layout, prompt_ids, answers.collect::<Result<_, _>>()?);
     let spec = Spec::read(folder, None)?;
-    let weights = Rc::new(Weights::load(folder, &spec, options.kind, Device::Cpu)?);
-    let adapters = case.adapters(&spec, accumulation(options.kind));
+    let weights = Rc::new(Weights::load(folder, &spec, options.kind, options.device)?);
+    let adapters = case.adapters(&spec, accumulation(options.kind), options.device);
     Ok((case, spec.family.decoder(&spec, weights, options.kind), adapters, work))
 }
 
@@ -316,7 +319,7 @@ fn given_scores(case: &Case, pass: &Pass, work: &Work) -> Result<[Scores; 2], Er
     let acc = accumulation(pass.decoder.kind());
     let cut = |prefix: &str| -> Result<Scores, Error> {
         let answers = work.answers.iter().enumerate().map(|(index, answer)| {
-            let all = case.get(&format!("{prefix}_logprobs.{index}"))?.to_kind(acc);
+            let all = case.get(&format!("{prefix}_logprobs.{index}"))?.to_kind(acc).to_device(pass.decoder.device());
             let at: Vec<i64> = answer
                 .span
                 .of(rank)
@@ -324,7 +327,7 @@ fn given_scores(case: &Case, pass: &Pass, work: &Work) -> Result<[Scores; 2], Er
                 .map(|token| as_dim(from_index(token)))
                 .collect();
             let first = (work.layout.last_row_owner() == rank).then(|| all.narrow(0, 0, 1));
-            Ok(Logprobs { rows: all.index_select(0, &Tensor::from_slice(&at)), first })
+            Ok(Logprobs { rows: all.index_select(0, &Tensor::from_slice(&at).to_device(all.device())), first })
         });
         Ok(Scores(answers.collect::<Result<_, Error>>()?))
     };
@@ -371,7 +374,7 @@ impl Compare<'_> {
     /// `parts` are this rank's rows of a tensor beside what is expected there.
     fn rows(&mut self, name: String, parts: &[(Tensor, Tensor)]) {
         let square = |x: &Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[]);
-        let apart = parts.iter().map(|(got, want)| square(&(got.to_kind(Kind::Double) - want))).sum();
+        let apart = parts.iter().map(|(got, want)| square(&(got.to_device(Device::Cpu).to_kind(Kind::Double) - want))).sum();
         let size = parts.iter().map(|(_, want)| square(want)).sum();
         let (apart, size) = (sum_number(&self.world.cp, apart).sqrt(), sum_number(&self.world.cp, size).sqrt());
         self.errors.push((name, if size < 1e-12 { apart } else { apart / size }));
@@ -393,7 +396,7 @@ fn compare_logits(
         if let Some(x_1w) = &captured.last_row {
             parts.push((pass.decoder.logits(x_1w), expected.narrow(0, 0, 1)));
         }
-        let logits_rv = pass.decoder.logits(&pool.stage(Slot { span: index, layer: LayerIndex(0) }));
+        let logits_rv = pass.decoder.logits(&*pool.stage(Slot { span: index, layer: LayerIndex(0) })?);
         let mut first = 0;
         for piece in answer.span.of(rank) {
             let rows = piece.rows().dim();
@@ -440,7 +443,7 @@ fn compare_gradients(
     loss: &str,
 ) {
     for ((tensor, got), want) in adapters.names().zip(reduced.gradients()).zip(wanted) {
-        let got = got.to_kind(Kind::Double);
+        let got = got.to_device(Device::Cpu).to_kind(Kind::Double);
         let want = want.as_ref().map_or_else(|| got.zeros_like(), |want| want.to_kind(Kind::Double));
         let norm = |x: &Tensor| x.square().sum(Kind::Double).sqrt().double_value(&[]);
         let (apart, size) = (norm(&(&got - &want)), norm(&want));

@@ -190,12 +190,15 @@ pub struct Room {
     pub host: Option<Bytes>,
 }
 
-impl Room {
-    /// Whether a plan stays within.
-    fn hold(&self, plan: &Plan) -> bool {
-        let host: &[Place] = if self.host_only { &[Place::Device, Place::Host] } else { &[Place::Host] };
-        self.device.is_none_or(|device| plan.fits(1, "device", &[Place::Device], device).is_ok())
-            && self.host.is_none_or(|memory| plan.fits(self.ranks_here, "host", host, memory).is_ok())
+impl Plan {
+    /// Refuses a plan that does not stay within `room`.
+    ///
+    /// # Errors
+    /// Names the parts of the sum, the largest first, each with what brings it down.
+    pub fn refuse(&self, room: &Room) -> Result<(), Error> {
+        let host: &[Place] = if room.host_only { &[Place::Device, Place::Host] } else { &[Place::Host] };
+        room.device.map_or(Ok(()), |device| self.fits(1, "device", &[Place::Device], device))?;
+        room.host.map_or(Ok(()), |memory| self.fits(room.ranks_here, "host", host, memory))
     }
 }
 
@@ -230,7 +233,7 @@ pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room) -> P
     // layers left out, then attention kept, then pages on the device.
     tried.sort_by_key(|keeping| (keeping.every, !keeping.attention, keeping.pages == Residency::Host));
     let plans = || tried.iter().map(|&keeping| with(keeping));
-    plans().find(|plan| room.hold(plan)).unwrap_or_else(|| {
+    plans().find(|plan| plan.refuse(room).is_ok()).unwrap_or_else(|| {
         let sum = |plan: &Plan| plan.sum(Place::Host).0.saturating_add(plan.sum(Place::Device).0);
         plans().min_by_key(sum).unwrap_or_else(|| with(sizes::stated(config, Residency::Host)))
     })

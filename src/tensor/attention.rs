@@ -1,7 +1,7 @@
 //! Attention of one rectangle of queries and keys: (out, log-sum-exp) forward, (dq, dk, dv) backward.
 //!
 //! Rectangles are merged by the caller, so a query's out and log-sum-exp here cover the rectangle's keys only. The
-//! library's CPU kernel serves rectangles that are wholly visible or causal squares; a rectangle that a window or an
+//! library's fused kernels serve rectangles that are wholly visible or causal squares; a rectangle that a window or an
 //! odd edge cuts goes through plain matrix products under a mask.
 //!
 //! Shapes: t queries, s keys, h query heads, g key/value heads (h a multiple of g), d head width.
@@ -9,6 +9,7 @@
 use tch::{Kind, Tensor};
 
 use super::accumulation;
+use super::kernels::{Kernel, Saved};
 
 /// Which keys of a rectangle a query sees.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -55,11 +56,33 @@ fn rows_first(x_1hnd: &Tensor) -> Tensor {
     x_1hnd.squeeze_dim(0).transpose(0, 1)
 }
 
+impl Visible {
+    /// As a band, for the plain form: offset and window that say the same.
+    fn band(self, rows: i64, keys: i64) -> (i64, i64) {
+        match self {
+            Visible::All => (keys, rows + keys),
+            Visible::Causal => (0, rows.max(1)),
+            Visible::Band { offset, window } => (offset, window),
+        }
+    }
+}
+
 /// Attention of one rectangle, no graph.
+///
+/// # Panics
+/// When a fused kernel refuses a rectangle although its trial ran.
 #[must_use]
-pub fn forward(q_thd: &Tensor, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visible, scale: f64) -> Partial {
-    match visible {
-        Visible::All | Visible::Causal => {
+pub fn forward(
+    kernel: Kernel,
+    q_thd: &Tensor,
+    k_sgd: &Tensor,
+    v_sgd: &Tensor,
+    visible: Visible,
+    scale: f64,
+) -> Partial {
+    let rows = q_thd.size()[0];
+    match (visible, kernel.for_rows(rows)) {
+        (Visible::All | Visible::Causal, Kernel::Cpu) => {
             let (out, lse) = Tensor::internal_scaled_dot_product_flash_attention_for_cpu(
                 &heads_first(q_thd),
                 &heads_first(k_sgd),
@@ -71,7 +94,14 @@ pub fn forward(q_thd: &Tensor, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visible,
             );
             Partial { out_thd: rows_first(&out), lse_th: lse.squeeze_dim(0).transpose(0, 1) }
         }
-        Visible::Band { offset, window } => {
+        (Visible::All | Visible::Causal, kernel @ (Kernel::Cudnn | Kernel::Flash)) => {
+            let (q, k, v) = (heads_first(q_thd), heads_first(k_sgd), heads_first(v_sgd));
+            let done = kernel.forward(&q, &k, &v, visible == Visible::Causal, scale);
+            let (out, lse) = done.unwrap_or_else(|error| panic!("{error}"));
+            Partial { out_thd: rows_first(&out), lse_th: lse.squeeze_dim(0).transpose(0, 1) }
+        }
+        _ => {
+            let (offset, window) = visible.band(rows, k_sgd.size()[0]);
             let scores = banded_scores(q_thd, k_sgd, offset, window, scale);
             let lse_gmt = scores.logsumexp([-1i64], false);
             let p = weights(&scores, &lse_gmt);
@@ -96,17 +126,29 @@ pub struct Merged<'a> {
 }
 
 /// Backward of one rectangle with the merged out and log-sum-exp, which makes it exact.
+///
+/// # Panics
+/// As [`forward`].
 #[must_use]
-pub fn backward(merged: &Merged, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visible, scale: f64) -> Gradients {
-    match visible {
-        Visible::All | Visible::Causal => {
+pub fn backward(
+    kernel: Kernel,
+    merged: &Merged,
+    k_sgd: &Tensor,
+    v_sgd: &Tensor,
+    visible: Visible,
+    scale: f64,
+) -> Gradients {
+    let rows = merged.q_thd.size()[0];
+    let lse_1ht = || merged.lse_th.transpose(0, 1).unsqueeze(0).contiguous();
+    match (visible, kernel.for_rows(rows)) {
+        (Visible::All | Visible::Causal, Kernel::Cpu) => {
             let (dq, dk, dv) = Tensor::internal_scaled_dot_product_flash_attention_for_cpu_backward(
                 &heads_first(merged.dout_thd),
                 &heads_first(merged.q_thd),
                 &heads_first(k_sgd),
                 &heads_first(v_sgd),
                 &heads_first(merged.out_thd),
-                &merged.lse_th.transpose(0, 1).unsqueeze(0).contiguous(),
+                &lse_1ht(),
                 0.0,
                 visible == Visible::Causal,
                 None::<&Tensor>,
@@ -114,7 +156,16 @@ pub fn backward(merged: &Merged, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visibl
             );
             Gradients { dq_thd: rows_first(&dq), dk_sgd: rows_first(&dk), dv_sgd: rows_first(&dv) }
         }
-        Visible::Band { offset, window } => {
+        (Visible::All | Visible::Causal, kernel @ (Kernel::Cudnn | Kernel::Flash)) => {
+            let (q, out, dout) = (heads_first(merged.q_thd), heads_first(merged.out_thd), heads_first(merged.dout_thd));
+            let saved = Saved { q: &q, out: &out, lse: &lse_1ht(), dout: &dout };
+            let (k, v) = (heads_first(k_sgd), heads_first(v_sgd));
+            let done = kernel.backward(&saved, &k, &v, visible == Visible::Causal, scale);
+            let [dq, dk, dv] = done.unwrap_or_else(|error| panic!("{error}")).map(|x| rows_first(&x));
+            Gradients { dq_thd: dq, dk_sgd: dk, dv_sgd: dv }
+        }
+        _ => {
+            let (offset, window) = visible.band(rows, k_sgd.size()[0]);
             let groups = k_sgd.size()[1];
             let acc = accumulation(k_sgd.kind());
             let scores = banded_scores(merged.q_thd, k_sgd, offset, window, scale);
@@ -171,11 +222,11 @@ mod tests {
         let randn = |rows: i64| Tensor::randn([rows, 2, 4], (Kind::Double, Device::Cpu));
         let (q, k, v) = (randn(3), randn(6), randn(6));
         let band = Visible::Band { offset: 3, window: 2 };
-        assert!(forward(&q, &k, &v, band, 0.5).out_thd.isfinite().all().int64_value(&[]) == 1);
+        assert!(forward(Kernel::Cpu, &q, &k, &v, band, 0.5).out_thd.isfinite().all().int64_value(&[]) == 1);
         let _ = k.get(4).fill_(f64::NAN);
-        let seen = forward(&q, &k, &v, band, 0.5).out_thd.isnan().any().int64_value(&[]);
+        let seen = forward(Kernel::Cpu, &q, &k, &v, band, 0.5).out_thd.isnan().any().int64_value(&[]);
         assert_eq!(seen, 1, "the NaN is not swallowed");
-        let none = forward(&q, &randn(6), &v, Visible::Band { offset: 100, window: 2 }, 0.5);
+        let none = forward(Kernel::Cpu, &q, &randn(6), &v, Visible::Band { offset: 100, window: 2 }, 0.5);
         assert!(none.out_thd.any().int64_value(&[]) == 0 && none.lse_th.isneginf().all().int64_value(&[]) == 1);
     }
 }

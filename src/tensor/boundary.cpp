@@ -10,9 +10,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "count.h"
+
 namespace {
 
-constexpr int kTags = 2;  // 0: device (graphs, scratch, stages), 1: host pool
+constexpr int kTags = 2;
 std::atomic<int64_t> live[kTags], peak[kTags];
 std::atomic<int> current_tag{0};
 c10::Allocator* base = nullptr;
@@ -28,7 +30,7 @@ struct alignas(64) Counted {
 
 void release(void* data) {
   auto* counted = static_cast<Counted*>(data) - 1;
-  live[counted->tag].fetch_sub(counted->bytes);
+  longstraw::count(counted->tag, -counted->bytes);
   counted->deleter(counted->context);
 }
 
@@ -42,10 +44,7 @@ struct CountingAllocator final : c10::Allocator {
     auto* counted = static_cast<Counted*>(inner.get());
     void* context = inner.release_context();
     *counted = Counted{context, deleter, static_cast<int64_t>(bytes), tag};
-    const int64_t now = live[tag].fetch_add(counted->bytes) + counted->bytes;
-    int64_t seen = peak[tag].load();
-    while (now > seen && !peak[tag].compare_exchange_weak(seen, now)) {
-    }
+    longstraw::count(tag, counted->bytes);
     void* data = counted + 1;
     return {data, data, &release, device};
   }
@@ -55,6 +54,17 @@ struct CountingAllocator final : c10::Allocator {
 
 CountingAllocator counting;
 
+}  // namespace
+
+namespace longstraw {
+
+void count(int tag, int64_t bytes) {
+  const int64_t now = live[tag].fetch_add(bytes) + bytes;
+  int64_t seen = peak[tag].load();
+  while (now > seen && !peak[tag].compare_exchange_weak(seen, now)) {
+  }
+}
+
 void keep(const char* what, char* message, size_t capacity) {
   if (capacity == 0) return;
   const size_t length = std::min(std::strlen(what), capacity - 1);
@@ -62,7 +72,7 @@ void keep(const char* what, char* message, size_t capacity) {
   message[length] = 0;
 }
 
-}  // namespace
+}  // namespace longstraw
 
 extern "C" {
 
@@ -76,7 +86,7 @@ int longstraw_backward(at::Tensor** outputs, at::Tensor** gradients, size_t coun
     torch::autograd::backward(outs, grads);
     return 0;
   } catch (const std::exception& error) {
-    keep(error.what(), message, capacity);
+    longstraw::keep(error.what(), message, capacity);
     return 1;
   }
 }
@@ -92,11 +102,22 @@ void longstraw_count_install() {
 
 void longstraw_count_tag(int tag) { current_tag.store(tag); }
 
-int64_t longstraw_count_live(int tag) { return live[tag].load(); }
+int64_t longstraw_count_live(int tag) {
+  if (tag != longstraw::kDevice || !longstraw::drives_gpu()) return live[tag].load();
+  int64_t now = 0, most = 0, reserved = 0;
+  longstraw::gpu_bytes(&now, &most, &reserved);
+  return now;
+}
 
-int64_t longstraw_count_peak(int tag) { return peak[tag].load(); }
+int64_t longstraw_count_peak(int tag) {
+  if (tag != longstraw::kDevice || !longstraw::drives_gpu()) return peak[tag].load();
+  int64_t now = 0, most = 0, reserved = 0;
+  longstraw::gpu_bytes(&now, &most, &reserved);
+  return most;
+}
 
 void longstraw_count_reset_peak() {
   for (int tag = 0; tag < kTags; ++tag) peak[tag].store(live[tag].load());
+  if (longstraw::drives_gpu()) longstraw::gpu_forget_peak();
 }
 }

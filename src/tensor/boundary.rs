@@ -27,8 +27,24 @@ unsafe extern "C" {
 /// An `at::Tensor` as C++ sees it; `tch` keeps one behind every `Tensor`.
 #[repr(C)]
 #[allow(non_camel_case_types)]
-struct torch_tensor {
+pub(super) struct torch_tensor {
     _opaque: [u8; 0],
+}
+
+/// Room for an error's words from the other side.
+pub(super) struct Words;
+
+impl Words {
+    /// Calls `work` with room for a message; a status other than 0 becomes an error with its first line.
+    pub(super) fn of(operation: &'static str, work: impl FnOnce(*mut c_char, usize) -> c_int) -> Result<(), Error> {
+        let mut message = vec![0u8; 2048];
+        if work(message.as_mut_ptr().cast(), message.len()) == 0 {
+            return Ok(());
+        }
+        let end = message.iter().position(|&byte| byte == 0).unwrap_or(message.len());
+        let message = String::from_utf8_lossy(&message[..end]).lines().next().unwrap_or_default().to_owned();
+        Err(Error::Torch { operation, message })
+    }
 }
 
 /// Pulls `gradients` through `outputs`; leaf gradients add up in the leaves' `.grad`.
@@ -44,18 +60,11 @@ pub fn backward(pairs: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
     }
     let outputs: Vec<_> = live.iter().map(|(output, _)| output.as_ptr().cast_mut().cast()).collect();
     let gradients: Vec<_> = live.iter().map(|(_, gradient)| gradient.as_ptr().cast_mut().cast()).collect();
-    let mut message = vec![0u8; 2048];
-    // SAFETY: both arrays hold `live.len()` pointers to tensors that outlive the call, and the callee writes at most
-    // `message.len()` bytes, a terminating zero included.
-    let status = unsafe {
-        longstraw_backward(outputs.as_ptr(), gradients.as_ptr(), live.len(), message.as_mut_ptr().cast(), message.len())
-    };
-    if status == 0 {
-        return Ok(());
-    }
-    let end = message.iter().position(|&byte| byte == 0).unwrap_or(message.len());
-    let message = String::from_utf8_lossy(&message[..end]).lines().next().unwrap_or_default().to_owned();
-    Err(Error::Torch { operation: "backward", message })
+    // SAFETY: both arrays hold `live.len()` pointers to tensors that outlive the call, and the callee writes at most as
+    // many bytes as there is room for, a terminating zero included.
+    Words::of("backward", |to, room| unsafe {
+        longstraw_backward(outputs.as_ptr(), gradients.as_ptr(), live.len(), to, room)
+    })
 }
 
 /// Bytes of the allocation behind a tensor, which is larger than the tensor's own if it is a view.

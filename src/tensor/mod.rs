@@ -5,6 +5,8 @@
 pub mod attention;
 pub mod boundary;
 pub mod bytes;
+pub mod gpu;
+pub mod kernels;
 pub mod views;
 
 use tch::Kind;

@@ -6,6 +6,7 @@ use tch::{Device, Kind};
 
 use crate::checkpoint;
 use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule};
+use crate::devices;
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::failure::Failure;
 use crate::handoff::{Keeping, Work};
@@ -20,10 +21,10 @@ use crate::model::spec::Spec;
 use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
-use crate::plan::{self, Place, Room};
+use crate::plan::{self, Room};
 use crate::report::open_log;
-use crate::tensor::accumulation;
-use crate::units::{Rank, Tokens, as_dim, as_index, float, from_index};
+use crate::tensor::{accumulation, gpu};
+use crate::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
 use crate::watch::Ledger;
 use crate::world::World;
 
@@ -100,9 +101,10 @@ impl Session {
         world.agree(checked(config, ranks))?;
         world.cut(as_index(config.cp_size(ranks)))?;
         world.agree(loaded.check_laptop_model().map_err(Failure::from))?;
+        let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let spec = world.agree(read_spec(config))?;
         let shape = world.agree(shape_of(config, &spec))?;
-        let keeping = planned(config, world, &spec)?;
+        let keeping = planned(config, world, &spec, device)?;
         let RankConfig { dir, log, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         // What is quick to check comes first: weights may take minutes.
@@ -110,12 +112,12 @@ impl Session {
         let digests = [Some(&data), held_out.as_ref()].map(|data| data.map(Dataset::digest).unwrap_or_default());
         world.same("the data (digest)", &digests[0])?;
         world.same("the held-out data (digest)", &digests[1])?;
-        let weights = world.agree(load_weights(config, &spec))?;
+        let weights = world.agree(load_weights(config, &spec, device))?;
         let model_digest = weights.digest().to_owned();
         world.same("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
         let decoder = spec.family.decoder(&spec, Rc::new(weights), kind);
-        let adapters = world.agree(start_adapters(config, &spec, &shape, kind))?;
+        let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
         world.same("the adapters (digest)", &adapters.digest())?;
         let optimizer = &config.optimizer;
         Ok(Session {
@@ -208,26 +210,39 @@ fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
 
 /// What is kept where, agreed over all ranks; refuses what does not fit. Without a GPU the model computes in the
 /// machine's own memory, so everything counts there.
-fn planned(config: &RunConfig, world: &World, spec: &Spec) -> Result<Keeping, Failure> {
+fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<Keeping, Failure> {
     let (_, here) = world.on_this_machine();
     let (ranks, here) = (from_index(world.all.size()), from_index(here));
-    let available = plan::available_memory();
-    let plan =
-        plan::of(config, ranks, Some(spec), &Room { ranks_here: here, device: None, host: available, host_only: true });
-    let fits = available.map_or(Ok(()), |memory| plan.fits(here, "host", &[Place::Device, Place::Host], memory));
-    world.agree(fits.map_err(Failure::from))?;
+    let room = Room {
+        ranks_here: here,
+        device: device_room(world, device)?,
+        host_only: device == Device::Cpu,
+        host: plan::available_memory(),
+    };
+    let plan = plan::of(config, ranks, Some(spec), &room);
+    world.agree(plan.refuse(&room).map_err(Failure::from))?;
     // Machines may have different room; what is computed again takes every rank's part, so the tightest one decides.
     let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);
     let kept = world.all.gather_numbers(u64::from(plan.keeping.attention));
     Ok(Keeping { every: as_index(every), attention: kept.iter().all(|&kept| kept == 1), ..plan.keeping })
 }
 
-fn load_weights(config: &RunConfig, spec: &Spec) -> Result<Weights, Failure> {
+/// This rank's share of what its GPU can still give.
+fn device_room(world: &World, device: Device) -> Result<Option<Bytes>, Failure> {
+    let sharers = devices::sharers(world, device);
+    if device == Device::Cpu {
+        return Ok(None);
+    }
+    let (free, _) = world.agree(gpu::memory().map_err(Failure::from))?;
+    Ok(Some(Bytes(free.0 / sharers)))
+}
+
+fn load_weights(config: &RunConfig, spec: &Spec, device: Device) -> Result<Weights, Failure> {
     let kind = kind_of(config.model.dtype);
     if config.model.random_init {
-        return Ok(Weights::random(spec, config.run.seed, kind, Device::Cpu)?);
+        return Ok(Weights::random(spec, config.run.seed, kind, device)?);
     }
-    Ok(Weights::load(config.model_path()?, spec, kind, Device::Cpu)?)
+    Ok(Weights::load(config.model_path()?, spec, kind, device)?)
 }
 
 fn shape_of(config: &RunConfig, spec: &Spec) -> Result<AdapterShape, Failure> {
@@ -242,14 +257,20 @@ fn shape_of(config: &RunConfig, spec: &Spec) -> Result<AdapterShape, Failure> {
     Ok(AdapterShape { rank: config.lora.rank, alpha: config.lora.alpha, targets, base_model })
 }
 
-fn start_adapters(config: &RunConfig, spec: &Spec, shape: &AdapterShape, kind: Kind) -> Result<Adapters, Failure> {
+fn start_adapters(
+    config: &RunConfig,
+    spec: &Spec,
+    shape: &AdapterShape,
+    kind: Kind,
+    device: Device,
+) -> Result<Adapters, Failure> {
     let acc = accumulation(kind);
     if let Some(folder) = &config.lora.init_from {
-        return checkpoint::load(folder, spec, shape, acc, Device::Cpu);
+        return checkpoint::load(folder, spec, shape, acc, device);
     }
     let linears = spec.adapted(config.lora.targets.as_deref())?;
     let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
-    Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, Device::Cpu))
+    Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
 }
 
 fn terms(config: &RunConfig) -> Terms {

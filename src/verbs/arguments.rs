@@ -2,6 +2,8 @@
 
 use std::ffi::OsString;
 
+use longstraw::config::DeviceChoice;
+use longstraw::pages::Residency;
 use longstraw::parity::Gradient;
 use longstraw::study;
 use longstraw::units::Tokens;
@@ -26,6 +28,25 @@ pub(super) fn dtype(text: &str) -> Result<tch::Kind, String> {
         "float64" => Ok(tch::Kind::Double),
         "bfloat16" => Ok(tch::Kind::BFloat16),
         _ => Err("should be float32, float64 or bfloat16".into()),
+    }
+}
+
+/// Where the model computes, by the configuration's name.
+pub(super) fn device(text: &str) -> Result<DeviceChoice, String> {
+    match text {
+        "auto" => Ok(DeviceChoice::Auto),
+        "cpu" => Ok(DeviceChoice::Cpu),
+        "cuda" => Ok(DeviceChoice::Cuda),
+        _ => Err("should be auto, cpu or cuda".into()),
+    }
+}
+
+/// Host or device memory.
+pub(super) fn residency(text: &str) -> Result<Residency, String> {
+    match text {
+        "host" => Ok(Residency::Host),
+        "device" => Ok(Residency::Device),
+        _ => Err("should be host or device".into()),
     }
 }
 

@@ -208,12 +208,17 @@ impl World {
         &self.board
     }
 
+    /// The ranks of this machine.
+    #[must_use]
+    pub fn machine(&self) -> Axis {
+        Axis::new(self.all.communicator().split_shared(0))
+    }
+
     /// Ranks on this machine, for the share of cores a rank may use, and this rank's index among them.
     #[must_use]
     pub fn on_this_machine(&self) -> (Rank, usize) {
-        let local = self.all.communicator().split_shared(0);
-        let index = usize::try_from(local.rank()).unwrap_or(0);
-        (Rank(index), usize::try_from(local.size()).unwrap_or(1))
+        let machine = self.machine();
+        (machine.rank(), machine.size())
     }
 }
 

@@ -7,18 +7,18 @@ use longstraw::units::Tokens;
 use longstraw::world::World;
 use tch::Kind;
 
-use crate::fixture::run;
+use crate::fixture::{device, run};
 
 const FAMILIES: [&str; 4] = ["qwen3", "qwen2", "llama", "mistral"];
 const GRADIENTS: [Gradient; 3] = [Gradient::Last(Tokens(1)), Gradient::Last(Tokens(0)), Gradient::Exact];
 
 fn report(world: &World, family: &str, options: &Options) -> Report {
-    let folder = format!("{}/tests/cases/{family}/base", env!("CARGO_MANIFEST_DIR"));
+    let folder = format!("tests/cases/{family}/base");
     run(parity::run(world, Path::new(&folder), options))
 }
 
 fn options(gradient: Gradient, kind: Kind, page_size: u64) -> Options {
-    Options { gradient, kind, page_size: Tokens(page_size), micro_block: Tokens(5) }
+    Options { gradient, kind, page_size: Tokens(page_size), micro_block: Tokens(5), device: device() }
 }
 
 /// Both losses, logits, log-probabilities and every adapter gradient, in float64 and float32, at pages of 64 and 3.

@@ -2,8 +2,11 @@
 
 use std::path::Path;
 use std::rc::Rc;
+use std::sync::OnceLock;
 
+use longstraw::config::DeviceChoice;
 use longstraw::conventional;
+use longstraw::devices;
 use longstraw::handoff::{Captured, Keeping, ReducedGrads, Scores, Work};
 use longstraw::layout::PromptLayout;
 use longstraw::model::decoder::Decoder;
@@ -25,6 +28,19 @@ use tch::{Device, Kind, Tensor};
 
 pub(crate) const TERMS: Terms =
     Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
+
+/// Where claims compute: the CPU, or with LONGSTRAW_TEST_DEVICE=cuda a GPU, which ranks share.
+static DEVICE: OnceLock<Device> = OnceLock::new();
+
+pub(crate) fn choose_device(world: &World) {
+    let wanted = std::env::var("LONGSTRAW_TEST_DEVICE").is_ok_and(|wanted| wanted == "cuda");
+    let wanted = if wanted { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
+    DEVICE.set(run(devices::choose(world, wanted, true, false))).expect("chosen once");
+}
+
+pub(crate) fn device() -> Device {
+    *DEVICE.get().expect("chosen at the start")
+}
 
 /// A random model of a family, with adapters whose B is not zero.
 pub(crate) struct Model {
@@ -49,10 +65,10 @@ impl Model {
     pub(crate) fn random(config: &Value, kind: Kind) -> Model {
         let table = config.as_object().expect("a config is an object");
         let spec = Spec::from_config(table, None, Path::new("config.json")).unwrap_or_else(|error| panic!("{error}"));
-        let weights = Weights::random(&spec, 7, kind, Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+        let weights = Weights::random(&spec, 7, kind, device()).unwrap_or_else(|error| panic!("{error}"));
         tch::manual_seed(11);
         let acc = accumulation(kind);
-        let drawn = |rows, columns| Tensor::randn([rows, columns], (Kind::Double, Device::Cpu)).to_kind(acc) * 0.2;
+        let drawn = |rows, columns| Tensor::randn([rows, columns], (Kind::Double, Device::Cpu)).to_kind(acc).to_device(device()) * 0.2;
         let pairs = spec.linear_layers().into_iter().map(|linear| Adapter {
             module: linear.module,
             a_ri: drawn(3, longstraw::units::as_dim(linear.inputs)),

@@ -14,7 +14,7 @@ const TABLE: [(u8, &[&str]); 17] = [
     (1, &["config"]),
     (2, &["tensor", "world", "endpoint"]),
     (3, &["layout"]),
-    (3, &["pages", "data"]),
+    (3, &["pages", "data", "devices"]),
     (4, &["exchange", "objective", "handoff"]),
     (5, &["model"]),
     (6, &["capture", "score", "replay", "finalize", "optimizer", "rollout", "reward", "checkpoint"]),

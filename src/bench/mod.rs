@@ -1,7 +1,10 @@
 //! Bench: one update on random weights and tokens at given lengths, with the conventional schedule beside it.
 //!
-//! Every schedule runs once unmeasured on a short prompt, then once measured. Bytes are the counting allocator's: what
-//! would lie on a device (weights, graphs, scratch, stages), and what waits in host pools.
+//! Every schedule runs once unmeasured: on a CPU on a short prompt, on a GPU at full length through two layers, so that
+//! libraries have chosen their kernels for every shape. Then once measured. Bytes are the allocators' own: what lies on a
+//! device (weights, graphs, scratch, stages), and what waits in host pools.
+
+mod rates;
 
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -24,11 +27,12 @@ use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Batch, Counted, Terms};
 use crate::parity::{Gradient, dtype_name};
 use crate::replay::{self, Goal};
-use crate::tensor::accumulation;
+use crate::tensor::{accumulation, gpu};
 use crate::tensor::boundary::{Purse, counted, forget_peaks};
 use crate::units::{Bytes, Tokens, as_dim};
 use crate::watch::Ledger;
 use crate::world::World;
+use rates::Rates;
 use crate::{capture, finalize, score};
 
 /// Why a bench cannot run.
@@ -69,6 +73,10 @@ pub struct Options {
     pub micro_block: Tokens,
     /// Whether the conventional schedule runs too.
     pub conventional: bool,
+    /// What is kept where for the way back.
+    pub keeping: Keeping,
+    /// Where the model computes.
+    pub device: Device,
 }
 
 /// One schedule at one group size, on this rank.
@@ -90,8 +98,16 @@ pub struct Run {
     pub tail_seconds: f64,
     /// Everything.
     pub total_seconds: f64,
+    /// Of these: the computation stood still for copies between host and device.
+    pub stage_wait_seconds: f64,
+    /// Before the clock started: host memory was pinned.
+    pub pinning_seconds: f64,
+    /// Matrix products and attention of the capture, TFLOP/s; 0 without one.
+    pub capture_rate: f64,
     /// Peak of graphs, scratch and stages above what lay there before the run.
     pub device_bytes: Bytes,
+    /// Peak of everything that lay on the device.
+    pub peak_device_bytes: Bytes,
     /// Peak of host pools.
     pub host_bytes: Bytes,
     /// The group's loss on this rank.
@@ -115,6 +131,18 @@ pub struct Report {
     pub prompt: Tokens,
     /// Tokens of an answer.
     pub answer: Tokens,
+    /// Where the model computed.
+    pub device: String,
+    /// What was kept where for the way back.
+    pub keeping: Keeping,
+    /// Rows of a segment.
+    pub micro_block: Tokens,
+    /// What the device can do.
+    pub rates: Rates,
+    /// What one pass over the prompt asks of it, all ranks together.
+    pub work: rates::Work,
+    /// The source it was built from.
+    pub commit: &'static str,
     /// The runs.
     pub runs: Vec<Run>,
     /// Largest relative L2 distance of an adapter gradient, exact against conventional, by group size.
@@ -127,17 +155,21 @@ impl Report {
     pub fn text(&self) -> String {
         let mut lines = vec![
             format!(
-                "{} parameters, {}, {} ranks × {} threads, prompt {}, answer {}",
-                self.parameters, self.dtype, self.ranks, self.threads, self.prompt, self.answer
+                "{} parameters, {}, {} ranks × {} threads on {}, prompt {}, answer {}",
+                self.parameters, self.dtype, self.ranks, self.threads, self.device, self.prompt, self.answer
             ),
             format!(
-                "{:<13} {:<9} {:>5} {:>9} {:>8} {:>9} {:>8} {:>9} {:>12} {:>12}",
-                "schedule", "gradient", "group", "capture", "score", "answers", "tail", "total s", "device", "host"
+                "attention {:?}: {:.3} TFLOP/s forward, {:.3} backward; matrix products {:.3}",
+                self.rates.kernel, self.rates.attention_forward, self.rates.attention_backward, self.rates.matrix
+            ),
+            format!(
+                "{:<13} {:<9} {:>5} {:>9} {:>8} {:>9} {:>8} {:>9} {:>8} {:>12} {:>12}",
+                "schedule", "gradient", "group", "capture", "score", "answers", "tail", "total s", "waits s", "device", "host"
             ),
         ];
         lines.extend(self.runs.iter().map(|run| {
             format!(
-                "{:<13} {:<9} {:>5} {:>9.2} {:>8.2} {:>9.2} {:>8.2} {:>9.2} {:>12} {:>12}",
+                "{:<13} {:<9} {:>5} {:>9.2} {:>8.2} {:>9.2} {:>8.2} {:>9.2} {:>8.2} {:>12} {:>12}",
                 run.schedule,
                 run.gradient,
                 run.group,
@@ -146,8 +178,19 @@ impl Report {
                 run.answers_seconds,
                 run.tail_seconds,
                 run.total_seconds,
-                run.device_bytes.to_string(),
+                run.stage_wait_seconds,
+                run.peak_device_bytes.to_string(),
                 run.host_bytes.to_string()
+            )
+        }));
+        let share = |run: &Run| 100.0 * run.capture_rate / self.rates.attention_forward;
+        lines.extend(self.runs.iter().filter(|run| run.capture_rate > 0.0).map(|run| {
+            format!(
+                "capture for {} at group {}: {:.3} TFLOP/s, {:.0} % of the attention kernel's rate",
+                run.gradient,
+                run.group,
+                run.capture_rate,
+                share(run)
             )
         }));
         lines.extend(
@@ -163,8 +206,11 @@ struct Bench<'a> {
     world: &'a World,
     options: &'a Options,
     decoder: Box<dyn Decoder>,
+    /// The same weights with two layers only, for the warm-up.
+    short: Box<dyn Decoder>,
     adapters: Adapters,
     head: Head,
+    work: rates::Work,
 }
 
 const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
@@ -178,20 +224,26 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         return world.agree(Err(Error::Ranks { ranks: world.all.size() }.into()));
     }
     let spec = world.agree(Spec::read(&options.model, None).map_err(Failure::from))?;
-    let weights = world.agree(Weights::random(&spec, 0, options.kind, Device::Cpu).map_err(Failure::from))?;
-    let decoder = spec.family.decoder(&spec, Rc::new(weights), options.kind);
-    let adapters = random_adapters(&spec, accumulation(options.kind));
+    let weights = world.agree(Weights::random(&spec, 0, options.kind, options.device).map_err(Failure::from))?;
+    let weights = Rc::new(weights);
+    let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
+    let rates = world.agree(measured)?;
+    let decoder = spec.family.decoder(&spec, weights.clone(), options.kind);
+    let two = Spec { layers: spec.layers.min(2), window: spec.window[..spec.layers.min(2)].to_vec(), ..spec.clone() };
+    let short = spec.family.decoder(&two, weights, options.kind);
+    let adapters = random_adapters(&spec, accumulation(options.kind), options.device);
     let head = Head { rows_max: 512, temperature: 1.0 };
-    let bench = Bench { world, options, decoder, adapters, head };
+    let work = rates::Work::of(&spec, options.prompt);
+    let bench = Bench { world, options, decoder, short, adapters, head, work };
     let (mut runs, mut apart) = (Vec::new(), Vec::new());
-    bench.warm_up(&options.gradients)?;
+    bench.warm_up()?;
     for &group in &options.groups {
         let first = runs.len();
         for &gradient in &options.gradients {
-            runs.push(bench.paged(options.prompt, group, gradient)?);
+            runs.push(bench.paged(&*bench.decoder, options.prompt, group, gradient)?);
         }
         if options.conventional {
-            runs.push(bench.conventional(options.prompt, group)?);
+            runs.push(bench.conventional(&*bench.decoder, options.prompt, group)?);
             let judged = runs.last().map_or(&[][..], |run| &run.gradients);
             let exact = runs[first..].iter().find(|run| run.schedule == "paged" && run.gradient == "exact");
             apart.extend(exact.map(|run| (group, distance(&run.gradients, judged))));
@@ -204,15 +256,23 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         threads: tch::get_num_threads(),
         prompt: options.prompt,
         answer: options.answer,
+        device: format!("{:?}", options.device),
+        keeping: options.keeping,
+        micro_block: options.micro_block,
+        rates,
+        work,
+        commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
         runs,
         apart,
     })
 }
 
 /// Adapters of rank 16 on every linear layer, neither half zero.
-fn random_adapters(spec: &Spec, acc: Kind) -> Adapters {
+fn random_adapters(spec: &Spec, acc: Kind, device: Device) -> Adapters {
     tch::manual_seed(1);
-    let drawn = |rows: i64, columns: i64, scale: f64| Tensor::randn([rows, columns], (acc, Device::Cpu)) * scale;
+    let drawn = |rows: i64, columns: i64, scale: f64| {
+        (Tensor::randn([rows, columns], (acc, Device::Cpu)) * scale).to_device(device)
+    };
     let pairs = spec.linear_layers().into_iter().map(|linear| Adapter {
         a_ri: drawn(16, as_dim(linear.inputs), 0.02),
         b_or: drawn(as_dim(linear.outputs), 16, 0.01),
@@ -228,18 +288,29 @@ fn distance(one: &[Tensor], two: &[Tensor]) -> f64 {
 
 /// Bytes and time from here on.
 struct Meter {
+    on: Device,
     start: Instant,
     device: Bytes,
+    waited: f64,
 }
 
 impl Meter {
-    fn start() -> Meter {
+    fn start(on: Device) -> Result<Meter, Failure> {
+        gpu::synchronize(on)?;
+        gpu::empty_cache();
         forget_peaks();
-        Meter { start: Instant::now(), device: counted(Purse::Device).live }
+        let waited = gpu::stage_wait_seconds();
+        Ok(Meter { on, start: Instant::now(), device: counted(Purse::Device).live, waited })
     }
 
-    fn seconds(&self) -> f64 {
-        self.start.elapsed().as_secs_f64()
+    /// Since the start, with all that was asked of the device done.
+    fn seconds(&self) -> Result<f64, Failure> {
+        gpu::synchronize(self.on)?;
+        Ok(self.start.elapsed().as_secs_f64())
+    }
+
+    fn waited(&self) -> f64 {
+        gpu::stage_wait_seconds() - self.waited
     }
 
     fn device(&self) -> Bytes {
@@ -248,13 +319,16 @@ impl Meter {
 }
 
 impl Bench<'_> {
-    fn warm_up(&self, gradients: &[Gradient]) -> Result<(), Failure> {
-        let short = Tokens(self.options.prompt.0.min(256));
-        for &gradient in gradients {
-            self.paged(short, 1, gradient)?;
+    fn warm_up(&self) -> Result<(), Failure> {
+        let (decoder, prompt) = match self.options.device {
+            Device::Cpu => (&*self.decoder, Tokens(self.options.prompt.0.min(256))),
+            _ => (&*self.short, self.options.prompt),
+        };
+        for &gradient in &self.options.gradients {
+            self.paged(decoder, prompt, 1, gradient)?;
         }
         if self.options.conventional {
-            self.conventional(short, 1)?;
+            self.conventional(decoder, prompt, 1)?;
         }
         Ok(())
     }
@@ -277,7 +351,7 @@ impl Bench<'_> {
         (advantages, batch.weight(TERMS.aggregation, tokens))
     }
 
-    fn paged(&self, prompt: Tokens, group: u64, gradient: Gradient) -> Result<Run, Failure> {
+    fn paged(&self, decoder: &dyn Decoder, prompt: Tokens, group: u64, gradient: Gradient) -> Result<Run, Failure> {
         let (prompt_ids, answers) = self.tokens(prompt, group);
         let (advantages, weight) = self.goal(group);
         let tail = Tokens(gradient.tail(prompt).0.min(prompt.0));
@@ -285,14 +359,16 @@ impl Bench<'_> {
         let work = Work::new(layout, prompt_ids, answers);
         let ledger = Ledger::default();
         let seat = Seat { axis: &self.world.cp, ledger: &ledger };
-        let pass =
-            Pass { decoder: &*self.decoder, adapters: &self.adapters, seat, micro_block: self.options.micro_block };
+        let pass = Pass { decoder, adapters: &self.adapters, seat, micro_block: self.options.micro_block };
         let board = self.world.board();
-        let meter = Meter::start();
-        let captured = capture::run(&pass, &work, Keeping::HOST, board)?;
-        let capture_seconds = meter.seconds();
+        let pinning = Instant::now();
+        capture::make_room(&pass, &work, self.options.keeping)?;
+        let pinning_seconds = pinning.elapsed().as_secs_f64();
+        let meter = Meter::start(self.options.device)?;
+        let captured = capture::run(&pass, &work, self.options.keeping, board)?;
+        let capture_seconds = meter.seconds()?;
         let frozen = score::run(&pass, &self.head, &work, &captured, board)?;
-        let score_seconds = meter.seconds() - capture_seconds;
+        let score_seconds = meter.seconds()? - capture_seconds;
         let weights = vec![weight; work.answers.len()];
         let goal = Goal { old: &frozen, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
         let done = replay::run(&pass, &self.head, &work, &captured, goal, board)?;
@@ -305,15 +381,19 @@ impl Bench<'_> {
             score_seconds,
             answers_seconds: done.seconds.up + done.seconds.down - tail_seconds,
             tail_seconds,
-            total_seconds: meter.seconds(),
+            total_seconds: meter.seconds()?,
+            stage_wait_seconds: meter.waited(),
+            pinning_seconds,
+            capture_rate: (self.work.linear_tera + self.work.attention_tera) / capture_seconds,
             device_bytes: meter.device(),
+            peak_device_bytes: counted(Purse::Device).peak,
             host_bytes: counted(Purse::Host).peak,
             loss: done.loss,
             gradients: finalize::take(&self.adapters).0,
         })
     }
 
-    fn conventional(&self, prompt: Tokens, group: u64) -> Result<Run, Failure> {
+    fn conventional(&self, decoder: &dyn Decoder, prompt: Tokens, group: u64) -> Result<Run, Failure> {
         let (prompt_ids, answers) = self.tokens(prompt, group);
         let (advantages, weight) = self.goal(group);
         let whole = conventional::Group {
@@ -322,10 +402,9 @@ impl Bench<'_> {
             tail: prompt,
             temperature: self.head.temperature,
         };
-        let meter = Meter::start();
-        let scored: Vec<Tensor> =
-            (0..answers.len()).map(|index| whole.score(&*self.decoder, &self.adapters, index)).collect();
-        let score_seconds = meter.seconds();
+        let meter = Meter::start(self.options.device)?;
+        let scored: Vec<Tensor> = (0..answers.len()).map(|index| whole.score(decoder, &self.adapters, index)).collect();
+        let score_seconds = meter.seconds()?;
         let targets: Vec<conventional::Target> = scored
             .into_iter()
             .zip(&advantages)
@@ -336,8 +415,8 @@ impl Bench<'_> {
                 weight,
             })
             .collect();
-        let loss = whole.backward_checkpointed(&*self.decoder, &self.adapters, &targets, &TERMS)?;
-        let total_seconds = meter.seconds();
+        let loss = whole.backward_checkpointed(decoder, &self.adapters, &targets, &TERMS)?;
+        let total_seconds = meter.seconds()?;
         Ok(Run {
             schedule: "conventional",
             gradient: "exact".into(),
@@ -347,7 +426,11 @@ impl Bench<'_> {
             answers_seconds: total_seconds - score_seconds,
             tail_seconds: 0.0,
             total_seconds,
+            stage_wait_seconds: 0.0,
+            pinning_seconds: 0.0,
+            capture_rate: 0.0,
             device_bytes: meter.device(),
+            peak_device_bytes: counted(Purse::Device).peak,
             host_bytes: Bytes(0),
             loss,
             gradients: finalize::take(&self.adapters).0,

@@ -1,0 +1,452 @@
+// The GPU's side of the boundary: the CUDA library opened at run time, copy streams and events, pinned host memory of
+// exact size, and the library's attention kernels with their log-sum-exp.
+//
+// Nothing here links a CUDA library: libtorch's own interfaces reach streams, events and the allocator, and the few
+// runtime calls without such an interface are looked up by name in the library that libtorch has loaded.
+// A function that can throw catches, copies the message and returns non-zero; no exception crosses into Rust.
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Event.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "count.h"
+
+namespace {
+
+using c10::impl::VirtualGuardImpl;
+
+// The device that this process drives, or -1; set once, before the first tensor on it.
+int driven = -1;
+
+VirtualGuardImpl guard() { return VirtualGuardImpl(c10::DeviceType::CUDA); }
+
+c10::Device device() { return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(driven)); }
+
+c10::Stream compute() { return guard().getStream(device()); }
+
+// Streams for copies, one a direction: both of a GPU's copy engines work at once.
+struct Lanes {
+  c10::Stream in, out;
+};
+Lanes& lanes() {
+  static Lanes made{guard().getStreamFromGlobalPool(device(), true), guard().getStreamFromGlobalPool(device(), true)};
+  return made;
+}
+
+template <typename Function>
+Function runtime(const char* name) {
+  auto* found = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+  TORCH_CHECK(found != nullptr, "the CUDA runtime has no ", name);
+  return found;
+}
+
+void must(int status, const char* what) {
+  if (status == 0) return;
+  const char* words = runtime<const char* (*)(int)>("cudaGetErrorString")(status);
+  // The runtime remembers the error for its next caller, who has nothing to do with it.
+  runtime<int (*)()>("cudaGetLastError")();
+  TORCH_CHECK(false, what, ": ", words);
+}
+
+template <typename Work>
+int guarded(char* message, size_t capacity, Work work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::exception& error) {
+    longstraw::keep(error.what(), message, capacity);
+    return 1;
+  }
+}
+
+// --- pinned host memory ------------------------------------------------------------------------------------------
+
+// Blocks of pinned memory, each exactly as long as was asked for (rounded up to whole pages of the machine), kept for
+// the next tensor of that size when one is let go: pinning costs more than a copy. What is kept never exceeds the most
+// that was ever in use at one time.
+struct Pinned {
+  std::mutex lock;
+  std::multimap<size_t, void*> idle;
+  size_t reserved = 0, used = 0, most = 0;
+};
+Pinned& pinned() {
+  static auto* made = new Pinned;  // never destroyed: tensors may be let go after static destructors ran
+  return *made;
+}
+
+size_t whole_pages(size_t bytes) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return (bytes + page - 1) / page * page;
+}
+
+// The NUMA node that the GPU hangs on, or -1 where the machine has one or does not say.
+int numa_node() {
+  static const int node = [] {
+    char id[32] = {0};
+    must(runtime<int (*)(char*, int, int)>("cudaDeviceGetPCIBusId")(id, sizeof(id), driven), "cudaDeviceGetPCIBusId");
+    std::string path = "/sys/bus/pci/devices/";
+    for (const char* at = id; *at != 0; ++at) path += static_cast<char>(std::tolower(*at));
+    const int file = open((path + "/numa_node").c_str(), O_RDONLY);
+    if (file < 0) return -1;
+    char text[16] = {0};
+    const bool any = read(file, text, sizeof(text) - 1) > 0;
+    close(file);
+    return any ? std::atoi(text) : -1;
+  }();
+  return node;
+}
+
+// Memory near the GPU, touched by several threads and then pinned.
+void* pin(size_t bytes, int threads) {
+  void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(block != MAP_FAILED, "out of memory: the machine gives no ", bytes, " bytes of host memory");
+  madvise(block, bytes, MADV_HUGEPAGE);
+  const int node = numa_node();
+  if (node >= 0 && node < 64) {
+    const unsigned long mask = 1UL << node;
+    constexpr int kPreferred = 1;
+    // A wish: where the kernel refuses, memory comes from wherever it is.
+    syscall(SYS_mbind, block, bytes, kPreferred, &mask, 64UL, 0U);
+  }
+  const size_t share = whole_pages(bytes / static_cast<size_t>(threads) + 1);
+  std::vector<std::thread> crew;
+  for (size_t first = 0; first < bytes; first += share) {
+    crew.emplace_back([=] { std::memset(static_cast<char*>(block) + first, 0, std::min(share, bytes - first)); });
+  }
+  for (auto& one : crew) one.join();
+  constexpr unsigned kPortable = 1;
+  const int status = runtime<int (*)(void*, size_t, unsigned)>("cudaHostRegister")(block, bytes, kPortable);
+  if (status != 0) munmap(block, bytes);
+  must(status, "out of memory: pinning host memory (cudaHostRegister; see ulimit -l)");
+  return block;
+}
+
+void unpin(void* block, size_t bytes) {
+  runtime<int (*)(void*)>("cudaHostUnregister")(block);
+  munmap(block, bytes);
+}
+
+int crew_size() { return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 16); }
+
+// A block and its true length, which may be a little more than was asked for.
+struct Block {
+  void* data;
+  size_t length;
+};
+
+Block take(size_t bytes) {
+  auto& all = pinned();
+  const std::lock_guard<std::mutex> held(all.lock);
+  auto found = all.idle.lower_bound(bytes);
+  // A block that is a little too long serves as well.
+  if (found != all.idle.end() && found->first <= bytes + bytes / 8) {
+    const Block block{found->second, found->first};
+    all.idle.erase(found);
+    all.used += block.length;
+    all.most = std::max(all.most, all.used);
+    return block;
+  }
+  const size_t limit = std::max(all.most, all.used + bytes);
+  if (!all.idle.empty() && all.reserved + bytes > limit) guard().synchronizeDevice(device().index());
+  while (!all.idle.empty() && all.reserved + bytes > limit) {
+    auto last = std::prev(all.idle.end());
+    unpin(last->second, last->first);
+    all.reserved -= last->first;
+    all.idle.erase(last);
+  }
+  const Block block{pin(bytes, crew_size()), bytes};
+  all.reserved += bytes;
+  all.used += bytes;
+  all.most = std::max(all.most, all.used);
+  return block;
+}
+
+void give(const Block& block) {
+  auto& all = pinned();
+  const std::lock_guard<std::mutex> held(all.lock);
+  all.used -= block.length;
+  all.idle.emplace(block.length, block.data);
+}
+
+// --- waits -------------------------------------------------------------------------------------------------------
+
+// How long the compute stream stood still for copies, measured on the device by pairs of events.
+struct Waits {
+  std::vector<std::pair<c10::Event, c10::Event>> open;
+  double milliseconds = 0;
+};
+Waits& waits() {
+  static auto* made = new Waits;
+  return *made;
+}
+
+c10::Event mark(const c10::Stream& stream, bool timed) {
+  c10::Event event(c10::DeviceType::CUDA, timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
+  event.record(stream);
+  return event;
+}
+
+constexpr size_t kOpenWaits = 256;
+
+void settle(Waits& all) {
+  for (auto& [before, after] : all.open) {
+    after.synchronize();
+    all.milliseconds += before.elapsedTime(after);
+  }
+  all.open.clear();
+}
+
+at::Tensor seed() {
+  static auto* made = new at::Tensor(at::zeros({}, at::TensorOptions().dtype(at::kLong).device(device())));
+  return *made;
+}
+
+}  // namespace
+
+namespace longstraw {
+
+bool drives_gpu() { return driven >= 0; }
+
+void gpu_bytes(int64_t* live, int64_t* peak, int64_t* reserved) {
+  const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device().index());
+  *live = stats.allocated_bytes[0].current;
+  *peak = stats.allocated_bytes[0].peak;
+  *reserved = stats.reserved_bytes[0].peak;
+}
+
+void gpu_forget_peak() { c10::getDeviceAllocator(c10::DeviceType::CUDA)->resetPeakStats(device().index()); }
+
+}  // namespace longstraw
+
+extern "C" {
+
+// Opens libtorch's CUDA library, from `folder` if it lies there, else from where the loader looks. Before any tensor.
+int longstraw_gpu_open(const char* folder, char* message, size_t capacity) {
+  // Reductions of matrix products need a fixed workspace to repeat bit for bit; read by cuBLAS at its first use.
+  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
+  const std::string beside = std::string(folder) + "/libtorch_cuda.so";
+  void* library = dlopen(beside.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+  if (library != nullptr) return 0;
+  longstraw::keep(dlerror(), message, capacity);
+  return 1;
+}
+
+int longstraw_gpu_count() {
+  try {
+    return guard().deviceCount();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+int longstraw_gpu_drive(int index, int deterministic, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    driven = index;
+    guard().setDevice(device());
+    at::empty({1}, at::TensorOptions().dtype(at::kFloat).device(device()));
+    // Sums stay in float32 (no TF32, no bfloat16 partial sums), as on a CPU.
+    at::globalContext().setAllowBF16ReductionCuBLAS(false);
+    at::globalContext().setDeterministicAlgorithms(deterministic != 0, true);
+    lanes();
+  });
+}
+
+int longstraw_gpu_repeats() { return at::globalContext().deterministicAlgorithms() ? 1 : 0; }
+
+int longstraw_gpu_identity(int index, char* text, size_t capacity) {
+  try {
+    return runtime<int (*)(char*, int, int)>("cudaDeviceGetPCIBusId")(text, static_cast<int>(capacity), index);
+  } catch (const std::exception&) {
+    return 1;
+  }
+}
+
+int longstraw_gpu_memory(uint64_t* free, uint64_t* total, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    size_t f = 0, t = 0;
+    must(runtime<int (*)(size_t*, size_t*)>("cudaMemGetInfo")(&f, &t), "cudaMemGetInfo");
+    *free = f;
+    *total = t;
+  });
+}
+
+int longstraw_gpu_synchronize(char* message, size_t capacity) {
+  return guarded(message, capacity, [&] { guard().synchronizeDevice(device().index()); });
+}
+
+int longstraw_gpu_reserved_bytes(uint64_t* now, uint64_t* peak) {
+  if (driven < 0) return 1;
+  const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device().index());
+  *now = static_cast<uint64_t>(stats.reserved_bytes[0].current);
+  *peak = static_cast<uint64_t>(stats.reserved_bytes[0].peak);
+  return 0;
+}
+
+void longstraw_gpu_empty_cache() {
+  if (driven >= 0) c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache();
+}
+
+// A tensor in pinned memory of its own, with that many elements of the dtype of `like`; values are left as they were.
+int longstraw_pinned_like(at::Tensor* like, at::Tensor** made, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    const auto bytes = static_cast<size_t>(like->numel()) * like->element_size();
+    auto options = at::TensorOptions().dtype(like->scalar_type()).device(at::kCPU);
+    if (bytes == 0) {
+      *made = new at::Tensor(at::empty(like->sizes(), options));
+      return;
+    }
+    const Block block = take(whole_pages(bytes));
+    longstraw::count(longstraw::kHost, static_cast<int64_t>(bytes));
+    auto release = [block, bytes](void*) {
+      longstraw::count(longstraw::kHost, -static_cast<int64_t>(bytes));
+      give(block);
+    };
+    *made = new at::Tensor(at::from_blob(block.data, like->sizes(), release, options));
+  });
+}
+
+// Makes `count` blocks of `bytes` each ready, so that later tensors find them pinned.
+int longstraw_pinned_reserve(const uint64_t* bytes, size_t count, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    std::vector<Block> blocks;
+    for (size_t i = 0; i < count; ++i) {
+      if (bytes[i] > 0) blocks.push_back(take(whole_pages(bytes[i])));
+    }
+    for (const Block& block : blocks) give(block);
+  });
+}
+
+uint64_t longstraw_pinned_reserved() { return pinned().reserved; }
+
+// Copies `source` (device) over `target` (pinned) on the outgoing stream, after all work asked of the compute stream so
+// far. `*done` is an event behind the copy.
+int longstraw_copy_out(at::Tensor* target, at::Tensor* source, void** done, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    const c10::Stream out = lanes().out;
+    mark(compute(), false).block(out);
+    {
+      const c10::StreamGuard here(out);
+      target->copy_(*source, true);
+    }
+    *done = new c10::Event(mark(out, false));
+  });
+}
+
+// Copies `source` (pinned) over `target` (device) on the incoming stream, after all work asked of the compute stream so
+// far. `*done` is an event behind the copy.
+int longstraw_copy_in(at::Tensor* target, at::Tensor* source, void** done, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    const c10::Stream in = lanes().in;
+    mark(compute(), false).block(in);
+    {
+      const c10::StreamGuard here(in);
+      target->copy_(*source, true);
+    }
+    *done = new c10::Event(mark(in, false));
+  });
+}
+
+// The compute stream waits for an event; how long it stood still is added up.
+int longstraw_event_wait(void* event, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    auto* awaited = static_cast<c10::Event*>(event);
+    if (awaited->query()) return;
+    auto& all = waits();
+    if (all.open.size() >= kOpenWaits) settle(all);
+    c10::Event before = mark(compute(), true);
+    awaited->block(compute());
+    all.open.emplace_back(std::move(before), mark(compute(), true));
+  });
+}
+
+// The host waits for an event.
+int longstraw_event_finish(void* event, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] { static_cast<c10::Event*>(event)->synchronize(); });
+}
+
+void longstraw_event_free(void* event) { delete static_cast<c10::Event*>(event); }
+
+// An event on the compute stream that can be timed.
+int longstraw_event_now(void** event, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] { *event = new c10::Event(mark(compute(), true)); });
+}
+
+int longstraw_event_between(void* before, void* after, double* milliseconds, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    auto* last = static_cast<c10::Event*>(after);
+    last->synchronize();
+    *milliseconds = static_cast<c10::Event*>(before)->elapsedTime(*last);
+  });
+}
+
+// Milliseconds that the compute stream has stood still for copies so far.
+double longstraw_stall_ms() {
+  if (driven < 0) return 0;
+  settle(waits());
+  return waits().milliseconds;
+}
+
+// [1, h, t, d] queries, [1, g, s, d] keys and values; kernel 1 is cuDNN's, 2 is flash attention. `lse` is [1, h, t].
+int longstraw_attention_forward(int kernel, at::Tensor* q, at::Tensor* k, at::Tensor* v, int causal, double scale,
+                                at::Tensor** out, at::Tensor** lse, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    c10::NoGradGuard no_grad;
+    if (kernel == 1) {
+      auto result = at::_scaled_dot_product_cudnn_attention(*q, *k, *v, std::nullopt, true, 0.0, causal != 0, false, scale);
+      *out = new at::Tensor(std::get<0>(result));
+      *lse = new at::Tensor(std::get<1>(result).view({q->size(0), q->size(1), q->size(2)}));
+    } else {
+      auto result = at::_scaled_dot_product_flash_attention(*q, *k, *v, 0.0, causal != 0, false, scale);
+      *out = new at::Tensor(std::get<0>(result));
+      *lse = new at::Tensor(std::get<1>(result));
+    }
+  });
+}
+
+int longstraw_attention_backward(int kernel, at::Tensor* dout, at::Tensor* q, at::Tensor* k, at::Tensor* v,
+                                 at::Tensor* out, at::Tensor* lse, int causal, double scale, at::Tensor** dq,
+                                 at::Tensor** dk, at::Tensor** dv, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    c10::NoGradGuard no_grad;
+    const at::Tensor none;
+    const int64_t t = q->size(2), s = k->size(2);
+    std::tuple<at::Tensor, at::Tensor, at::Tensor> result;
+    if (kernel == 1) {
+      result = at::_scaled_dot_product_cudnn_attention_backward(*dout, *q, *k, *v, *out, lse->unsqueeze(-1), seed(),
+                                                                seed(), none, none, none, t, s, 0.0, causal != 0, scale);
+    } else {
+      result = at::_scaled_dot_product_flash_attention_backward(*dout, *q, *k, *v, *out, *lse, none, none, t, s, 0.0,
+                                                                causal != 0, seed(), seed(), scale);
+    }
+    *dq = new at::Tensor(std::get<0>(result));
+    *dk = new at::Tensor(std::get<1>(result));
+    *dv = new at::Tensor(std::get<2>(result));
+  });
+}
+}

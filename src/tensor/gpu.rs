@@ -1,0 +1,266 @@
+//! A rank's GPU: opened at run time, so that one binary runs with and without; copies beside the computation; pinned host
+//! memory of exact size.
+//!
+//! Three streams: the computation, copies in, copies out. A copy starts after all that was asked of the computation
+//! before it; whoever needs its result waits for its [`Event`]. How long the computation stood still for copies is
+//! measured on the device.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::path::Path;
+use std::ptr::null_mut;
+
+use tch::{Device, Tensor};
+
+use super::Error;
+use super::boundary::{Words, torch_tensor};
+use crate::units::Bytes;
+
+// SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
+unsafe extern "C" {
+    fn longstraw_gpu_open(folder: *const c_char, message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_gpu_count() -> c_int;
+    fn longstraw_gpu_drive(index: c_int, deterministic: c_int, message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_gpu_repeats() -> c_int;
+    fn longstraw_gpu_identity(index: c_int, text: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_gpu_memory(free: *mut u64, total: *mut u64, message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_gpu_synchronize(message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_gpu_reserved_bytes(now: *mut u64, peak: *mut u64) -> c_int;
+    fn longstraw_gpu_empty_cache();
+    fn longstraw_pinned_like(
+        like: *mut torch_tensor,
+        made: *mut *mut torch_tensor,
+        message: *mut c_char,
+        capacity: usize,
+    ) -> c_int;
+    fn longstraw_pinned_reserve(bytes: *const u64, count: usize, message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_pinned_reserved() -> u64;
+    fn longstraw_copy_out(
+        target: *mut torch_tensor,
+        source: *mut torch_tensor,
+        done: *mut *mut c_void,
+        message: *mut c_char,
+        capacity: usize,
+    ) -> c_int;
+    fn longstraw_copy_in(
+        target: *mut torch_tensor,
+        source: *mut torch_tensor,
+        done: *mut *mut c_void,
+        message: *mut c_char,
+        capacity: usize,
+    ) -> c_int;
+    fn longstraw_event_wait(event: *mut c_void, message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_event_finish(event: *mut c_void, message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_event_free(event: *mut c_void);
+    fn longstraw_event_now(event: *mut *mut c_void, message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_event_between(
+        before: *mut c_void,
+        after: *mut c_void,
+        milliseconds: *mut f64,
+        message: *mut c_char,
+        capacity: usize,
+    ) -> c_int;
+    fn longstraw_stall_ms() -> f64;
+}
+
+/// Opens libtorch's CUDA library, from `folder` or from where the loader looks, and counts the visible GPUs. Before the
+/// first tensor of the process.
+///
+/// # Errors
+/// When there is no such library; the loader's words say why.
+pub fn open(folder: &Path) -> Result<usize, Error> {
+    let path = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes()).unwrap_or_default();
+    // SAFETY: a terminated string that outlives the call.
+    Words::of("opening libtorch_cuda", |to, room| unsafe { longstraw_gpu_open(path.as_ptr(), to, room) })?;
+    // SAFETY: no arguments; the callee catches what it throws.
+    Ok(usize::try_from(unsafe { longstraw_gpu_count() }).unwrap_or(0))
+}
+
+/// Makes GPU `index` this process's own; sums stay in float32. With `deterministic`, library kernels that use atomics
+/// are passed over.
+///
+/// # Errors
+/// When the GPU cannot be used.
+pub fn drive(index: usize, deterministic: bool) -> Result<Device, Error> {
+    let number = c_int::try_from(index).unwrap_or(c_int::MAX);
+    let deterministic = c_int::from(deterministic);
+    // SAFETY: plain numbers.
+    Words::of("taking a GPU", |to, room| unsafe { longstraw_gpu_drive(number, deterministic, to, room) })?;
+    Ok(Device::Cuda(index))
+}
+
+/// Whether [`drive`] was asked for kernels that repeat bit for bit.
+#[must_use]
+pub fn repeats() -> bool {
+    // SAFETY: no arguments.
+    unsafe { longstraw_gpu_repeats() != 0 }
+}
+
+/// The GPU's address on the PCI bus, which no two GPUs of a machine share, whatever `CUDA_VISIBLE_DEVICES` says.
+#[must_use]
+pub fn identity(index: usize) -> Option<String> {
+    let mut text = [0u8; 32];
+    let number = c_int::try_from(index).unwrap_or(c_int::MAX);
+    // SAFETY: the callee writes at most `text.len()` bytes, a terminating zero included.
+    let status = unsafe { longstraw_gpu_identity(number, text.as_mut_ptr().cast(), text.len()) };
+    let length = text.iter().position(|&byte| byte == 0)?;
+    (status == 0).then(|| String::from_utf8_lossy(&text[..length]).into_owned())
+}
+
+/// Free and total memory of this process's GPU.
+///
+/// # Errors
+/// When the runtime does not say.
+pub fn memory() -> Result<(Bytes, Bytes), Error> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: two numbers that outlive the call.
+    Words::of("asking for the GPU's memory", |to, room| unsafe {
+        longstraw_gpu_memory(&raw mut free, &raw mut total, to, room)
+    })?;
+    Ok((Bytes(free), Bytes(total)))
+}
+
+/// What libtorch's allocator has taken from the GPU, now and at the most; more than what tensors hold.
+#[must_use]
+pub fn reserved() -> Option<(Bytes, Bytes)> {
+    let (mut now, mut peak) = (0, 0);
+    // SAFETY: two numbers that outlive the call.
+    let status = unsafe { longstraw_gpu_reserved_bytes(&raw mut now, &raw mut peak) };
+    (status == 0).then_some((Bytes(now), Bytes(peak)))
+}
+
+/// Gives memory that no tensor holds back to the GPU.
+pub fn empty_cache() {
+    // SAFETY: no arguments.
+    unsafe { longstraw_gpu_empty_cache() }
+}
+
+/// Waits until `device` has done all that was asked of it; nothing on a CPU.
+///
+/// # Errors
+/// When something that was asked of it had failed.
+pub fn synchronize(device: Device) -> Result<(), Error> {
+    if device == Device::Cpu {
+        return Ok(());
+    }
+    // SAFETY: no arguments but the message.
+    Words::of("waiting for the GPU", |to, room| unsafe { longstraw_gpu_synchronize(to, room) })
+}
+
+/// Seconds that the computation has stood still for copies so far; 0 without a GPU.
+#[must_use]
+pub fn stage_wait_seconds() -> f64 {
+    // SAFETY: no arguments.
+    unsafe { longstraw_stall_ms() / 1e3 }
+}
+
+fn raw(tensor: &Tensor) -> *mut torch_tensor {
+    tensor.as_ptr().cast_mut().cast()
+}
+
+/// A tensor of the shape and dtype of `like` in pinned host memory of its own, exactly as long as its values; those are
+/// not set.
+///
+/// # Errors
+/// When the machine gives no more memory that can be pinned.
+pub fn pinned_like(like: &Tensor) -> Result<Tensor, Error> {
+    let mut made = null_mut();
+    // SAFETY: a live tensor, and a place for one pointer.
+    Words::of("pinning host memory", |to, room| unsafe { longstraw_pinned_like(raw(like), &raw mut made, to, room) })?;
+    // SAFETY: the callee has made a tensor and hands it over.
+    Ok(unsafe { Tensor::from_ptr(made.cast()) })
+}
+
+/// Pins blocks of these sizes now, in parallel, so that tensors made later find them ready. Returns all bytes pinned.
+///
+/// # Errors
+/// When the machine gives no more memory that can be pinned.
+pub fn reserve_pinned(blocks: &[Bytes]) -> Result<Bytes, Error> {
+    let sizes: Vec<u64> = blocks.iter().map(|bytes| bytes.0).collect();
+    // SAFETY: `sizes` outlives the call.
+    Words::of("pinning host memory", |to, room| unsafe {
+        longstraw_pinned_reserve(sizes.as_ptr(), sizes.len(), to, room)
+    })?;
+    // SAFETY: no arguments.
+    Ok(Bytes(unsafe { longstraw_pinned_reserved() }))
+}
+
+/// A point in a stream's work.
+#[derive(Debug)]
+pub struct Event(*mut c_void);
+
+impl Event {
+    /// Behind all that was asked of the computation so far; can be timed.
+    ///
+    /// # Errors
+    /// When the runtime makes no event.
+    pub fn now() -> Result<Event, Error> {
+        let mut made = null_mut();
+        // SAFETY: a place for one pointer.
+        Words::of("marking a stream", |to, room| unsafe { longstraw_event_now(&raw mut made, to, room) })?;
+        Ok(Event(made))
+    }
+
+    /// The computation waits for it.
+    ///
+    /// # Errors
+    /// When something that was asked of the device had failed.
+    pub fn wait(&self) -> Result<(), Error> {
+        // SAFETY: an event of ours.
+        Words::of("waiting for a copy", |to, room| unsafe { longstraw_event_wait(self.0, to, room) })
+    }
+
+    /// The host waits for it.
+    ///
+    /// # Errors
+    /// As [`Event::wait`].
+    pub fn finish(&self) -> Result<(), Error> {
+        // SAFETY: an event of ours.
+        Words::of("waiting for a copy", |to, room| unsafe { longstraw_event_finish(self.0, to, room) })
+    }
+
+    /// Seconds of the device from here to `later`, both made by [`Event::now`]; waits for `later`.
+    ///
+    /// # Errors
+    /// As [`Event::wait`].
+    pub fn seconds_to(&self, later: &Event) -> Result<f64, Error> {
+        let mut milliseconds = 0.0;
+        // SAFETY: two events of ours, and a place for one number.
+        Words::of("timing a stream", |to, room| unsafe {
+            longstraw_event_between(self.0, later.0, &raw mut milliseconds, to, room)
+        })?;
+        Ok(milliseconds / 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by the boundary, freed once.
+        unsafe { longstraw_event_free(self.0) }
+    }
+}
+
+/// Starts copying `source` (on the GPU) over `target` (pinned, same shape). The source must stay until the event.
+///
+/// # Errors
+/// When libtorch refuses.
+pub fn copy_out(target: &Tensor, source: &Tensor) -> Result<Event, Error> {
+    let mut done = null_mut();
+    // SAFETY: two live tensors, and a place for one pointer.
+    Words::of("copying to host memory", |to, room| unsafe {
+        longstraw_copy_out(raw(target), raw(source), &raw mut done, to, room)
+    })?;
+    Ok(Event(done))
+}
+
+/// Starts copying `source` (pinned) over `target` (on the GPU, same shape).
+///
+/// # Errors
+/// When libtorch refuses.
+pub fn copy_in(target: &Tensor, source: &Tensor) -> Result<Event, Error> {
+    let mut done = null_mut();
+    // SAFETY: two live tensors, and a place for one pointer.
+    Words::of("copying to the GPU", |to, room| unsafe {
+        longstraw_copy_in(raw(target), raw(source), &raw mut done, to, room)
+    })?;
+    Ok(Event(done))
+}
