@@ -30,6 +30,26 @@ pub struct Rates {
     pub attention_backward: f64,
     /// A matrix product of the shape of the model's feed-forward.
     pub matrix: f64,
+    /// A copy from pinned host memory to the device, GB/s; 0 on a CPU.
+    pub copy_in: f64,
+    /// A copy back.
+    pub copy_out: f64,
+}
+
+/// Elements of two bytes of the copies that are measured: 0.5 GiB.
+const COPIED: i64 = 1 << 28;
+
+/// Rates of copies to the device and back, GB/s.
+fn copies(device: Device) -> Result<(f64, f64), Failure> {
+    if device == Device::Cpu {
+        return Ok((0.0, 0.0));
+    }
+    let here = Tensor::zeros([COPIED], (Kind::BFloat16, device));
+    let held = gpu::pinned_like(&here)?;
+    let rate = |seconds: f64| 2.0 * float(u64::try_from(COPIED).unwrap_or(0)) / seconds / 1e9;
+    let into = median(device, || drop(gpu::copy_in(&here, &held)))?;
+    let back = median(device, || drop(gpu::copy_out(&held, &here)))?;
+    Ok((rate(into), rate(back)))
 }
 
 /// Operations of one pass over a prompt.
@@ -86,11 +106,14 @@ impl Rates {
         let (x, w) = (Tensor::randn([tokens, width], (kind, device)), Tensor::randn([ffn, width], (kind, device)));
         let product = median(device, || drop(x.linear(&w, None::<&Tensor>)))?;
         let of_product = 2.0 * float(spec.width * spec.ffn_width) * float(u64::try_from(tokens).unwrap_or(0)) / 1e12;
+        let (copy_in, copy_out) = copies(device)?;
         Ok(Rates {
             kernel,
             attention_forward: operations / forward,
             attention_backward: 2.5 * operations / backward,
             matrix: of_product / product,
+            copy_in,
+            copy_out,
         })
     }
 }

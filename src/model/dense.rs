@@ -24,6 +24,8 @@ pub struct Dense {
     spec: Spec,
     weights: Rc<Weights>,
     rope: Rope,
+    /// Inverse frequencies, where the model computes.
+    frequencies_d: Tensor,
     mixers: Vec<Attention>,
     kind: Kind,
 }
@@ -49,7 +51,9 @@ impl Dense {
                 kernel,
             })
             .collect();
-        Dense { rope: Rope::new(&spec.rope), spec: spec.clone(), weights, mixers, kind }
+        let rope = Rope::new(&spec.rope);
+        let frequencies_d = rope.frequencies(accumulation(kind), weights.device());
+        Dense { rope, frequencies_d, spec: spec.clone(), weights, mixers, kind }
     }
 
     fn linear(&self, x_tw: &Tensor, module: &str, adapters: &Adapters) -> Tensor {
@@ -108,7 +112,7 @@ impl Decoder for Dense {
             q = self.rms(&q, &format!("{attention}.q_norm"));
             k = self.rms(&k, &format!("{attention}.k_norm"));
         }
-        let (cos_td, sin_td) = self.rope.tables(positions, accumulation(self.kind), self.kind, x_tw.device());
+        let (cos_td, sin_td) = self.rope.tables(positions, &self.frequencies_d, self.kind);
         let rotated = [q, k].map(|x_thd| rotate_half_split(&x_thd, &cos_td, &sin_td));
         Projected { mix: rotated.into_iter().chain([v]).collect(), keep: Vec::new() }
     }

@@ -210,18 +210,25 @@ impl Rope {
         Rope { inverse_frequencies, gain, rotary_dim: spec.rotary_dim }
     }
 
-    /// Cosine and sine, each [t, `rotary_dim` / 2] in dtype `out`, of the positions `start..stop`.
-    ///
-    /// The angle is position times inverse frequency in dtype `acc` (the accumulation dtype, float32 or float64), and the
-    /// gain is applied there.
+    /// The inverse frequencies as a tensor of dtype `acc` (the accumulation dtype, float32 or float64), for
+    /// [`Rope::tables`]. Made once: bringing it to a GPU for every table would make the host wait for the device.
     ///
     /// # Panics
     /// When `acc` is coarser than float32: an angle in half precision loses whole turns.
-    pub fn tables(&self, positions: Range<i64>, acc: Kind, out: Kind, device: Device) -> (Tensor, Tensor) {
+    #[must_use]
+    pub fn frequencies(&self, acc: Kind, device: Device) -> Tensor {
         assert!(matches!(acc, Kind::Float | Kind::Double), "angles are formed in float32 or float64, not {acc:?}");
+        Tensor::from_slice(&self.inverse_frequencies).to_kind(acc).to_device(device)
+    }
+
+    /// Cosine and sine, each [t, `rotary_dim` / 2] in dtype `out`, of the positions `start..stop`.
+    ///
+    /// The angle is position times inverse frequency in the dtype of `frequencies_d`, where the gain is applied too.
+    #[must_use]
+    pub fn tables(&self, positions: Range<i64>, frequencies_d: &Tensor, out: Kind) -> (Tensor, Tensor) {
+        let (acc, device) = (frequencies_d.kind(), frequencies_d.device());
         let position_t = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).to_kind(acc);
-        let inverse_d = Tensor::from_slice(&self.inverse_frequencies).to_kind(acc).to_device(device);
-        let angle_td = position_t.unsqueeze(1) * inverse_d.unsqueeze(0);
+        let angle_td = position_t.unsqueeze(1) * frequencies_d.unsqueeze(0);
         ((angle_td.cos() * self.gain).to_kind(out), (angle_td.sin() * self.gain).to_kind(out))
     }
 }
@@ -367,7 +374,8 @@ mod tests {
     fn tables_hold_the_angles_of_their_own_positions() {
         let spec = RopeSpec { theta: 100.0, rotary_dim: 4, scaling: Scaling::Default };
         let rope = Rope { gain: 1.5, ..Rope::new(&spec) };
-        let (cos_td, sin_td) = rope.tables(2_000_003..2_000_005, Kind::Double, Kind::Double, Device::Cpu);
+        let frequencies = |acc| rope.frequencies(acc, Device::Cpu);
+        let (cos_td, sin_td) = rope.tables(2_000_003..2_000_005, &frequencies(Kind::Double), Kind::Double);
         assert_eq!(cos_td.size(), [2, 2]);
         for (row, position) in [2_000_003.0_f64, 2_000_004.0].into_iter().enumerate() {
             for (pair, inverse) in [1.0, 0.1].into_iter().enumerate() {
@@ -377,9 +385,9 @@ mod tests {
                 assert!((sin_td.double_value(&at) - 1.5 * angle.sin()).abs() < 1e-9);
             }
         }
-        let (cos_td, _) = rope.tables(0..3, Kind::Float, Kind::BFloat16, Device::Cpu);
+        let (cos_td, _) = rope.tables(0..3, &frequencies(Kind::Float), Kind::BFloat16);
         assert_eq!((cos_td.kind(), cos_td.size()), (Kind::BFloat16, vec![3, 2]));
-        assert_eq!(rope.tables(5..5, Kind::Float, Kind::Float, Device::Cpu).0.size(), [0, 2]);
+        assert_eq!(rope.tables(5..5, &frequencies(Kind::Float), Kind::Float).0.size(), [0, 2]);
     }
 
     #[test]
