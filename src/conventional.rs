@@ -4,7 +4,7 @@
 //! no pages, no ranks, no log-sum-exp merging, no hand-written backward. It takes memory for one answer's whole graph;
 //! the form that `bench` runs, as conventional trainers do, takes that of the layers' inputs and one layer's graph.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::model::decoder::Decoder;
 use crate::model::lora::Adapters;
@@ -45,6 +45,8 @@ impl Group<'_> {
     pub fn logprobs(&self, decoder: &dyn Decoder, adapters: &Adapters, index: usize) -> Tensor {
         let prompt = as_dim(from_index(self.prompt_ids.len()));
         let cut = prompt - self.tail.dim();
+        // A GPU is asked for lengths at which scores of all constant rows cannot be written out.
+        let fused = decoder.device() != Device::Cpu;
         let x_tw = decoder.embed(&self.sequence(index));
         let rows = x_tw.size()[0];
         let mut constant = x_tw.narrow(0, 0, cut);
@@ -58,7 +60,7 @@ impl Group<'_> {
             let all: Vec<Tensor> =
                 before_state.iter().zip(&state).map(|(before, now)| Tensor::cat(&[before, now], 0)).collect();
             constant = tch::no_grad(|| {
-                let mixed = mixer.plain(0..cut, &before_ask, &before_state, false);
+                let mixed = mixer.plain(0..cut, &before_ask, &before_state, fused);
                 decoder.finish(layer, &constant, &mixed, &before.keep, adapters)
             });
             let mixed = mixer.plain(cut..rows, &ask, &all, false);

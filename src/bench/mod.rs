@@ -159,13 +159,14 @@ impl Report {
                 self.parameters, self.dtype, self.ranks, self.threads, self.device, self.prompt, self.answer
             ),
             format!(
-                "attention {:?}: {:.3} TFLOP/s forward, {:.3} backward; matrix products {:.3}; copies {:.1} GB/s in, {:.1} out",
+                "attention {:?}: {:.3} TFLOP/s forward, {:.3} backward; matrix products {:.3}; copies {:.1} GB/s in, {:.1} out; {:.1} us a launch",
                 self.rates.kernel,
                 self.rates.attention_forward,
                 self.rates.attention_backward,
                 self.rates.matrix,
                 self.rates.copy_in,
-                self.rates.copy_out
+                self.rates.copy_out,
+                self.rates.launch_us
             ),
             format!(
                 "{:<13} {:<9} {:>5} {:>9} {:>8} {:>9} {:>8} {:>9} {:>8} {:>12} {:>12}",

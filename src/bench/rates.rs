@@ -34,10 +34,27 @@ pub struct Rates {
     pub copy_in: f64,
     /// A copy back.
     pub copy_out: f64,
+    /// Microseconds of the host for each small operation that it asks of the device.
+    pub launch_us: f64,
 }
 
 /// Elements of two bytes of the copies that are measured: 0.5 GiB.
 const COPIED: i64 = 1 << 28;
+
+/// Microseconds of the host to ask the device for a small sum.
+fn launches(device: Device) -> Result<f64, Failure> {
+    let x = Tensor::zeros([64], (Kind::Float, device));
+    let many = || (0..LAUNCHES).for_each(|_| drop(&x + 1.0));
+    many();
+    gpu::synchronize(device)?;
+    let start = Instant::now();
+    many();
+    let seconds = start.elapsed().as_secs_f64();
+    gpu::synchronize(device)?;
+    Ok(seconds * 1e6 / float(LAUNCHES))
+}
+
+const LAUNCHES: u64 = 500;
 
 /// Rates of copies to the device and back, GB/s.
 fn copies(device: Device) -> Result<(f64, f64), Failure> {
@@ -114,6 +131,7 @@ impl Rates {
             matrix: of_product / product,
             copy_in,
             copy_out,
+            launch_us: launches(device)?,
         })
     }
 }

@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::convert::Infallible;
 use std::ops::Range;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::mixer::{Backward, Mixed, Mixer, Past, PastGradient, Seat, Swept};
 use crate::exchange::{Travel, gather_rows, merge_into, nothing, return_rows, ring, ring_home, sum_in_order};
@@ -268,16 +268,18 @@ impl Mixer for Attention {
     }
 
     fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor], fused: bool) -> Tensor {
-        if fused && positions.start == 0 && self.window.is_none() {
-            let heads_first = |x: &Tensor| x.transpose(0, 1).unsqueeze(0);
-            let (q, k, v) = (heads_first(&ask[0]), heads_first(&state[0]), heads_first(&state[1]));
-            let grouped = self.heads != self.kv_heads;
-            let out = Tensor::scaled_dot_product_attention(&q, &k, &v, None::<&Tensor>, 0.0, true, self.scale, grouped);
-            return out.squeeze_dim(0).transpose(0, 1);
-        }
         let (acc, device) = (accumulation(self.kind), ask[0].device());
         let heads_each = self.heads / self.kv_heads;
         let all_heads = |x: &Tensor| x.repeat_interleave_self_int(heads_each, 1, None).transpose(0, 1);
+        if fused && positions.start == 0 && self.window.is_none() {
+            let heads_first = |x: &Tensor| x.transpose(0, 1).unsqueeze(0);
+            // On a GPU the library has a float32 kernel for equal heads only, and would else write all scores out.
+            let grouped = self.heads != self.kv_heads && (device == Device::Cpu || self.kind != Kind::Float);
+            let of_state = |x: &Tensor| if grouped { heads_first(x) } else { all_heads(x).unsqueeze(0) };
+            let (q, k, v) = (heads_first(&ask[0]), of_state(&state[0]), of_state(&state[1]));
+            let out = Tensor::scaled_dot_product_attention(&q, &k, &v, None::<&Tensor>, 0.0, true, self.scale, grouped);
+            return out.squeeze_dim(0).transpose(0, 1);
+        }
         let (k_hsd, v_hsd) = (all_heads(&state[0]), all_heads(&state[1]));
         let scores = ask[0].transpose(0, 1).matmul(&k_hsd.transpose(1, 2)).to_kind(acc) * self.scale;
         let row = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).unsqueeze(1);

@@ -19,6 +19,10 @@ use crate::tensor::kernels::{Heads, Kernel};
 use crate::tensor::{accumulation, gpu};
 use crate::units::{LayerIndex, as_dim, float};
 
+/// Rows at least this wide are normalised by the library's fused kernel on a GPU, which takes one block of threads a row:
+/// too many for the narrow rows of a head.
+const FUSED_NORM_WIDTH: i64 = 512;
+
 /// A dense decoder with frozen weights.
 pub struct Dense {
     spec: Spec,
@@ -65,6 +69,11 @@ impl Dense {
     /// w · x / √(mean(x²) + eps), normalised in the accumulation dtype.
     fn rms(&self, x: &Tensor, name: &str) -> Tensor {
         let acc = accumulation(self.kind);
+        let width = x.size().last().copied().unwrap_or(0);
+        if x.device() != Device::Cpu && width >= FUSED_NORM_WIDTH {
+            let (normed, _) = x.internal_fused_rms_norm([width], None::<&Tensor>, self.spec.norm_eps);
+            return normed * self.weights.get(&format!("{name}.weight"));
+        }
         let wide = x.to_kind(acc);
         let mean = (&wide * &wide).mean_dim(-1i64, true, acc);
         (wide * (mean + self.spec.norm_eps).rsqrt()).to_kind(self.kind) * self.weights.get(&format!("{name}.weight"))

@@ -154,13 +154,12 @@ impl Adapters {
 
 /// One linear layer with its adapter, if it has one: x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, all in the dtype of `x`.
 pub fn linear(x_tw: &Tensor, weight_oi: &Tensor, bias_o: Option<&Tensor>, adapter: Option<(&Adapter, f64)>) -> Tensor {
-    let y = x_tw.linear(weight_oi, bias_o);
-    match adapter {
-        None => y,
-        Some((adapter, scale)) => {
-            let kind = x_tw.kind();
-            let low = x_tw.linear(&adapter.a_ri.to_kind(kind), None::<&Tensor>);
-            y + low.linear(&adapter.b_or.to_kind(kind), None::<&Tensor>) * scale
-        }
+    let mut y = x_tw.linear(weight_oi, bias_o);
+    if let Some((adapter, scale)) = adapter {
+        let kind = x_tw.kind();
+        let low = x_tw.linear(&adapter.a_ri.to_kind(kind), None::<&Tensor>);
+        // Added inside the product: what it adds is never written out, nor scaled in a pass of its own.
+        let _itself = y.addmm_(&low, &(&adapter.b_or * scale).to_kind(kind).tr());
     }
+    y
 }

@@ -193,6 +193,13 @@ impl Weights {
         &self.digest
     }
 
+    /// The same values in another dtype; those that it cannot hold are rounded. The digest stays.
+    #[must_use]
+    pub fn converted(&self, kind: Kind) -> Weights {
+        let tensors = self.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.to_kind(kind))).collect();
+        Weights { tensors, digest: self.digest.clone(), kind, device: self.device }
+    }
+
     /// The dtype of all tensors.
     #[must_use]
     pub fn kind(&self) -> Kind {

@@ -10,6 +10,7 @@ use tch::{Device, Tensor};
 use crate::tensor::boundary::{Purse, within};
 use crate::tensor::gpu::{self, Event};
 use crate::tensor::{self};
+use crate::units::from_index;
 
 /// Tensors on their way to host memory.
 #[derive(Debug, Default)]
@@ -32,7 +33,9 @@ impl Outbox {
             });
         }
         let kept = place.map_or_else(|| gpu::pinned_like(&x), |place| Ok(place.shallow_clone()))?;
-        if x.numel() > 0 {
+        if small(&x) {
+            gpu::copy_near(&kept, &x)?;
+        } else if x.numel() > 0 {
             let left = gpu::copy_out(&kept, &x)?;
             self.leaving.push((x, left));
         }
@@ -56,6 +59,11 @@ impl Drop for Outbox {
             let _ = left.finish();
         }
     }
+}
+
+fn small(x: &Tensor) -> bool {
+    let bytes = x.numel() * x.kind().elt_size_in_bytes();
+    (1..=gpu::NEAR_BYTES).contains(&from_index(bytes))
 }
 
 /// Whether copies to this device run beside the computation.
@@ -93,6 +101,10 @@ pub(super) fn fetch(held: &Tensor, device: Device) -> Result<(Tensor, Arrival), 
         return Ok((held.copy().to_device(device), Arrival { event: None, awaited: Cell::new(true) }));
     }
     let here = Tensor::empty(held.size(), (held.kind(), device));
+    if small(held) {
+        gpu::copy_near(&here, held)?;
+        return Ok((here, Arrival { event: None, awaited: Cell::new(true) }));
+    }
     let event = gpu::copy_in(&here, held)?;
     Ok((here, Arrival { event: Some(event), awaited: Cell::new(false) }))
 }

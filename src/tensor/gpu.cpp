@@ -49,12 +49,13 @@ c10::Device device() { return c10::Device(c10::DeviceType::CUDA, static_cast<c10
 
 c10::Stream compute() { return guard().getStream(device()); }
 
-// Streams for copies, one a direction: both of a GPU's copy engines work at once.
+// Streams for copies, one a direction, so that both of a GPU's copy engines work at once.
 struct Lanes {
   c10::Stream in, out;
 };
 Lanes& lanes() {
-  static Lanes made{guard().getStreamFromGlobalPool(device(), true), guard().getStreamFromGlobalPool(device(), true)};
+  const auto one = [] { return guard().getStreamFromGlobalPool(device(), true); };
+  static Lanes made{one(), one()};
   return made;
 }
 
@@ -343,6 +344,21 @@ int longstraw_pinned_reserve(const uint64_t* bytes, size_t count, char* message,
 }
 
 uint64_t longstraw_pinned_reserved() { return pinned().reserved; }
+
+// Copies between pinned memory and the device, either way, by a kernel of the compute stream: it waits for no copy engine
+// that a larger copy keeps busy, and whoever comes later on that stream needs no event.
+int longstraw_copy_near(at::Tensor* target, at::Tensor* source, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    const auto bytes = static_cast<int64_t>(source->numel()) * static_cast<int64_t>(source->element_size());
+    const bool words = bytes % 8 == 0;
+    const auto options = at::TensorOptions().dtype(words ? at::kLong : at::kByte).device(device());
+    const auto seen = [&](const at::Tensor& x) {
+      return at::from_blob(x.data_ptr(), {words ? bytes / 8 : bytes}, [](void*) {}, options, device());
+    };
+    at::Tensor to = seen(*target);
+    at::bitwise_or_out(to, seen(*source), 0);
+  });
+}
 
 // Copies `source` (device) over `target` (pinned) on the outgoing stream, after all work asked of the compute stream so
 // far. `*done` is an event behind the copy.

@@ -34,6 +34,12 @@ unsafe extern "C" {
     ) -> c_int;
     fn longstraw_pinned_reserve(bytes: *const u64, count: usize, message: *mut c_char, capacity: usize) -> c_int;
     fn longstraw_pinned_reserved() -> u64;
+    fn longstraw_copy_near(
+        target: *mut torch_tensor,
+        source: *mut torch_tensor,
+        message: *mut c_char,
+        capacity: usize,
+    ) -> c_int;
     fn longstraw_copy_out(
         target: *mut torch_tensor,
         source: *mut torch_tensor,
@@ -237,6 +243,22 @@ impl Drop for Event {
         // SAFETY: made by the boundary, freed once.
         unsafe { longstraw_event_free(self.0) }
     }
+}
+
+/// Bytes up to which [`copy_near`] is the better way.
+pub const NEAR_BYTES: u64 = 1 << 25;
+
+/// Copies `source` over `target`, of the same shape and contiguous, one of them pinned and the other on the GPU, as a step
+/// of the computation: nothing that is asked of the device later sees the old values. A copy engine takes one large copy
+/// after another, and what is small and wanted now would wait behind them.
+///
+/// # Errors
+/// When libtorch refuses.
+pub fn copy_near(target: &Tensor, source: &Tensor) -> Result<(), Error> {
+    // SAFETY: two live tensors.
+    Words::of("copying beside the copy engines", |to, room| unsafe {
+        longstraw_copy_near(raw(target), raw(source), to, room)
+    })
 }
 
 /// Starts copying `source` (on the GPU) over `target` (pinned, same shape). The source must stay until the event.
