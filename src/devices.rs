@@ -18,8 +18,10 @@ use crate::world::World;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A GPU was asked for and there is none.
-    #[error("device \"cuda\" was asked for and no rank has a GPU ({why}); the GPU build of libtorch 2.11 must lie beside the \
-         CPU's or be found through LD_LIBRARY_PATH; without a GPU take device \"cpu\"")]
+    #[error(
+        "device \"cuda\" was asked for and no rank has a GPU ({why}); the GPU build of libtorch 2.11 must lie beside the \
+         CPU's or be found through LD_LIBRARY_PATH; without a GPU take device \"cpu\""
+    )]
     None {
         /// What the loader or the runtime says.
         why: String,
@@ -60,6 +62,8 @@ impl Classified for Error {
 pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> Result<Device, Failure> {
     let found = match wanted {
         Wanted::Cpu => Ok(0),
+        // The library takes seconds to open: not for nothing, on a machine without a driver.
+        Wanted::Auto if !driver() => Ok(0),
         _ => gpu::open(&libraries()).map_err(|error| error.to_string()),
     };
     let count = *found.as_ref().unwrap_or(&0);
@@ -87,6 +91,11 @@ pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> R
     world.agree(apart)?;
     tracing::info!("device {device:?} at {}, one of {count}", taken[machine.rank().0]);
     Ok(device)
+}
+
+/// Whether this machine has an NVIDIA driver.
+fn driver() -> bool {
+    ["/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"].iter().any(|path| Path::new(path).exists())
 }
 
 /// Ranks that share this rank's GPU, itself included; 1 on a CPU.

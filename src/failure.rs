@@ -6,6 +6,8 @@
 use std::error::Error;
 use std::fmt;
 
+use serde::Serialize;
+
 use crate::units::{LayerIndex, Rank};
 
 /// Exit codes of the command.
@@ -74,7 +76,8 @@ pub trait Classified: Error + Send + Sync + 'static {
 }
 
 /// The stages of a run, as sites and receipts name them.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Phase {
     /// Before the first step: configuration, weights, data.

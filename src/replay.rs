@@ -104,8 +104,7 @@ pub fn run(
         seconds: Spent::default(),
     };
     let pool = |residency, purpose| HiddenPool::new(residency, purpose, pass.seat.ledger.clone());
-    let (pool, again) =
-        (pool(Residency::Host, Purpose::Hidden), pool(captured.keeping.tail, Purpose::Checkpoints));
+    let (pool, again) = (pool(Residency::Host, Purpose::Hidden), pool(captured.keeping.tail, Purpose::Checkpoints));
     let mut replay = Replay { pass, head, work, captured, goal, pool, again, filled_from: None, done: nothing };
     let top = LayerIndex(pass.decoder.layers() - 1);
     for (index, answer) in work.answers.iter().enumerate() {

@@ -27,13 +27,13 @@ use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Batch, Counted, Terms};
 use crate::parity::{Gradient, dtype_name};
 use crate::replay::{self, Goal};
-use crate::tensor::{accumulation, gpu};
 use crate::tensor::boundary::{Purse, counted, forget_peaks};
+use crate::tensor::{accumulation, gpu};
 use crate::units::{Bytes, Tokens, as_dim};
 use crate::watch::Ledger;
 use crate::world::World;
-use rates::Rates;
 use crate::{capture, finalize, score};
+use rates::Rates;
 
 /// Why a bench cannot run.
 #[derive(Debug, thiserror::Error)]
@@ -170,7 +170,17 @@ impl Report {
             ),
             format!(
                 "{:<13} {:<9} {:>5} {:>9} {:>8} {:>9} {:>8} {:>9} {:>8} {:>12} {:>12}",
-                "schedule", "gradient", "group", "capture", "score", "answers", "tail", "total s", "waits s", "device", "host"
+                "schedule",
+                "gradient",
+                "group",
+                "capture",
+                "score",
+                "answers",
+                "tail",
+                "total s",
+                "waits s",
+                "device",
+                "host"
             ),
         ];
         lines.extend(self.runs.iter().map(|run| {

@@ -81,7 +81,8 @@ pub struct Work {
 impl Work {
     /// Of a prompt on one rank.
     pub(super) fn of(spec: &Spec, prompt: Tokens) -> Work {
-        let products: f64 = spec.linear_layers().iter().map(|linear| float(linear.inputs) * float(linear.outputs)).sum();
+        let products: f64 =
+            spec.linear_layers().iter().map(|linear| float(linear.inputs) * float(linear.outputs)).sum();
         let pairs = float(prompt.0) * (float(prompt.0) + 1.0) / 2.0;
         let width = float(spec.query_heads * spec.head_dim);
         Work {
@@ -94,16 +95,16 @@ impl Work {
 impl Rates {
     /// Measures for the shape of `spec`.
     pub(super) fn measure(spec: &Spec, kind: Kind, prompt: Tokens, device: Device) -> Result<Rates, Failure> {
-        let heads = Heads {
-            query: as_dim(spec.query_heads),
-            kv: as_dim(spec.kv_heads),
-            dim: as_dim(spec.head_dim),
-            kind,
-        };
+        let heads =
+            Heads { query: as_dim(spec.query_heads), kv: as_dim(spec.kv_heads), dim: as_dim(spec.head_dim), kind };
         let kernel = Kernel::choose(device, &heads, gpu::repeats());
         let rows = as_dim(if device == Device::Cpu { prompt.0.min(1024) } else { prompt.0.min(POSITIONS_MAX) });
         let draw = |shape: [i64; 3]| Tensor::randn(shape, (kind, device));
-        let (q, k, v) = (draw([rows, heads.query, heads.dim]), draw([rows, heads.kv, heads.dim]), draw([rows, heads.kv, heads.dim]));
+        let (q, k, v) = (
+            draw([rows, heads.query, heads.dim]),
+            draw([rows, heads.kv, heads.dim]),
+            draw([rows, heads.kv, heads.dim]),
+        );
         let scale = float(spec.head_dim).powf(-0.5);
         // The plain form has no causal kernel; it is measured on what it would be given.
         let visible = if kernel == Kernel::Plain { Visible::Band { offset: 0, window: rows } } else { Visible::Causal };

@@ -130,7 +130,8 @@ struct WholeRun {
 
 impl Whole {
     fn split(self, environment: &Environment, sources: Vec<Source>) -> Loaded {
-        let Whole { run: WholeRun { dir, seed, steps, device, share_device, deterministic, trace, log_level }, .. } = self;
+        let Whole { run: WholeRun { dir, seed, steps, device, share_device, deterministic, trace, log_level }, .. } =
+            self;
         let run = RunConfig {
             parallel: self.parallel,
             context: self.context,

@@ -25,7 +25,9 @@ use sha2::{Digest, Sha256};
 
 use crate::units::{Pages, Tokens};
 
-pub use choices::{ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When};
+pub use choices::{
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When,
+};
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, Secret};
 pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_in};

@@ -8,7 +8,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::choices::{ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When};
+use super::choices::{
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When,
+};
 use crate::units::{Pages, Tokens};
 
 /// `[parallel]`: how ranks share the work.

@@ -43,8 +43,9 @@ pub struct Attention {
     pub kernel: Kernel,
 }
 
-/// Most keys × key heads × width of one rectangle: kernels index with 32 bits.
-const ELEMENTS_MAX: i64 = 1 << 30;
+/// Most keys of a rectangle on a GPU: what a kernel takes as workspace grows with them (dk and dv of every query head),
+/// and some index with 32 bits.
+pub const KEYS_MAX: i64 = 32_768;
 
 /// Keys and values at consecutive positions.
 struct KeyBlock<'a> {
@@ -110,7 +111,7 @@ fn queries<'a>(pieces: impl Iterator<Item = &'a Piece>) -> Vec<Queries> {
 impl Attention {
     /// Rectangles of `queries` and `keys` with the keys' own tensors, none too large for a kernel's indices.
     fn tiles(&self, queries: &Range<i64>, keys: &KeyBlock) -> Vec<(Tile, Tensor, Tensor)> {
-        let most = ELEMENTS_MAX / (self.kv_heads * self.head_dim);
+        let most = if self.kernel == Kernel::Cpu { i64::MAX } else { KEYS_MAX };
         let (window, sizes) = match (self.kernel, self.window) {
             (Kernel::Plain, window) => (Some(window.unwrap_or(i64::MAX / 2)), TileSizes::PLAIN),
             (Kernel::Cpu, window) => (window, TileSizes::CPU),
@@ -118,7 +119,7 @@ impl Attention {
         };
         let starts = (keys.at.start..keys.at.end).step_by(usize::try_from(most).unwrap_or(usize::MAX));
         let part = |start: i64| {
-            let at = start..(start + most).min(keys.at.end);
+            let at = start..start.saturating_add(most).min(keys.at.end);
             let local = start - keys.at.start..at.end - keys.at.start;
             let (k, v) = (rows(keys.k_sgd, &local), rows(keys.v_sgd, &local));
             tiles(queries.clone(), at, window, sizes).into_iter().map(move |tile| {
@@ -242,7 +243,10 @@ impl Mixer for Attention {
                 let q_thd = block.ask.swap_remove(0);
                 let dq_thd = Tensor::zeros(q_thd.size(), (acc, q_thd.device()));
                 let lse_th = block.mixed.saved.swap_remove(0);
-                (positions(&block.piece), Gathered { q_thd, out_thd: block.mixed.out, lse_th, dout_thd: block.dout, dq_thd })
+                (
+                    positions(&block.piece),
+                    Gathered { q_thd, out_thd: block.mixed.out, lse_th, dout_thd: block.dout, dq_thd },
+                )
             })
             .collect();
         let tail_of = |run: &Run| (run.start.max(layout.cut()), run.stop.since(run.start.max(layout.cut())).dim());

@@ -57,7 +57,7 @@ pub fn micro_blocks(span: &Span, seat: &Seat, most: Tokens) -> Vec<(Piece, i64)>
 
 /// Rows that the mixer takes at one time on a GPU: its kernels want long stretches, the segments' scratch wants short
 /// ones.
-const MIXED_ROWS: u64 = 32_768;
+pub const MIXED_ROWS: u64 = 32_768;
 
 /// A rank's rows as the mixer takes them, each a stretch of whole micro-blocks.
 #[derive(Debug)]

@@ -374,7 +374,8 @@ impl Compare<'_> {
     /// `parts` are this rank's rows of a tensor beside what is expected there.
     fn rows(&mut self, name: String, parts: &[(Tensor, Tensor)]) {
         let square = |x: &Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[]);
-        let apart = parts.iter().map(|(got, want)| square(&(got.to_device(Device::Cpu).to_kind(Kind::Double) - want))).sum();
+        let apart =
+            parts.iter().map(|(got, want)| square(&(got.to_device(Device::Cpu).to_kind(Kind::Double) - want))).sum();
         let size = parts.iter().map(|(_, want)| square(want)).sum();
         let (apart, size) = (sum_number(&self.world.cp, apart).sqrt(), sum_number(&self.world.cp, size).sqrt());
         self.errors.push((name, if size < 1e-12 { apart } else { apart / size }));

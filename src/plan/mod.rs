@@ -8,7 +8,7 @@ mod sizes;
 use serde::Serialize;
 
 use crate::config::{RunConfig, When};
-use crate::failure::{Classified, Exit};
+use crate::failure::{Classified, Exit, Phase};
 use crate::handoff::Keeping;
 use crate::model::spec::Spec;
 use crate::pages::Residency;
@@ -56,6 +56,8 @@ pub struct Addend {
     pub name: &'static str,
     /// Where it lies.
     pub place: Place,
+    /// The phase that needs it; absent where it stays for the whole run.
+    pub phase: Option<Phase>,
     /// How much.
     pub bytes: Bytes,
     /// How it comes about.
@@ -82,10 +84,28 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Bytes of a rank in one place.
+    /// Bytes of a rank in one place: what stays, and the most that a phase adds.
     #[must_use]
     pub fn sum(&self, place: Place) -> Bytes {
-        self.addends.iter().filter(|addend| addend.place == place).map(|addend| addend.bytes).sum()
+        self.alive(&[place]).iter().map(|addend| addend.bytes).sum()
+    }
+
+    /// What is alive in the given places when most is.
+    fn alive(&self, places: &[Place]) -> Vec<&Addend> {
+        let peak = self.peak_phase(places);
+        let counts =
+            |addend: &&Addend| places.contains(&addend.place) && addend.phase.is_none_or(|phase| Some(phase) == peak);
+        self.addends.iter().filter(counts).collect()
+    }
+
+    /// The phase that needs most in the given places.
+    #[must_use]
+    pub fn peak_phase(&self, places: &[Place]) -> Option<Phase> {
+        let of = |phase: Phase| -> Bytes {
+            let here = |addend: &&Addend| addend.phase == Some(phase) && places.contains(&addend.place);
+            self.addends.iter().filter(here).map(|addend| addend.bytes).sum()
+        };
+        self.addends.iter().filter_map(|addend| addend.phase).max_by_key(|&phase| of(phase))
     }
 
     /// Compares `ranks` ranks' memory in the given places with what there is.
@@ -93,7 +113,7 @@ impl Plan {
     /// # Errors
     /// When it does not fit; names as many of the largest addends as stand in the way, and what brings each down.
     pub fn fits(&self, ranks: u64, what: &'static str, places: &[Place], available: Bytes) -> Result<(), Error> {
-        let mut addends: Vec<&Addend> = self.addends.iter().filter(|addend| places.contains(&addend.place)).collect();
+        let mut addends = self.alive(places);
         addends.sort_by_key(|addend| std::cmp::Reverse(addend.bytes));
         let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(ranks));
         let needed = all(addends.iter().map(|addend| addend.bytes).sum());
@@ -141,9 +161,12 @@ impl Plan {
         }
         lines.push(self.choice(config));
         for (title, place) in [("device", Place::Device), ("host", Place::Host)] {
-            lines.push(format!("{title} memory of a rank: {}", self.sum(place)));
+            let peak = self.peak_phase(&[place]);
+            let at = peak.map(|phase| format!(", most of it during {phase}")).unwrap_or_default();
+            lines.push(format!("{title} memory of a rank: {}{at}", self.sum(place)));
             for addend in self.addends.iter().filter(|addend| addend.place == place) {
-                lines.push(format!("  {:>12}  {:<22} {}", addend.bytes.to_string(), addend.name, addend.reason));
+                let phase = addend.phase.map(|phase| format!("{phase}: ")).unwrap_or_default();
+                lines.push(format!("  {:>12}  {phase}{:<22} {}", addend.bytes.to_string(), addend.name, addend.reason));
             }
         }
         let node = Bytes(self.sum(Place::Host).0.saturating_mul(self.ranks));
@@ -213,7 +236,9 @@ pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room) -> P
         pages: config.prompt_pages(),
         pages_per_rank: config.pages_per_rank(ranks),
         keeping,
-        addends: spec.map(|spec| sizes::Sizes::of(config, ranks, spec, keeping).addends()).unwrap_or_default(),
+        addends: spec
+            .map(|spec| sizes::Sizes::of(config, ranks, spec, keeping, !room.host_only).addends())
+            .unwrap_or_default(),
     };
     let known = room.device.is_some() || room.host.is_some();
     let Some(spec) = spec.filter(|_| known) else { return with(sizes::stated(config, Residency::Host)) };

@@ -1,11 +1,14 @@
 //! The addends of a rank's memory.
 
 use super::{Addend, Place};
-use crate::config::{Dtype, RunConfig, When};
+use crate::config::{DeviceChoice, Dtype, RunConfig, When};
+use crate::failure::Phase;
 use crate::handoff::Keeping;
+use crate::model::attention::KEYS_MAX;
+use crate::model::pass::MIXED_ROWS;
 use crate::model::spec::Spec;
 use crate::pages::Residency;
-use crate::units::Bytes;
+use crate::units::{Bytes, from_dim};
 
 /// Bytes of an element in the model's dtype and in the dtype that sums are kept in.
 fn widths(dtype: Dtype) -> (u64, u64) {
@@ -26,6 +29,8 @@ pub(super) struct Sizes<'a> {
     /// Bytes of an element in the dtype that sums are kept in.
     acc: u64,
     layers: u64,
+    /// Ranks of the world.
+    ranks: u64,
     /// Width of all query heads.
     heads: u64,
     /// Prompt positions on the rank that holds most.
@@ -38,6 +43,8 @@ pub(super) struct Sizes<'a> {
     travels: bool,
     /// Bytes of one position's state in one layer.
     state: u64,
+    /// Whether copies run beside the computation, so that what comes next and what has just left lie on the device too.
+    beside: bool,
 }
 
 /// A product that stays at the largest number instead of wrapping round.
@@ -46,7 +53,12 @@ fn product(factors: &[u64]) -> Bytes {
 }
 
 fn addend(name: &'static str, place: Place, bytes: Bytes, reason: String, knob: &'static str) -> Addend {
-    Addend { name, place, bytes, reason, knob }
+    Addend { name, place, phase: None, bytes, reason, knob }
+}
+
+/// The same, alive on the device in one phase only.
+fn within(phase: Phase, name: &'static str, bytes: Bytes, reason: String, knob: &'static str) -> Addend {
+    Addend { name, place: Place::Device, phase: Some(phase), bytes, reason, knob }
 }
 
 fn place_of(residency: Residency) -> Place {
@@ -57,7 +69,7 @@ fn place_of(residency: Residency) -> Place {
 }
 
 impl<'a> Sizes<'a> {
-    pub(super) fn of(config: &'a RunConfig, ranks: u64, spec: &'a Spec, keeping: Keeping) -> Sizes<'a> {
+    pub(super) fn of(config: &'a RunConfig, ranks: u64, spec: &'a Spec, keeping: Keeping, gpu: bool) -> Sizes<'a> {
         let (model, acc) = widths(config.model.dtype);
         let cp_size = config.cp_size(ranks);
         let tail = config.tail(config.context.prompt_len);
@@ -69,6 +81,7 @@ impl<'a> Sizes<'a> {
             model,
             acc,
             layers: spec.layers as u64,
+            ranks,
             heads: spec.query_heads * spec.head_dim,
             rows,
             answer: config.context.answer_len.0.div_ceil(cp_size),
@@ -76,6 +89,7 @@ impl<'a> Sizes<'a> {
             tail: if tail == config.context.prompt_len { tail.0.div_ceil(cp_size) } else { tail.0.min(rows) },
             travels: tail > config.memory.micro_block,
             state: 2 * spec.kv_heads * spec.head_dim * model,
+            beside: gpu && config.run.device != DeviceChoice::Cpu,
         }
     }
 
@@ -83,7 +97,7 @@ impl<'a> Sizes<'a> {
         if !self.config.memory.prompt_no_grad {
             return [self.model(), self.conventional()].concat();
         }
-        [self.model(), self.scratch(), self.pages(), self.answers(), self.tail()].concat()
+        [self.model(), self.pages(), self.answers(), self.capture(), self.tail()].concat()
     }
 
     /// The conventional schedule: everything of one whole sequence on one rank.
@@ -140,70 +154,105 @@ impl<'a> Sizes<'a> {
         ]
     }
 
-    fn scratch(&self) -> Vec<Addend> {
-        let (spec, memory) = (self.spec, &self.config.memory);
-        let (width, heads) = (spec.width, self.heads);
-        let (micro, head) = (memory.micro_block.0.min(self.rows), memory.head_block.0.min(self.answer.max(1)));
-        vec![
-            addend(
-                "prompt hidden states",
-                Place::Device,
-                product(&[self.rows, width * self.model * 2 + heads * (self.model + self.acc)]),
-                format!("{} positions × (in and out, {width} wide; queries and outputs, {heads} wide)", self.rows),
-                "use more ranks (parallel.cp_size)",
-            ),
-            addend(
-                "segment scratch",
-                Place::Device,
-                product(&[micro, (3 * spec.ffn_width + 4 * width) * (self.model + self.acc)]),
-                format!("{micro} rows × one block's intermediates"),
-                "choose a smaller memory.micro_block",
-            ),
-            addend(
-                "head scratch",
-                Place::Device,
-                product(&[head, spec.vocabulary, 4 * self.acc]),
-                format!("{head} rows × vocabulary {}", spec.vocabulary),
-                "choose a smaller memory.head_block",
-            ),
-        ]
+    /// What page state takes wherever it waits, and what phases that read it hold of it on the device.
+    fn pages(&self) -> Vec<Addend> {
+        let host = self.keeping.pages == Residency::Host;
+        let mut sum = vec![addend(
+            "pages",
+            place_of(self.keeping.pages),
+            product(&[self.rows, self.state, self.layers]),
+            format!("{} positions × {} B × {} layers", self.rows, self.state, self.layers),
+            "use more ranks (parallel.cp_size), or a shorter context.prompt_len",
+        )];
+        if host {
+            let layers = if self.config.memory.layer_wise_transfer { 1 + u64::from(self.beside) } else { self.layers };
+            for phase in [Phase::Replay, Phase::Sweep] {
+                sum.push(within(
+                    phase,
+                    "staged pages",
+                    product(&[self.rows, self.state, layers]),
+                    format!("{} positions × {} B × {layers} layers at a time", self.rows, self.state),
+                    "use more ranks (parallel.cp_size)",
+                ));
+            }
+        }
+        sum
     }
 
-    fn pages(&self) -> Vec<Addend> {
-        let memory = &self.config.memory;
-        let staged = if memory.layer_wise_transfer { 1 } else { self.layers };
-        let mut sum = vec![
-            addend(
-                "pages",
-                place_of(self.keeping.pages),
-                product(&[self.rows, self.state, self.layers]),
-                format!("{} positions × {} B × {} layers", self.rows, self.state, self.layers),
-                "use more ranks (parallel.cp_size), or a shorter context.prompt_len",
+    /// Foreign page runs while they pass by; a rank that has a prompt for itself sees none.
+    fn foreign(&self, phase: Phase, sums: u64) -> Vec<Addend> {
+        if self.config.cp_size(self.ranks) == 1 {
+            return Vec::new();
+        }
+        vec![within(
+            phase,
+            "foreign page runs",
+            product(&[self.rows, self.state + sums]),
+            format!("two runs of half a rank's {} positions × {} B", self.rows, self.state + sums),
+            "use more ranks (parallel.cp_size)",
+        )]
+    }
+
+    /// What a phase computes in besides its rows: a kernel's workspace, or one micro-block's intermediates of the larger
+    /// segment, with its graph where there is one. The two are never alive at one time, and with the second `spared`
+    /// bytes of each row are not alive either.
+    fn scratch(&self, phase: Phase, rows: u64, graph: bool, spared: u64) -> Addend {
+        let (spec, acc) = (self.spec, self.acc);
+        let micro = self.config.memory.micro_block.0.min(rows);
+        let wide = if graph { 7 * spec.ffn_width + 8 * spec.width } else { 3 * spec.ffn_width + 4 * spec.width };
+        let segment = product(&[micro, wide, self.model]).0.saturating_sub(product(&[rows, spared]).0);
+        let (queries, keys) = (rows.min(MIXED_ROWS), rows.min(from_dim(KEYS_MAX)));
+        let kernel = match (self.beside, graph) {
+            (false, _) => 0,
+            (true, false) => product(&[queries, self.heads, self.model]).0,
+            (true, true) => {
+                product(&[queries, self.heads, self.model + acc]).0 + product(&[keys, self.heads, 2 * acc]).0
+            }
+        };
+        if kernel > segment {
+            let reason = format!("attention of {queries} queries over {keys} keys");
+            return within(phase, "kernel workspace", Bytes(kernel), reason, "nothing: it is bounded");
+        }
+        let reason = format!("{micro} rows × one block's intermediates, less what is not alive beside them");
+        within(phase, "segment scratch", Bytes(segment), reason, "choose a smaller memory.micro_block")
+    }
+
+    fn capture(&self) -> Vec<Addend> {
+        let (width, heads, model) = (self.spec.width, self.heads, self.model);
+        let lse = self.spec.query_heads * self.acc;
+        // Slabs of this layer and, while they leave, those of the layer before; attention outputs likewise.
+        let slabs = self.state * (1 + u64::from(self.beside && self.keeping.pages == Residency::Host));
+        let row = width * model + heads * (model + self.acc) + lse + slabs;
+        let mut sum = vec![within(
+            Phase::Capture,
+            "prompt rows",
+            product(&[self.rows, row]),
+            format!(
+                "{} positions × (hidden state {width} wide; queries and merged outputs {heads} wide; page state)",
+                self.rows
             ),
-            addend(
-                "foreign page runs",
-                Place::Device,
-                product(&[self.rows, self.state]),
-                format!("two runs of half a rank's {} positions × {} B", self.rows, self.state),
-                "use more ranks (parallel.cp_size)",
-            ),
-        ];
-        if self.keeping.pages == Residency::Host {
-            sum.push(addend(
-                "staged pages",
-                Place::Device,
-                product(&[self.rows, self.state, staged]),
-                format!("{} positions × {} B × {staged} layers at a time", self.rows, self.state),
-                "set memory.layer_wise_transfer = true",
+            "use more ranks (parallel.cp_size)",
+        )];
+        if self.beside && self.travels && self.keeping.attention && self.keeping.tail == Residency::Host {
+            sum.push(within(
+                Phase::Capture,
+                "attention outputs that leave",
+                product(&[self.tail, heads * model + lse]),
+                format!("{} positions × (output, {heads} wide; log-sum-exp)", self.tail),
+                "set memory.keep_attention = false",
             ));
         }
+        sum.extend(self.foreign(Phase::Capture, 0));
+        let spared = (heads * self.acc).saturating_sub(width * model);
+        sum.push(self.scratch(Phase::Capture, self.rows, false, spared));
         sum
     }
 
     fn answers(&self) -> Vec<Addend> {
         let (width, layers, model) = (self.spec.width, self.layers, self.model);
         let (group, answer, all) = (self.config.grpo.group_size, self.answer, self.config.context.answer_len.0);
-        vec![
+        let head = self.config.memory.head_block.0.min(answer.max(1));
+        let mut sum = vec![
             addend(
                 "answers' hidden states",
                 Place::Host,
@@ -211,14 +260,37 @@ impl<'a> Sizes<'a> {
                 format!("{group} answers × {answer} rows × {width} × {layers} layers × {model} B"),
                 "choose a smaller grpo.group_size, or a shorter context.answer_len",
             ),
-            addend(
+            within(
+                Phase::Replay,
                 "gathered answer rows",
-                Place::Device,
                 product(&[all, self.heads, 4 * model + 4 * self.acc]),
                 format!("{all} rows of one answer × eight {} wide", self.heads),
                 "choose a shorter context.answer_len",
             ),
-        ]
+            within(
+                Phase::Replay,
+                "head scratch",
+                product(&[head, self.spec.vocabulary, 4 * self.acc]),
+                format!("{head} rows × vocabulary {}", self.spec.vocabulary),
+                "choose a smaller memory.head_block",
+            ),
+        ];
+        sum.push(self.scratch(Phase::Replay, answer.max(1), true, 0));
+        if self.travels {
+            sum.push(self.state_gradient(Phase::Replay));
+        }
+        sum
+    }
+
+    /// dk and dv of the tail's state on this rank, in one layer.
+    fn state_gradient(&self, phase: Phase) -> Addend {
+        within(
+            phase,
+            "gradient of page state",
+            product(&[self.tail, self.state / self.model, self.acc]),
+            format!("{} positions × dk and dv", self.tail),
+            "set grpo.gradient = \"response\"",
+        )
     }
 
     fn tail(&self) -> Vec<Addend> {
@@ -228,6 +300,7 @@ impl<'a> Sizes<'a> {
         }
         let every = if self.travels { self.keeping.every as u64 } else { 1 };
         let kept = self.layers.div_ceil(every) + (every - 1);
+        let lse = self.spec.query_heads * acc;
         let mut sum = vec![addend(
             "tail's block inputs",
             place_of(self.keeping.tail),
@@ -235,20 +308,27 @@ impl<'a> Sizes<'a> {
             format!("{tail} positions that carry gradient × {width} × {kept} of {} layers × {model} B", self.layers),
             "set memory.inputs_every higher, or grpo.gradient = \"response\"",
         )];
-        if self.travels {
-            sum.push(addend(
-                "tail on its way back",
-                Place::Device,
-                product(&[tail, 3 * width * model + heads * (3 * model + 2 * acc) + 2 * (self.state / model) * acc]),
-                format!("{tail} positions × (three rows {width} wide, five {heads} wide, dk and dv twice)"),
-                "set grpo.gradient = \"response\"",
-            ));
+        if !self.travels {
+            return sum;
         }
-        if self.travels && self.keeping.attention {
+        let coming = self.beside && self.keeping.tail == Residency::Host;
+        let next = if coming { width * model } else { 0 };
+        let next_outputs = if coming && self.keeping.attention { heads * model + lse } else { 0 };
+        sum.push(within(
+            Phase::Sweep,
+            "tail on its way back",
+            product(&[tail, 3 * width * model + heads * (3 * model + acc) + lse + next + next_outputs]),
+            format!("{tail} positions × (rows in, dy, dx; queries, outputs, dout, dq; what comes for the next layer)"),
+            "set grpo.gradient = \"response\"",
+        ));
+        sum.push(self.state_gradient(Phase::Sweep));
+        sum.extend(self.foreign(Phase::Sweep, self.state / model * acc));
+        sum.push(self.scratch(Phase::Sweep, tail, true, heads * acc));
+        if self.keeping.attention {
             sum.push(addend(
                 "tail's attention outputs",
                 place_of(self.keeping.tail),
-                product(&[tail, heads * model + self.spec.query_heads * acc, self.layers]),
+                product(&[tail, heads * model + lse, self.layers]),
                 format!("{tail} positions × (output, {heads} wide; log-sum-exp) × {} layers", self.layers),
                 "set memory.keep_attention = false",
             ));

@@ -123,7 +123,16 @@ impl Kernel {
             let causal = c_int::from(causal);
             let number = self.number();
             longstraw_attention_forward(
-                number, raw(q), raw(k), raw(v), causal, scale, &raw mut out, &raw mut lse, to, room,
+                number,
+                raw(q),
+                raw(k),
+                raw(v),
+                causal,
+                scale,
+                &raw mut out,
+                &raw mut lse,
+                to,
+                room,
             )
         })?;
         // SAFETY: the callee has made two tensors and hands them over.

@@ -145,8 +145,7 @@ impl Case {
 /// Relative L2 distance of all tensors together, and the largest of one tensor.
 fn apart(one: &[Tensor], two: &[Tensor]) -> (f64, f64) {
     let square = |x: &Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[]);
-    let pairs: Vec<(f64, f64)> =
-        one.iter().zip(two).map(|(one, two)| (square(&(one - two)), square(two))).collect();
+    let pairs: Vec<(f64, f64)> = one.iter().zip(two).map(|(one, two)| (square(&(one - two)), square(two))).collect();
     let (apart, size) = pairs.iter().fold((0.0, 0.0), |sum, pair| (sum.0 + pair.0, sum.1 + pair.1));
     let worst = pairs.iter().map(|(apart, size)| (apart / size).sqrt()).fold(0.0, f64::max);
     ((apart / size).sqrt(), worst)

@@ -33,7 +33,8 @@ pub(crate) fn merge(_world: &World, device: Device) -> Vec<Value> {
         merge_into(&mut out, &mut lse, &new_out, &new_lse);
     }
     let weights = Tensor::stack(&last_lse, 0).to_kind(Kind::Double).softmax(0, Kind::Double).unsqueeze(-1);
-    let expected = (Tensor::stack(&last_out, 0).to_kind(Kind::Double) * weights).sum_dim_intlist(0i64, false, Kind::Double);
+    let expected =
+        (Tensor::stack(&last_out, 0).to_kind(Kind::Double) * weights).sum_dim_intlist(0i64, false, Kind::Double);
     let apart = relative(&out.narrow(0, rows - 8, 8), &expected);
     assert!(apart < 1e-6, "{apart:.1e}");
     vec![json!({"elements": out.numel(), "apart": apart})]
@@ -59,7 +60,8 @@ pub(crate) fn attention(world: &World, device: Device) -> Vec<Value> {
     // The definition, head group by head group, in float32.
     let mut apart: f64 = 0.0;
     for group in 0..kv {
-        let of = |x: &Tensor, own: &Tensor| Tensor::cat(&[x.select(1, group), own.select(1, group)], 0).to_kind(Kind::Float);
+        let of =
+            |x: &Tensor, own: &Tensor| Tensor::cat(&[x.select(1, group), own.select(1, group)], 0).to_kind(Kind::Float);
         let (k, v) = (of(&k, &mix[1]), of(&v, &mix[2]));
         let q = mix[0].narrow(1, group * 4, 4).to_kind(Kind::Float).transpose(0, 1);
         let at = Tensor::arange(positions + rows, (Kind::Int64, device)) - positions;

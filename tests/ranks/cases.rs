@@ -18,7 +18,9 @@ fn report(world: &World, family: &str, options: &Options) -> Report {
 }
 
 fn options(gradient: Gradient, kind: Kind, page_size: u64) -> Options {
-    Options { gradient, kind, page_size: Tokens(page_size), micro_block: Tokens(5), device: device() }
+    // Many small blocks on a processor; on a GPU each costs more launches than work.
+    let micro_block = Tokens(if device() == tch::Device::Cpu { 5 } else { 64 });
+    Options { gradient, kind, page_size: Tokens(page_size), micro_block, device: device() }
 }
 
 /// Both losses, logits, log-probabilities and every adapter gradient, in float64 and float32, at pages of 64 and 3.

@@ -68,7 +68,9 @@ impl Model {
         let weights = Weights::random(&spec, 7, kind, device()).unwrap_or_else(|error| panic!("{error}"));
         tch::manual_seed(11);
         let acc = accumulation(kind);
-        let drawn = |rows, columns| Tensor::randn([rows, columns], (Kind::Double, Device::Cpu)).to_kind(acc).to_device(device()) * 0.2;
+        let drawn = |rows, columns| {
+            Tensor::randn([rows, columns], (Kind::Double, Device::Cpu)).to_kind(acc).to_device(device()) * 0.2
+        };
         let pairs = spec.linear_layers().into_iter().map(|linear| Adapter {
             module: linear.module,
             a_ri: drawn(3, longstraw::units::as_dim(linear.inputs)),
