@@ -6,6 +6,7 @@ use crate::handoff::Keeping;
 use crate::model::spec::Spec;
 use crate::pages::Residency;
 use crate::units::Bytes;
+use crate::watch::Purpose;
 
 /// Bytes of an element in the model's dtype and in the dtype that sums are kept in.
 fn widths(dtype: Dtype) -> (u64, u64) {
@@ -45,8 +46,18 @@ fn product(factors: &[u64]) -> Bytes {
     Bytes(factors.iter().fold(1u64, |all, &factor| all.saturating_mul(factor)))
 }
 
-fn addend(name: &'static str, place: Place, bytes: Bytes, reason: String, knob: &'static str) -> Addend {
-    Addend { name, place, bytes, reason, knob }
+/// Measured as scratch: the ledger has no entry for it.
+const SCRATCH: &[Purpose] = &[];
+
+fn addend(
+    name: &'static str,
+    counted: &'static [Purpose],
+    place: Place,
+    bytes: Bytes,
+    reason: String,
+    knob: &'static str,
+) -> Addend {
+    Addend { name, counted, place, bytes, reason, knob }
 }
 
 fn place_of(residency: Residency) -> Place {
@@ -93,6 +104,7 @@ impl<'a> Sizes<'a> {
         vec![
             addend(
                 "layer inputs of a sequence",
+                SCRATCH,
                 Place::Device,
                 product(&[positions, spec.width, self.layers + 1, model]),
                 format!("{positions} positions × {} × {} layers and the last output", spec.width, self.layers),
@@ -100,6 +112,7 @@ impl<'a> Sizes<'a> {
             ),
             addend(
                 "one layer's graph",
+                SCRATCH,
                 Place::Device,
                 product(&[
                     positions,
@@ -110,6 +123,7 @@ impl<'a> Sizes<'a> {
             ),
             addend(
                 "head scratch",
+                SCRATCH,
                 Place::Device,
                 product(&[self.config.context.answer_len.0, spec.vocabulary, 4 * acc]),
                 format!("{} rows × vocabulary {}", self.config.context.answer_len, spec.vocabulary),
@@ -125,6 +139,7 @@ impl<'a> Sizes<'a> {
         vec![
             addend(
                 "weights",
+                &[Purpose::Weights],
                 Place::Device,
                 product(&[spec.parameter_count(), self.model]),
                 format!("{} parameters × {} B", spec.parameter_count(), self.model),
@@ -132,6 +147,7 @@ impl<'a> Sizes<'a> {
             ),
             addend(
                 "adapters",
+                &[Purpose::Adapters, Purpose::Optimizer],
                 Place::Device,
                 product(&[pairs, self.acc, 4]),
                 format!("{pairs} values × {} B × (master, gradient, two moments)", self.acc),
@@ -147,6 +163,7 @@ impl<'a> Sizes<'a> {
         vec![
             addend(
                 "prompt hidden states",
+                &[Purpose::Hidden],
                 Place::Device,
                 product(&[self.rows, width * self.model * 2 + heads * (self.model + self.acc)]),
                 format!("{} positions × (in and out, {width} wide; queries and outputs, {heads} wide)", self.rows),
@@ -154,6 +171,7 @@ impl<'a> Sizes<'a> {
             ),
             addend(
                 "segment scratch",
+                SCRATCH,
                 Place::Device,
                 product(&[micro, (3 * spec.ffn_width + 4 * width) * (self.model + self.acc)]),
                 format!("{micro} rows × one block's intermediates"),
@@ -161,6 +179,7 @@ impl<'a> Sizes<'a> {
             ),
             addend(
                 "head scratch",
+                SCRATCH,
                 Place::Device,
                 product(&[head, spec.vocabulary, 4 * self.acc]),
                 format!("{head} rows × vocabulary {}", spec.vocabulary),
@@ -175,6 +194,7 @@ impl<'a> Sizes<'a> {
         let mut sum = vec![
             addend(
                 "pages",
+                &[Purpose::Pages],
                 place_of(self.keeping.pages),
                 product(&[self.rows, self.state, self.layers]),
                 format!("{} positions × {} B × {} layers", self.rows, self.state, self.layers),
@@ -182,6 +202,7 @@ impl<'a> Sizes<'a> {
             ),
             addend(
                 "foreign page runs",
+                &[Purpose::Foreign],
                 Place::Device,
                 product(&[self.rows, self.state]),
                 format!("two runs of half a rank's {} positions × {} B", self.rows, self.state),
@@ -191,6 +212,7 @@ impl<'a> Sizes<'a> {
         if self.keeping.pages == Residency::Host {
             sum.push(addend(
                 "staged pages",
+                &[Purpose::Stage],
                 Place::Device,
                 product(&[self.rows, self.state, staged]),
                 format!("{} positions × {} B × {staged} layers at a time", self.rows, self.state),
@@ -206,6 +228,7 @@ impl<'a> Sizes<'a> {
         vec![
             addend(
                 "answers' hidden states",
+                &[Purpose::Hidden],
                 Place::Host,
                 product(&[group, answer, width, layers, model]),
                 format!("{group} answers × {answer} rows × {width} × {layers} layers × {model} B"),
@@ -213,6 +236,7 @@ impl<'a> Sizes<'a> {
             ),
             addend(
                 "gathered answer rows",
+                SCRATCH,
                 Place::Device,
                 product(&[all, self.heads, 4 * model + 4 * self.acc]),
                 format!("{all} rows of one answer × eight {} wide", self.heads),
@@ -230,6 +254,7 @@ impl<'a> Sizes<'a> {
         let kept = self.layers.div_ceil(every) + (every - 1);
         let mut sum = vec![addend(
             "tail's block inputs",
+            &[Purpose::Checkpoints],
             place_of(self.keeping.tail),
             product(&[tail, width, kept, model]),
             format!("{tail} positions that carry gradient × {width} × {kept} of {} layers × {model} B", self.layers),
@@ -238,6 +263,7 @@ impl<'a> Sizes<'a> {
         if self.travels {
             sum.push(addend(
                 "tail on its way back",
+                SCRATCH,
                 Place::Device,
                 product(&[tail, 3 * width * model + heads * (3 * model + 2 * acc) + 2 * (self.state / model) * acc]),
                 format!("{tail} positions × (three rows {width} wide, five {heads} wide, dk and dv twice)"),
@@ -247,6 +273,7 @@ impl<'a> Sizes<'a> {
         if self.travels && self.keeping.attention {
             sum.push(addend(
                 "tail's attention outputs",
+                &[Purpose::Checkpoints],
                 place_of(self.keeping.tail),
                 product(&[tail, heads * model + self.spec.query_heads * acc, self.layers]),
                 format!("{tail} positions × (output, {heads} wide; log-sum-exp) × {} layers", self.layers),
