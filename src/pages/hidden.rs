@@ -163,7 +163,6 @@ impl StagedHidden {
     }
 
     /// The tensor itself, for as long as it is needed.
-    #[must_use]
     pub fn keep(mut self) -> Tensor {
         self.poison = false;
         self.x.shallow_clone()

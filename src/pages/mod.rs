@@ -25,7 +25,6 @@ pub use hidden::{HiddenPool, Slot, StagedHidden};
 
 use transit::{Arrival, Outbox};
 
-
 use crate::failure::{Classified, Exit};
 use crate::layout::{PromptLayout, Run};
 use crate::tensor::boundary::storage_bytes;
@@ -237,10 +236,8 @@ impl PagePool {
             return Err(Error::Stale { held: self.stamp.clone(), wanted: wanted.clone() });
         }
         if self.residency == Residency::Device {
-            let share = |slab: &Slab| Slab {
-                run: slab.run,
-                planes: slab.planes.iter().map(Tensor::shallow_clone).collect(),
-            };
+            let share =
+                |slab: &Slab| Slab { run: slab.run, planes: slab.planes.iter().map(Tensor::shallow_clone).collect() };
             let slabs = self.layers[layer.0].iter().map(share).collect();
             return Ok(Staged { slabs, poison: false, _held: None });
         }

@@ -8,8 +8,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint;
 use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule};
-use crate::devices;
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
+use crate::devices;
 use crate::failure::Failure;
 use crate::handoff::{Keeping, Work};
 use crate::layout::PromptLayout;

@@ -313,11 +313,7 @@ mod tests {
         let now = ledger.holdings();
         assert_eq!(
             now.parts,
-            [
-                of(Part::Scratch, Purse::Device, 70),
-                of(weights, Purse::Device, 30),
-                of(pages, Purse::Host, 20)
-            ]
+            [of(Part::Scratch, Purse::Device, 70), of(weights, Purse::Device, 30), of(pages, Purse::Host, 20)]
         );
         assert_eq!((now.live, now.reserved), (Bytes(100), Some(Bytes(400))));
         assert_eq!(ledger.holdings_at_most().parts[0], of(Part::Scratch, Purse::Device, 270));

@@ -55,7 +55,8 @@ fn amount(text: &str) -> Option<Bytes> {
     let (whole, part) = number.split_once('.').unwrap_or((number, "0"));
     let hundredths: u64 = format!("{part:0<2}").get(..2)?.parse().ok()?;
     let all = u128::from(whole.parse::<u64>().ok()?) * 100 + u128::from(hundredths);
-    u64::try_from((all << shift) / 100).ok().map(Bytes)
+    // Rounded up, so that it is written again as it was read.
+    u64::try_from((all << shift).div_ceil(100)).ok().map(Bytes)
 }
 
 /// One rank that got no memory.
@@ -159,7 +160,12 @@ impl Shortage {
             let _ = write!(text, "\n  {:>12}  {:<11}  {}", bytes.to_string(), part.name(), purse.name());
         }
         if let Some(reserved) = self.held.reserved {
-            let _ = write!(text, "\n  {:>12}  reserved on the device, {} of it alive", reserved.to_string(), self.held.live);
+            let _ = write!(
+                text,
+                "\n  {:>12}  reserved on the device, {} of it alive",
+                reserved.to_string(),
+                self.held.live
+            );
         }
         text
     }
@@ -205,7 +211,7 @@ mod tests {
         let asked = Asked::of(CUDA);
         assert_eq!(asked.bytes, Some(Bytes(2 * GIB)));
         assert_eq!(asked.free, Some(Bytes(GIB + GIB / 4)));
-        assert_eq!(asked.capacity, Some(Bytes(13980 * GIB / 100)));
+        assert_eq!(asked.capacity, Some(Bytes((13980 * GIB).div_ceil(100))));
         assert_eq!(Asked::of(CPU), Asked { bytes: Some(Bytes(GIB / 2)), ..Asked::default() });
         assert_eq!(Asked::of("the machine gives no 4096 bytes of host memory").bytes, Some(Bytes(4096)));
         assert_eq!(Asked::of("CUDA out of memory."), Asked::default());
@@ -254,11 +260,7 @@ mod tests {
     #[test]
     fn the_report_names_rank_phase_layer_the_bytes_and_who_holds_the_rest() {
         let (weights, pages) = (Part::Kind(Purpose::Weights), Part::Kind(Purpose::Pages));
-        let parts = [
-            (pages, Purse::Host, 300),
-            (Part::Scratch, Purse::Device, 100),
-            (weights, Purse::Device, 15),
-        ];
+        let parts = [(pages, Purse::Host, 300), (Part::Scratch, Purse::Device, 100), (weights, Purse::Device, 15)];
         let report = Shortage::of(CUDA, at(Phase::Sweep, 4).place(), held(&parts, Some(138))).report();
         assert_eq!(
             report,
@@ -276,7 +278,10 @@ mod tests {
     fn without_a_gpu_all_that_is_held_is_the_machines_and_what_was_asked_counts_as_scratch() {
         let pages = (Part::Kind(Purpose::Pages), Purse::Host, 2);
         let report = Shortage::of(CPU, at(Phase::Capture, 0).place(), held(&[pages], None)).report();
-        assert!(report.starts_with("rank 3, capture, layer 0: out of host memory: 512.00 MiB were asked for"), "{report}");
+        assert!(
+            report.starts_with("rank 3, capture, layer 0: out of host memory: 512.00 MiB were asked for"),
+            "{report}"
+        );
         assert!(report.contains("largest is pages: set more ranks to a prompt"), "{report}");
         let report = Shortage::of(CPU, at(Phase::Capture, 0).place(), Holdings::default()).report();
         assert!(report.contains("largest is scratch: set memory.micro_block smaller"), "{report}");

@@ -127,6 +127,9 @@ fn a_rank_without_memory_names_phase_layer_what_it_asked_for_and_a_setting() {
     let script = room.script("start", &format!("ulimit -v 1200000 && exec {LONGSTRAW} \"$@\""));
     let said = room.run(&Call { ranks: 1, program: &script, arguments: &["train"], variables: &[] });
     said.refused(5, &["rank 0, capture, layer 0: out of host memory: 256.00 MiB were asked for"]);
-    said.ended(5, &["largest is scratch: set memory.micro_block smaller", "weights      device", "scratch      device"]);
+    said.ended(
+        5,
+        &["largest is scratch: set memory.micro_block smaller", "weights      device", "scratch      device"],
+    );
     assert!(room.read("run/logs/rank_0.log").contains("can't allocate memory"), "{said}");
 }
