@@ -75,7 +75,8 @@ impl Shortage {
     #[must_use]
     pub fn of(words: &str, place: &Place, held: Holdings) -> Shortage {
         let mut asked = Asked::of(words);
-        let purse = if words.contains("CUDA out of memory") { Purse::Device } else { Purse::Host };
+        let of_host = ["can't allocate memory", "host memory"].iter().any(|told| words.contains(told));
+        let purse = if of_host || held.reserved.is_none() { Purse::Host } else { Purse::Device };
         if purse == Purse::Host {
             asked.free = asked.free.or_else(available_memory);
         }
@@ -272,6 +273,16 @@ mod tests {
              \x20    15.00 GiB  weights      device\n\
              \x20   138.00 GiB  reserved on the device, 115.00 GiB of it alive"
         );
+    }
+
+    #[test]
+    fn the_memory_that_has_run_out_is_the_gpus_unless_the_words_name_the_hosts() {
+        let pages = (Part::Kind(Purpose::Pages), Purse::Host, 90);
+        let said = |words| Shortage::of(words, at(Phase::Replay, 0).place(), held(&[pages], Some(8))).report();
+        assert!(said("CUDA error: out of memory").contains("out of device memory"));
+        assert!(said(CUDA).contains("out of device memory"));
+        assert!(said(CPU).contains("out of host memory") && said(CPU).contains("largest is pages"));
+        assert!(said("out of memory: the machine gives no 4096 bytes of host memory").contains("out of host memory"));
     }
 
     #[test]
