@@ -9,9 +9,10 @@ use crate::layout::{Piece, Run, Span};
 use crate::model::mixer::Mixed;
 use crate::model::pass::{Pass, Stretch};
 use crate::pages::{HiddenPool, PagePool, Residency, Slab, Slot};
+use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, element_bytes, gpu};
 use crate::units::{Bytes, LayerIndex, Tokens, from_dim, from_index};
-use crate::watch::{Board, Purpose};
+use crate::watch::{Board, Held, Purpose, Purse};
 
 /// Runs the prompt of `work` under the pass's adapters.
 ///
@@ -79,6 +80,7 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
     let mut mixed = MixedPool::new(keeping.tail, ledger.clone());
     let tail_rows: Tokens = layout.tail().of(rank).map(Piece::rows).sum();
     let mut x_pw = pass.decoder.embed(&ids);
+    let mut held = prompt_rows(pass, &x_pw);
     let rows = x_pw.size()[0];
     for layer in (0..pass.decoder.layers()).map(LayerIndex) {
         board.layer(layer);
@@ -87,11 +89,17 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
         }
         let (next, slabs) = one_layer(pass, work, layer, &stretches, &x_pw, keeping.attention.then_some(&mut mixed))?;
         pages.push(slabs)?;
-        x_pw = next;
+        (x_pw, held) = next;
     }
     pages.audit(&pass.decoder.mixer(LayerIndex(0)).planes())?;
     let last_row = (layout.last_row_owner() == rank).then(|| x_pw.narrow(0, rows - 1, 1).copy());
+    drop(held);
     Ok(Captured { pages, keeping, tail, mixed, last_row })
+}
+
+/// Counts hidden states of prompt rows on the device.
+fn prompt_rows(pass: &Pass, x_pw: &Tensor) -> Held {
+    pass.seat.ledger.hold(Purpose::Hidden, Purse::Device, storage_bytes(x_pw))
 }
 
 /// One block over this rank's prompt rows: the next hidden states, and the layer's slabs.
@@ -102,11 +110,13 @@ fn one_layer(
     stretches: &[Stretch],
     x_pw: &Tensor,
     keep_mixed: Option<&mut MixedPool>,
-) -> Result<(Tensor, Vec<Slab>), Failure> {
+) -> Result<((Tensor, Held), Vec<Slab>), Failure> {
     let (layout, rank) = (&work.layout, pass.seat.axis.rank());
     let mixer = pass.decoder.mixer(layer);
     let planes = mixer.planes();
     let slabs = layout.chunks_of(rank).map(|run| Slab::zeros(run, layout.page_size(), &planes, pass.decoder.device()));
+    let slab_bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+    let _slabs_held = pass.seat.ledger.hold(Purpose::Stage, Purse::Device, slab_bytes);
     let rows = |x: &Tensor, block: &Piece, first: i64| x.narrow(0, first, block.rows().dim());
     let (mut asks, mut keeps) = (Vec::new(), Vec::new());
     for stretch in stretches {
@@ -137,6 +147,7 @@ fn one_layer(
         }
     }
     let y_pw = x_pw.empty_like();
+    let y_held = prompt_rows(pass, &y_pw);
     let mut keeps = keeps.iter();
     for (stretch, mixed) in stretches.iter().zip(&mixed) {
         for ((block, first), keep) in stretch.blocks.iter().zip(keeps.by_ref()) {
@@ -144,7 +155,7 @@ fn one_layer(
             rows(&y_pw, block, *first).copy_(&pass.decoder.finish(layer, &x, &out, keep, pass.adapters));
         }
     }
-    Ok((y_pw, slabs.into()))
+    Ok(((y_pw, y_held), slabs.into()))
 }
 
 fn holds(run: &Run, block: &Piece) -> bool {

@@ -114,6 +114,12 @@ impl Phase {
         Phase::Evaluate,
     ];
 
+    /// Its index in [`Phase::ALL`].
+    #[must_use]
+    pub fn index(self) -> usize {
+        self as usize
+    }
+
     /// The name in sites, receipts and logs.
     #[must_use]
     pub fn name(self) -> &'static str {

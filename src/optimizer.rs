@@ -4,6 +4,8 @@ use tch::Tensor;
 
 use crate::handoff::ReducedGrads;
 use crate::model::lora::Adapters;
+use crate::tensor::boundary::storage_bytes;
+use crate::units::Bytes;
 
 /// Settings that do not change during a run.
 #[derive(Clone, Copy, Debug)]
@@ -53,6 +55,12 @@ impl AdamW {
                 .collect()
         });
         adapters.update(&values);
+    }
+
+    /// Bytes of both moments.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        self.mean.iter().chain(&self.square).map(storage_bytes).sum()
     }
 
     /// Steps made.

@@ -49,5 +49,4 @@ pub const SUPPORTED: &[Supported] = &[
         what: "write checkpoints between the start and the end",
         lacks: |run| run.checkpoint.every > 0,
     },
-    Supported { key: "run.trace", be: "false", what: "write traces", lacks: |run| run.run.trace },
 ];

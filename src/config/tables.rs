@@ -182,7 +182,7 @@ pub struct RunTable {
     pub device: DeviceChoice,
     /// Kernels that repeat bit for bit on a GPU.
     pub deterministic: bool,
-    /// A trace of phases and transfers is written.
+    /// A trace of phases and layers is written.
     pub trace: bool,
 }
 

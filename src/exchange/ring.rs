@@ -13,14 +13,14 @@ use crate::layout::Run;
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::views;
 use crate::units::{Rank, as_dim};
-use crate::watch::{Held, Ledger, Purpose};
+use crate::watch::{Held, Ledger, Purpose, Purse};
 use crate::world::Axis;
 
 /// A run on its way, with its bytes counted while this rank holds it.
 struct Travelling {
     /// As messages take it, in host memory.
     wire: Vec<Tensor>,
-    held: Option<Held>,
+    held: Vec<Held>,
 }
 
 impl Travelling {
@@ -28,12 +28,16 @@ impl Travelling {
     fn own(planes: &[Tensor], alone: bool) -> Travelling {
         // A rank that is alone sends nothing: nothing needs to lie in host memory.
         let wire = |plane: &Tensor| if alone { plane.shallow_clone() } else { outgoing(plane) };
-        Travelling { wire: planes.iter().map(wire).collect(), held: None }
+        Travelling { wire: planes.iter().map(wire).collect(), held: Vec::new() }
     }
 
-    /// The run where it is computed with.
-    fn here(&self, device: Device) -> Vec<Tensor> {
-        self.wire.iter().map(|plane| plane.to_device(device)).collect()
+    /// The run where it is computed with. On a CPU that is where it arrived.
+    fn here(&mut self, device: Device, ledger: &Ledger) -> Vec<Tensor> {
+        let here: Vec<Tensor> = self.wire.iter().map(|plane| plane.to_device(device)).collect();
+        if device != Device::Cpu {
+            self.held.push(foreign(ledger, Purse::Device, &here));
+        }
+        here
     }
 }
 
@@ -67,10 +71,10 @@ pub fn ring<E>(
             break;
         }
         let next_rows = as_dim(run_of(Rank((me + 2 * size - step - 1) % size)).rows().0);
-        let mut next = arriving(&holding.wire, next_rows, ledger);
+        let mut next = arriving(&holding.wire, next_rows, device, ledger);
         let leaving: Vec<&[u8]> = holding.wire.iter().map(views::view).collect();
         axis.ring_step(&leaving, next.wire.iter_mut().map(views::view_mut).collect(), || compute(&here));
-        here = next.here(device);
+        here = next.here(device, ledger);
         holding = next;
     }
     outcome
@@ -93,7 +97,7 @@ pub fn ring_home(
     let mut holding = Travelling::own(&own, size == 1);
     let (mut here, mut sums) = (own, home);
     // Bytes of foreign sums, counted while this rank holds them.
-    let mut held = None;
+    let mut held = Vec::new();
     for step in 0..size {
         let run = (shape.run_of)(Rank((me + size - step) % size));
         let next = Rank((me + 2 * size - step - 1) % size);
@@ -105,11 +109,12 @@ pub fn ring_home(
         if step + 1 == size {
             compute(&here);
         } else {
-            let mut arriving_next = arriving(&holding.wire, as_dim((shape.run_of)(next).rows().0), ledger);
+            let rows = as_dim((shape.run_of)(next).rows().0);
+            let mut arriving_next = arriving(&holding.wire, rows, device, ledger);
             let leaving: Vec<&[u8]> = holding.wire.iter().map(views::view).collect();
             let into = arriving_next.wire.iter_mut().map(views::view_mut).collect();
             axis.ring_step(&leaving, into, || compute(&here));
-            here = arriving_next.here(device);
+            here = arriving_next.here(device, ledger);
             holding = arriving_next;
         }
         if size == 1 {
@@ -117,11 +122,11 @@ pub fn ring_home(
         }
         // Sums leave only when this rank's share is in them, so they cannot overlap with it.
         let leaving_sums: Vec<Tensor> = sums.iter().map(outgoing).collect();
-        let mut sums_next = arriving(&leaving_sums, (shape.sum_rows)(next), ledger);
+        let mut sums_next = arriving(&leaving_sums, (shape.sum_rows)(next), device, ledger);
         let leaving: Vec<&[u8]> = leaving_sums.iter().map(views::view).collect();
         axis.ring_step(&leaving, sums_next.wire.iter_mut().map(views::view_mut).collect(), || ());
-        sums = sums_next.here(device);
-        held = sums_next.held.take();
+        sums = sums_next.here(device, ledger);
+        held = sums_next.held;
     }
     drop(held);
     sums
@@ -140,8 +145,13 @@ pub struct Travel<'a> {
     pub sum_rows: &'a dyn Fn(Rank) -> i64,
 }
 
-/// Buffers for the run that comes next.
-fn arriving(like: &[Tensor], rows: i64, ledger: &Ledger) -> Travelling {
+/// Counts planes of another rank.
+fn foreign(ledger: &Ledger, purse: Purse, planes: &[Tensor]) -> Held {
+    ledger.hold(Purpose::Foreign, purse, planes.iter().map(storage_bytes).sum())
+}
+
+/// Buffers for the run that comes next, to be computed with on `device`.
+fn arriving(like: &[Tensor], rows: i64, device: Device, ledger: &Ledger) -> Travelling {
     let planes: Vec<Tensor> = like
         .iter()
         .map(|plane| {
@@ -150,6 +160,7 @@ fn arriving(like: &[Tensor], rows: i64, ledger: &Ledger) -> Travelling {
             Tensor::empty(shape, (plane.kind(), plane.device()))
         })
         .collect();
-    let held = ledger.hold(Purpose::Foreign, planes.iter().map(storage_bytes).sum());
-    Travelling { wire: planes, held: Some(held) }
+    let purse = if device == Device::Cpu { Purse::Device } else { Purse::Host };
+    let held = vec![foreign(ledger, purse, &planes)];
+    Travelling { wire: planes, held }
 }

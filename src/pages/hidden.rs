@@ -14,7 +14,7 @@ use super::transit::{self, Arrival, Outbox};
 use crate::tensor;
 use crate::tensor::boundary::storage_bytes;
 use crate::units::{Bytes, LayerIndex};
-use crate::watch::{Held, Ledger, Purpose};
+use crate::watch::{Held, Ledger, Purpose, Purse};
 
 /// Which hidden state: whose rows, and the layer it enters.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -23,6 +23,14 @@ pub struct Slot {
     pub span: usize,
     /// The layer whose block reads it.
     pub layer: LayerIndex,
+}
+
+/// A slot on its way to the device.
+#[derive(Debug)]
+struct Coming {
+    x: Tensor,
+    arrival: Arrival,
+    held: Held,
 }
 
 /// Hidden states that wait, in host memory or where they were made.
@@ -35,7 +43,7 @@ pub struct HiddenPool {
     ledger: Ledger,
     outbox: RefCell<Outbox>,
     /// Slots that set out for the device before they were asked for.
-    coming: RefCell<BTreeMap<Slot, (Tensor, Arrival)>>,
+    coming: RefCell<BTreeMap<Slot, Coming>>,
 }
 
 impl HiddenPool {
@@ -75,7 +83,7 @@ impl HiddenPool {
             Residency::Host => outbox.send(x_tw, None)?,
             Residency::Device => x_tw.detach().contiguous().copy(),
         };
-        let held = self.ledger.hold(self.purpose, storage_bytes(&kept));
+        let held = self.ledger.hold(self.purpose, self.residency.purse(), storage_bytes(&kept));
         self.slots.insert(slot, (kept, held));
         Ok(())
     }
@@ -96,9 +104,15 @@ impl HiddenPool {
             return Ok(());
         }
         self.outbox.borrow_mut().settle()?;
-        let arriving = transit::fetch(held, self.device)?;
+        let arriving = self.fetch(held)?;
         self.coming.borrow_mut().insert(slot, arriving);
         Ok(())
+    }
+
+    fn fetch(&self, waiting: &Tensor) -> Result<Coming, tensor::Error> {
+        let (x, arrival) = transit::fetch(waiting, self.device)?;
+        let held = self.ledger.hold(Purpose::Stage, Purse::Device, storage_bytes(&x));
+        Ok(Coming { x, arrival, held })
     }
 
     /// The slot on the device, until the stage is dropped.
@@ -115,9 +129,9 @@ impl HiddenPool {
         }
         self.outbox.borrow_mut().settle()?;
         let coming = self.coming.borrow_mut().remove(&slot);
-        let (x, arrival) = coming.map_or_else(|| transit::fetch(held, self.device), Ok)?;
+        let Coming { x, arrival, held } = coming.map_or_else(|| self.fetch(held), Ok)?;
         arrival.wait()?;
-        Ok(StagedHidden { x, poison: true })
+        Ok(StagedHidden { x, poison: true, _held: Some(held) })
     }
 
     /// Forgets a slot.
@@ -138,17 +152,17 @@ impl HiddenPool {
 pub struct StagedHidden {
     x: Tensor,
     poison: bool,
+    _held: Option<Held>,
 }
 
 impl StagedHidden {
     /// A tensor that was made on the device and needs no stage.
     #[must_use]
     pub fn of(x: Tensor) -> StagedHidden {
-        StagedHidden { x, poison: false }
+        StagedHidden { x, poison: false, _held: None }
     }
 
     /// The tensor itself, for as long as it is needed.
-    #[must_use]
     pub fn keep(mut self) -> Tensor {
         self.poison = false;
         self.x.shallow_clone()

@@ -30,7 +30,7 @@ use crate::layout::{PromptLayout, Run};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{self, element_bytes};
 use crate::units::{Bytes, LayerIndex, Pages, Rank, Tokens, from_dim};
-use crate::watch::{Held, Ledger, Purpose};
+use crate::watch::{Held, Ledger, Purpose, Purse};
 
 /// What can be wrong with page state.
 #[derive(Debug, thiserror::Error)]
@@ -92,6 +92,17 @@ pub enum Residency {
     Host,
     /// On the device, where they were made.
     Device,
+}
+
+impl Residency {
+    /// Where what waits there is counted.
+    #[must_use]
+    pub fn purse(self) -> Purse {
+        match self {
+            Residency::Host => Purse::Host,
+            Residency::Device => Purse::Device,
+        }
+    }
 }
 
 /// One run of pages of one layer: a tensor for each plane of the mixer's state, `pages × page_size` rows long.
@@ -197,7 +208,7 @@ impl PagePool {
             Residency::Host => self.to_host(slabs)?,
         };
         let bytes = kept.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-        self.held.push(self.ledger.hold(Purpose::Pages, bytes));
+        self.held.push(self.ledger.hold(Purpose::Pages, self.residency.purse(), bytes));
         self.layers.push(kept);
         Ok(())
     }
@@ -228,7 +239,7 @@ impl PagePool {
             let share =
                 |slab: &Slab| Slab { run: slab.run, planes: slab.planes.iter().map(Tensor::shallow_clone).collect() };
             let slabs = self.layers[layer.0].iter().map(share).collect();
-            return Ok(Staged { slabs, poison: false, _held: self.ledger.hold(Purpose::Stage, Bytes(0)) });
+            return Ok(Staged { slabs, poison: false, _held: None });
         }
         self.outbox.borrow_mut().settle()?;
         let here = match self.coming.take() {
@@ -241,7 +252,7 @@ impl PagePool {
         }
         let coming = ahead.map(|next| self.fetch(next)).transpose()?;
         self.coming.replace(coming);
-        Ok(Staged { slabs: here.slabs, poison: true, _held: here.held })
+        Ok(Staged { slabs: here.slabs, poison: true, _held: Some(here.held) })
     }
 
     /// Sends a layer's pages to the device.
@@ -258,7 +269,7 @@ impl PagePool {
             slabs.push(Slab { run: slab.run, planes });
         }
         let bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-        Ok(Coming { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, bytes) })
+        Ok(Coming { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, Purse::Device, bytes) })
     }
 
     /// Compares real storage with pages × page bytes, layer by layer, and returns the sum.
@@ -307,7 +318,7 @@ pub struct Staged {
     /// The rank's runs, in position order.
     pub slabs: Vec<Slab>,
     poison: bool,
-    _held: Held,
+    _held: Option<Held>,
 }
 
 impl Drop for Staged {

@@ -13,6 +13,9 @@ use crate::handoff::Keeping;
 use crate::model::spec::Spec;
 use crate::pages::Residency;
 use crate::units::{Bytes, Pages, Tokens};
+use crate::watch::{Purpose, Purse};
+
+pub use crate::watch::available_memory;
 
 /// Why a run is refused before it starts.
 #[derive(Debug, thiserror::Error)]
@@ -49,11 +52,23 @@ pub enum Place {
     Host,
 }
 
+impl From<Place> for Purse {
+    fn from(place: Place) -> Purse {
+        match place {
+            Place::Device => Purse::Device,
+            Place::Host => Purse::Host,
+        }
+    }
+}
+
 /// One addend of a rank's memory.
 #[derive(Clone, Debug, Serialize)]
 pub struct Addend {
     /// What it is.
     pub name: &'static str,
+    /// Under which kinds a run's ledger counts it; none: it is scratch there.
+    #[serde(skip)]
+    pub counted: &'static [Purpose],
     /// Where it lies.
     pub place: Place,
     /// The phase that needs it; absent where it stays for the whole run.
@@ -64,6 +79,19 @@ pub struct Addend {
     pub reason: String,
     /// What brings it down.
     pub knob: &'static str,
+}
+
+/// Addends that a run measures as one.
+#[derive(Clone, Debug)]
+pub struct Group {
+    /// Their names.
+    pub names: Vec<&'static str>,
+    /// Under which kinds a run's ledger counts them; none: they are scratch there.
+    pub counted: &'static [Purpose],
+    /// Where they lie.
+    pub place: Place,
+    /// How much they are together.
+    pub bytes: Bytes,
 }
 
 /// The layout, and the sum where the model is known.
@@ -106,6 +134,23 @@ impl Plan {
             self.addends.iter().filter(here).map(|addend| addend.bytes).sum()
         };
         self.addends.iter().filter_map(|addend| addend.phase).max_by_key(|&phase| of(phase))
+    }
+
+    /// What is alive when most is, by place and by the kinds that a run counts it under: names, where, and bytes.
+    #[must_use]
+    pub fn groups(&self) -> Vec<Group> {
+        let mut groups: Vec<Group> = Vec::new();
+        let alive = [Place::Device, Place::Host].into_iter().flat_map(|place| self.alive(&[place]));
+        for &Addend { name, counted, place, bytes, .. } in alive {
+            match groups.iter_mut().find(|group| group.place == place && group.counted == counted) {
+                Some(group) => {
+                    group.names.push(name);
+                    group.bytes += bytes;
+                }
+                None => groups.push(Group { names: vec![name], counted, place, bytes }),
+            }
+        }
+        groups
     }
 
     /// Compares `ranks` ranks' memory in the given places with what there is.
@@ -262,15 +307,6 @@ pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room) -> P
         let sum = |plan: &Plan| plan.sum(Place::Host).0.saturating_add(plan.sum(Place::Device).0);
         plans().min_by_key(sum).unwrap_or_else(|| with(sizes::stated(config, Residency::Host)))
     })
-}
-
-/// Memory that this machine can still give, if it says so.
-#[must_use]
-pub fn available_memory() -> Option<Bytes> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
-    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(Bytes(kib * 1024))
 }
 
 /// A number of GiB as bytes.

@@ -9,6 +9,7 @@ use crate::model::pass::MIXED_ROWS;
 use crate::model::spec::Spec;
 use crate::pages::Residency;
 use crate::units::{Bytes, from_dim};
+use crate::watch::Purpose;
 
 /// Bytes of an element in the model's dtype and in the dtype that sums are kept in.
 fn widths(dtype: Dtype) -> (u64, u64) {
@@ -52,13 +53,27 @@ fn product(factors: &[u64]) -> Bytes {
     Bytes(factors.iter().fold(1u64, |all, &factor| all.saturating_mul(factor)))
 }
 
+/// Under which kinds a run's ledger counts an addend; none: it is scratch there.
+fn counted(name: &str) -> &'static [Purpose] {
+    match name {
+        "weights" => &[Purpose::Weights],
+        "adapters" => &[Purpose::Adapters, Purpose::Optimizer],
+        "pages" => &[Purpose::Pages],
+        "staged pages" => &[Purpose::Stage],
+        "foreign page runs" => &[Purpose::Foreign],
+        "answers' hidden states" => &[Purpose::Hidden],
+        "tail's block inputs" | "tail's attention outputs" => &[Purpose::Checkpoints],
+        _ => &[],
+    }
+}
+
 fn addend(name: &'static str, place: Place, bytes: Bytes, reason: String, knob: &'static str) -> Addend {
-    Addend { name, place, phase: None, bytes, reason, knob }
+    Addend { name, counted: counted(name), place, phase: None, bytes, reason, knob }
 }
 
 /// The same, alive on the device in one phase only.
 fn within(phase: Phase, name: &'static str, bytes: Bytes, reason: String, knob: &'static str) -> Addend {
-    Addend { name, place: Place::Device, phase: Some(phase), bytes, reason, knob }
+    Addend { name, counted: counted(name), place: Place::Device, phase: Some(phase), bytes, reason, knob }
 }
 
 fn place_of(residency: Residency) -> Place {

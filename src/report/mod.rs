@@ -4,6 +4,7 @@
 
 mod log;
 mod receipt;
+mod trace;
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{IsTerminal as _, Write as _};
@@ -14,7 +15,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 pub use log::open_log;
-pub use receipt::{Receipt, Seconds};
+pub use receipt::{KindBytes, PhaseMemory, Receipt, Seconds};
+pub use trace::{Row, TraceFile};
 
 use crate::failure::{Classified, Exit};
 use crate::units::Bytes;

@@ -1,5 +1,7 @@
 //! The receipt: what a run was and what came out, for machines.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use super::HeldOut;
@@ -52,6 +54,30 @@ impl Seconds {
     }
 }
 
+/// Bytes of one kind by rank, in each purse.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct KindBytes {
+    /// On the device.
+    pub device: Vec<Bytes>,
+    /// In host memory.
+    pub host: Vec<Bytes>,
+}
+
+/// The most memory that one phase held, over all its turns, by rank. Peaks of kinds need not come at one moment.
+#[derive(Clone, Debug, Serialize)]
+pub struct PhaseMemory {
+    /// The phase.
+    pub phase: &'static str,
+    /// Peak of the device's allocator.
+    pub device_peak: Vec<Bytes>,
+    /// Peak of what waits in host memory.
+    pub host_peak: Vec<Bytes>,
+    /// Peaks of the ledger's kinds.
+    pub kinds: BTreeMap<&'static str, KindBytes>,
+    /// Peak of the device's allocator minus the ledger's: graphs and intermediates, at the least.
+    pub scratch: Vec<Bytes>,
+}
+
 /// One run, or one gate.
 #[derive(Debug, Serialize)]
 pub struct Receipt {
@@ -87,10 +113,24 @@ pub struct Receipt {
     pub page_bytes_per_rank: Vec<Bytes>,
     /// Seconds of all updates on rank 0.
     pub seconds: Seconds,
-    /// Peak of the counting allocator by rank: graphs, scratch, stages and weights.
+    /// Seconds in which rank 0 pinned host memory before capture.
+    pub pinning_seconds: f64,
+    /// Seconds in which the computation stood still for copies, over all updates, by rank.
+    pub stage_wait_seconds: Vec<f64>,
+    /// Where rank 0 computes.
+    pub device: String,
+    /// Peak of the device's allocator by rank, the most of all phases: graphs, scratch, stages and weights.
     pub peak_device_bytes: Vec<Bytes>,
-    /// Peak of host pools by rank: pages and saved hidden states.
+    /// Peak of host pools by rank, the most of all phases: pages and saved hidden states.
     pub peak_host_bytes: Vec<Bytes>,
+    /// The most that libtorch's allocator had taken from the GPU, by rank; 0 without one.
+    pub reserved_device_bytes: Vec<Bytes>,
+    /// Rank 0's sum in the plan, on the device.
+    pub plan_device_bytes: Bytes,
+    /// Rank 0's sum in the plan, in host memory.
+    pub plan_host_bytes: Bytes,
+    /// The most memory of each phase.
+    pub memory: Vec<PhaseMemory>,
     /// What was kept where for the way back.
     pub keeping: Keeping,
     /// Rows of a segment and of a log-probability chunk.

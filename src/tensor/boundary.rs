@@ -6,6 +6,9 @@ use tch::Tensor;
 
 use super::Error;
 use crate::units::Bytes;
+use crate::watch::Measured;
+
+pub use crate::watch::Purse;
 
 // SAFETY: these are the functions of boundary.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {
@@ -74,15 +77,6 @@ pub fn storage_bytes(tensor: &Tensor) -> Bytes {
     Bytes(unsafe { longstraw_storage_bytes(tensor.as_ptr().cast_mut().cast()) })
 }
 
-/// Which purse an allocation on the CPU is counted in.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Purse {
-    /// Graphs, scratch, stages, weights: what would lie on the device.
-    Device = 0,
-    /// Pages and saved hidden states in host memory.
-    Host = 1,
-}
-
 /// Bytes that the counting CPU allocator has handed out.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Counted {
@@ -114,6 +108,14 @@ pub fn counted(purse: Purse) -> Counted {
     // SAFETY: both read an atomic of static lifetime.
     let (live, peak) = unsafe { (longstraw_count_live(purse as c_int), longstraw_count_peak(purse as c_int)) };
     Counted { live: Bytes(u64::try_from(live).unwrap_or(0)), peak: Bytes(u64::try_from(peak).unwrap_or(0)) }
+}
+
+/// The same, as a ledger asks it, with what the GPU's allocator has reserved.
+#[must_use]
+pub fn measured(purse: Purse) -> Measured {
+    let Counted { live, peak } = counted(purse);
+    let reserved = if purse == Purse::Device { super::gpu::reserved().map(|(now, _)| now) } else { None };
+    Measured { live, peak, reserved }
 }
 
 /// Forgets peaks: from here on the peak starts at what is alive now.

@@ -2,8 +2,11 @@
 
 mod evaluate;
 mod groups;
+mod memory;
+mod records;
 mod setup;
 mod tally;
+mod trace;
 mod whole;
 
 use std::time::Instant;
@@ -20,6 +23,7 @@ use crate::report::{Receipt, Reporter, Seconds, Step};
 use crate::world::World;
 use crate::{capture, finalize, replay, score};
 use groups::Batch;
+use records::Records;
 use tally::Tally;
 
 /// Trains as the configuration says, from the start to the last step, and leaves receipt and adapters behind.
@@ -31,17 +35,21 @@ pub fn run(loaded: &Loaded, world: &mut World) -> Result<Receipt, Failure> {
     let opened = Reporter::open(&loaded.rank.dir, world.all.rank().0 == 0, &loaded.run.to_toml());
     let mut reporter = world.agree(opened.map_err(Failure::from))?;
     session.notes(loaded).iter().for_each(|note| reporter.line(note));
+    let mut records = Records::begin(&session, loaded, world)?;
     let before = evaluate::held_out(&session, world, &mut reporter)?;
     let mut tally = Tally::default();
     for step in 1..=loaded.run.run.steps {
+        records.step(world, step)?;
         let done = one_step(&mut session, world, &mut reporter, &mut tally, step)?;
+        records.stepped(world)?;
         reporter.step(&done, loaded.run.run.steps)?;
         tally.stepped(done);
     }
     let after = evaluate::held_out(&session, world, &mut reporter)?;
-    let receipt = tally.receipt(&session, loaded, world, [before, after]);
+    let receipt = tally.receipt(&session, loaded, world, [before, after], records.gathered(&session, world));
     world.board().enter(Phase::Save);
     session.save(loaded, world)?;
+    records.end(world)?;
     reporter.receipt(&receipt)?;
     reporter.table(&receipt);
     Ok(receipt)
@@ -107,6 +115,9 @@ fn one_group(
     tally: &mut Tally,
 ) -> Result<(), Failure> {
     let work = session.work(&group.prompt_ids, &group.answers, world);
+    world.board().enter(Phase::Capture);
+    let pass = session.pass(world, &session.adapters);
+    tally.clock.time("pinning", || capture::make_room(&pass, &work, session.keeping))?;
     let weights: Vec<f64> = group.answers.iter().map(|answer| batch.weight(&session.terms, answer.len())).collect();
     let reference = match &session.reference {
         None => None,
@@ -126,8 +137,8 @@ fn one_group(
         terms: &session.terms,
     };
     world.board().enter(Phase::Replay);
-    let pass = session.pass(world, &session.adapters);
     let done = replay::run(&pass, &session.head, &work, &captured, goal, world.board())?;
+    session.count_gradients(world);
     tally.replayed(&done, &work, &captured, group, session)?;
     Ok(())
 }

@@ -1,8 +1,10 @@
 //! Everything a run opens before its first step: checks, weights, adapters, data.
 
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint;
 use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule};
@@ -21,11 +23,12 @@ use crate::model::spec::Spec;
 use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
-use crate::plan::{self, Room};
+use crate::plan::{self, Plan, Room};
 use crate::report::open_log;
+use crate::tensor::boundary::{measured, storage_bytes};
 use crate::tensor::{accumulation, gpu};
 use crate::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
-use crate::watch::Ledger;
+use crate::watch::{Held, Ledger, Purpose, Purse};
 use crate::world::World;
 
 /// A run that is ready to step.
@@ -51,7 +54,12 @@ pub struct Session {
     pub(super) seat_rank: Rank,
     spec: Spec,
     shape: AdapterShape,
-    ledger: Ledger,
+    /// What the plan says of this rank.
+    pub(super) plan: Plan,
+    /// Weights, adapters and optimizer, counted for as long as they live.
+    _held: Vec<Held>,
+    /// The adapters' gradients, which the first backward makes and which stay.
+    gradients: OnceCell<Held>,
     page_size: Tokens,
     micro_block: Tokens,
     schedule: LearningRate,
@@ -65,6 +73,16 @@ struct LearningRate {
 }
 
 impl LearningRate {
+    fn of(config: &RunConfig) -> LearningRate {
+        let optimizer = &config.optimizer;
+        LearningRate {
+            peak: optimizer.lr,
+            schedule: optimizer.schedule,
+            warmup: optimizer.warmup_steps,
+            steps: config.run.steps,
+        }
+    }
+
     /// Of step 1, 2, …: a linear warm-up, then constant, or down to 0 at the end along a line or a cosine.
     fn at(&self, step: u64) -> f64 {
         if step <= self.warmup {
@@ -96,6 +114,7 @@ impl Session {
     /// When the configuration, the checkpoint or the data is wrong, ranks differ, or memory is short.
     pub fn open(loaded: &Loaded, world: &mut World) -> Result<Session, Failure> {
         let config = &loaded.run;
+        world.ledger().measure_with(measured);
         world.same("the configuration (digest)", &config.digest())?;
         let ranks = from_index(world.all.size());
         world.agree(checked(config, ranks))?;
@@ -104,7 +123,8 @@ impl Session {
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let spec = world.agree(read_spec(config))?;
         let shape = world.agree(shape_of(config, &spec))?;
-        let keeping = planned(config, world, &spec, device)?;
+        world.board().set_layers(spec.layers);
+        let (plan, keeping) = planned(config, world, &spec, device)?;
         let RankConfig { dir, log, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         // What is quick to check comes first: weights may take minutes.
@@ -113,19 +133,21 @@ impl Session {
         world.same("the data (digest)", &digests[0])?;
         world.same("the held-out data (digest)", &digests[1])?;
         let weights = world.agree(load_weights(config, &spec, device))?;
+        let mut held = vec![hold_weights(world.ledger(), &weights)];
         let model_digest = weights.digest().to_owned();
         world.same("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
         let decoder = spec.family.decoder(&spec, Rc::new(weights), kind);
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
         world.same("the adapters (digest)", &adapters.digest())?;
-        let optimizer = &config.optimizer;
+        let optimizer = adam_w(config, &adapters);
+        let reference = (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference"));
+        let masters = adapters.tensors().chain(reference.iter().flat_map(Adapters::tensors)).map(storage_bytes).sum();
+        held.push(world.ledger().hold(Purpose::Adapters, Purse::Device, masters));
+        held.push(world.ledger().hold(Purpose::Optimizer, Purse::Device, optimizer.bytes()));
         Ok(Session {
-            optimizer: AdamW::new(
-                &adapters,
-                Settings { betas: optimizer.betas, eps: optimizer.eps, weight_decay: optimizer.weight_decay },
-            ),
-            reference: (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference")),
+            optimizer,
+            reference,
             cursor: cursor(config, data.len()),
             head: Head { rows_max: config.memory.head_block.dim(), temperature: config.grpo.temperature },
             terms: terms(config),
@@ -134,18 +156,15 @@ impl Session {
             paged: config.memory.prompt_no_grad,
             reward_fn: config.grpo.reward_fn,
             normalize: config.grpo.normalize_adv,
-            max_grad_norm: optimizer.max_grad_norm,
-            grad_accum: as_index(optimizer.grad_accum),
+            max_grad_norm: config.optimizer.max_grad_norm,
+            grad_accum: as_index(config.optimizer.grad_accum),
             seat_rank: world.cp.rank(),
             page_size: config.context.page_size,
             micro_block: config.memory.micro_block,
-            schedule: LearningRate {
-                peak: optimizer.lr,
-                schedule: optimizer.schedule,
-                warmup: optimizer.warmup_steps,
-                steps: config.run.steps,
-            },
-            ledger: Ledger::default(),
+            schedule: LearningRate::of(config),
+            plan,
+            _held: held,
+            gradients: OnceCell::new(),
             decoder,
             adapters,
             data,
@@ -179,8 +198,17 @@ impl Session {
 
     /// A pass under some adapters.
     pub(super) fn pass<'a>(&'a self, world: &'a World, adapters: &'a Adapters) -> Pass<'a> {
-        let seat = Seat { axis: &world.cp, ledger: &self.ledger };
+        let seat = Seat { axis: &world.cp, ledger: world.ledger() };
         Pass { decoder: &*self.decoder, adapters, seat, micro_block: self.micro_block }
+    }
+
+    /// Counts the adapters' gradients, which are there after the first backward.
+    pub(super) fn count_gradients(&self, world: &World) {
+        let gradients = self.adapters.tensors().map(Tensor::grad).filter(Tensor::defined);
+        let _ = self.gradients.get_or_init(|| {
+            let bytes = gradients.map(|gradient| storage_bytes(&gradient)).sum();
+            world.ledger().hold(Purpose::Adapters, Purse::Device, bytes)
+        });
     }
 
     /// Learning rate of step 1, 2, ….
@@ -208,9 +236,9 @@ fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
     Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
 }
 
-/// What is kept where, agreed over all ranks; refuses what does not fit. Without a GPU the model computes in the
+/// This rank's plan, and what is kept where, agreed over all ranks; refuses what does not fit. Without a GPU the model computes in the
 /// machine's own memory, so everything counts there.
-fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<Keeping, Failure> {
+fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<(Plan, Keeping), Failure> {
     let (_, here) = world.on_this_machine();
     let (ranks, here) = (from_index(world.all.size()), from_index(here));
     let room = Room {
@@ -224,7 +252,21 @@ fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Re
     // Machines may have different room; what is computed again takes every rank's part, so the tightest one decides.
     let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);
     let kept = world.all.gather_numbers(u64::from(plan.keeping.attention));
-    Ok(Keeping { every: as_index(every), attention: kept.iter().all(|&kept| kept == 1), ..plan.keeping })
+    let keeping = Keeping { every: as_index(every), attention: kept.iter().all(|&kept| kept == 1), ..plan.keeping };
+    Ok((plan, keeping))
+}
+
+/// Counts the checkpoint's tensors; a tied head is one with the embedding.
+fn hold_weights(ledger: &Ledger, weights: &Weights) -> Held {
+    let each: BTreeMap<usize, Bytes> =
+        weights.iter().map(|(_, tensor)| (tensor.data_ptr().addr(), storage_bytes(tensor))).collect();
+    ledger.hold(Purpose::Weights, Purse::Device, each.into_values().sum())
+}
+
+fn adam_w(config: &RunConfig, adapters: &Adapters) -> AdamW {
+    let optimizer = &config.optimizer;
+    let settings = Settings { betas: optimizer.betas, eps: optimizer.eps, weight_decay: optimizer.weight_decay };
+    AdamW::new(adapters, settings)
 }
 
 /// This rank's share of what its GPU can still give.

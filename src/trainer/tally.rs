@@ -2,14 +2,15 @@
 
 use super::Session;
 use super::groups::Scored;
+use super::records::Recorded;
 use crate::config::Loaded;
 use crate::exchange::sum_number;
 use crate::failure::Failure;
 use crate::handoff::{Captured, Work};
 use crate::objective;
+use crate::plan::Place;
 use crate::replay::Replayed;
 use crate::report::{HeldOut, Receipt, Seconds, Step};
-use crate::tensor::boundary::{Purse, counted};
 use crate::units::{Bytes, LayerIndex, Pages};
 use crate::watch::Clock;
 use crate::world::World;
@@ -27,6 +28,7 @@ pub(super) struct Tally {
     rewards: Vec<Option<f64>>,
     advantages: Vec<Option<f64>>,
     seconds: Seconds,
+    pinning_seconds: f64,
     first: Option<Step>,
     last: Option<Step>,
     steps: u64,
@@ -89,6 +91,7 @@ impl Tally {
     pub(super) fn step_seconds(&mut self) -> Seconds {
         let clock = std::mem::take(&mut self.clock);
         let of = |name: &str| clock.seconds().iter().find(|(known, _)| *known == name).map_or(0.0, |(_, spent)| *spent);
+        self.pinning_seconds += of("pinning");
         Seconds {
             capture: of("capture"),
             score: of("score"),
@@ -118,10 +121,10 @@ impl Tally {
         loaded: &Loaded,
         world: &World,
         held_out: [Option<HeldOut>; 2],
+        recorded: Recorded,
     ) -> Receipt {
         let config = &loaded.run;
         let numbers = |value: u64| world.all.gather_numbers(value);
-        let peak = |purse| numbers(counted(purse).peak.0).into_iter().map(Bytes).collect();
         let last = self.last.as_ref().or(self.first.as_ref());
         let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
         Receipt {
@@ -141,8 +144,15 @@ impl Tally {
             pages_per_rank: numbers(self.pages.0).into_iter().map(Pages).collect(),
             page_bytes_per_rank: numbers(self.page_bytes.0).into_iter().map(Bytes).collect(),
             seconds: self.seconds,
-            peak_device_bytes: peak(Purse::Device),
-            peak_host_bytes: peak(Purse::Host),
+            pinning_seconds: self.pinning_seconds,
+            device: format!("{:?}", session.decoder.device()),
+            peak_device_bytes: recorded.most(|phase| &phase.device_peak),
+            peak_host_bytes: recorded.most(|phase| &phase.host_peak),
+            stage_wait_seconds: recorded.stage_wait_seconds,
+            reserved_device_bytes: recorded.reserved,
+            plan_device_bytes: session.plan.sum(Place::Device),
+            plan_host_bytes: session.plan.sum(Place::Host),
+            memory: recorded.phases,
             keeping: session.keeping,
             micro_blocks: [config.memory.micro_block, config.memory.head_block],
             capture_share,

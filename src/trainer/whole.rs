@@ -48,6 +48,7 @@ pub(super) fn one_group(
     let loss = tally.clock.time("replay", || {
         whole.backward_checkpointed(&*session.decoder, &session.adapters, &targets, &session.terms)
     })?;
+    session.count_gradients(world);
     tally.conventional(loss, group);
     Ok(())
 }

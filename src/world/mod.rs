@@ -18,7 +18,7 @@ pub use axis::Axis;
 
 use crate::failure::{Classified, Exit, Failure, out_of_memory};
 use crate::units::Rank;
-use crate::watch::Board;
+use crate::watch::{Board, Ledger, Place, Shortage};
 
 /// What can be wrong with the world itself.
 #[derive(Debug, thiserror::Error)]
@@ -92,6 +92,7 @@ pub struct World {
     /// How many prompt groups run side by side.
     pub dp_size: usize,
     board: Board,
+    ledger: Ledger,
     /// Who says why, once all ranks have agreed to fail.
     speaker: Cell<Option<Rank>>,
     // Last, because fields are dropped in order: communicators must be freed before MPI is finalized.
@@ -117,12 +118,13 @@ impl World {
         let (universe, _) = mpi::initialize_with_threading(Threading::Funneled).ok_or(Error::Start)?;
         let all = Axis::new(universe.world());
         board.set_rank(all.rank());
-        abort_on_panic(board.clone());
+        let ledger = Ledger::default();
+        abort_on_panic(board.place().clone(), ledger.clone());
         if let Some(Launcher { variable, tasks }) = launcher.filter(|told| all.size() == 1 && told.tasks > 1) {
             return Err(Error::Alone { variable, tasks }.into());
         }
         let cp = all.split(0);
-        Ok(World { all, cp, dp_index: 0, dp_size: 1, board, speaker: Cell::new(None), _universe: universe })
+        Ok(World { all, cp, dp_index: 0, dp_size: 1, board, ledger, speaker: Cell::new(None), _universe: universe })
     }
 
     /// Cuts the world into groups of `cp_size` consecutive ranks.
@@ -185,9 +187,10 @@ impl World {
     #[must_use]
     pub fn leave(&self, failure: Failure) -> Exit {
         let Some(speaker) = self.speaker.get() else { self.abort(failure) };
-        tracing::error!("{failure}");
+        let words = self.words(&failure);
+        tracing::error!("{words}");
         if speaker == self.all.rank() {
-            say(&format!("longstraw: {failure}"));
+            say(&format!("longstraw: {words}"));
         }
         // Launchers end a job at its first non-zero exit: nobody leaves before the reason is on its way.
         self.all.barrier();
@@ -197,15 +200,33 @@ impl World {
     /// Prints the failure with this rank's site and ends the whole job with its exit code. Never returns.
     pub fn abort(&self, failure: Failure) -> ! {
         let failure = failure.at(self.board.site());
-        say(&format!("longstraw: {failure}"));
-        tracing::error!("{failure}");
+        let words = self.words(&failure);
+        say(&format!("longstraw: {words}"));
+        tracing::error!("{words}");
         abort_world(failure.exit())
+    }
+
+    /// A failure in words. Where an allocator had no more memory, they are a report; the phase has let go of what it held
+    /// by now, so the most that it held stands there.
+    fn words(&self, failure: &Failure) -> String {
+        let words = failure.to_string();
+        if failure.exit() != Exit::DoesNotFit || !out_of_memory(&words) {
+            return words;
+        }
+        let report = Shortage::of(&words, self.board.place(), self.ledger.holdings_at_most()).report();
+        format!("{report}\n  {}", first_line(&words))
     }
 
     /// Where this rank is.
     #[must_use]
     pub fn board(&self) -> &Board {
         &self.board
+    }
+
+    /// Bytes of this rank by kind.
+    #[must_use]
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
     }
 
     /// The ranks of this machine.
@@ -234,18 +255,26 @@ fn say(line: &str) {
     let _ = writeln!(stderr, "{line}").and_then(|()| stderr.flush());
 }
 
-/// Makes a panic on any thread print its site and end the whole job.
-fn abort_on_panic(board: Board) {
+/// Makes a panic on any thread print its site and end the whole job; one for want of memory says who has it.
+fn abort_on_panic(place: Place, ledger: Ledger) {
     std::panic::set_hook(Box::new(move |panic| {
+        let (text, site) = (panic.to_string(), place.site());
+        if out_of_memory(&text) {
+            let report = Shortage::of(&text, &place, ledger.holdings()).report();
+            say(&format!("longstraw: {report}"));
+            tracing::error!("{report}\n{text}");
+            abort_world(Exit::DoesNotFit)
+        }
         // libtorch appends the frames of its own stack, which tell a user nothing.
-        let text = panic.to_string();
         let cause = text.split("\\nException raised from").next().unwrap_or_default();
-        let site = board.site();
-        let kind = if out_of_memory(&text) { "out of memory" } else { "bug" };
-        say(&format!("longstraw: {site}: {kind}: {cause}"));
+        say(&format!("longstraw: {site}: bug: {cause}"));
         tracing::error!("{site}: bug: {text}");
-        abort_world(if out_of_memory(&text) { Exit::DoesNotFit } else { Exit::Bug })
+        abort_world(Exit::Bug)
     }));
+}
+
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
 }
 
 fn color(index: usize) -> Color {

@@ -13,6 +13,7 @@ mod abort;
 mod convert;
 mod launch;
 mod lines;
+mod memory;
 mod parity;
 mod refusals;
 mod room;

@@ -1,0 +1,224 @@
+//! Where each rank is, for failures and panics to name and for records to follow; the ledger of bytes by kind; and what
+//! to say when memory runs out.
+
+mod ledger;
+mod shortage;
+
+use std::cell::RefCell;
+use std::fmt::Debug;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::time::Instant;
+
+pub use ledger::{Held, Holding, Holdings, Ledger, Measured, Meter, Part, Purpose, Purse};
+pub use shortage::{Shortage, available_memory};
+
+use crate::failure::{Phase, Site};
+use crate::units::{LayerIndex, Rank};
+
+/// Where a rank is. Clones share one entry, also across threads, so a panic hook reads what the trainer writes.
+#[derive(Clone, Debug, Default)]
+pub struct Place(Arc<Entries>);
+
+#[derive(Debug)]
+struct Entries {
+    rank: AtomicUsize,
+    phase: AtomicUsize,
+    layer: AtomicI64,
+    /// The model's last layer; negative while no model is known.
+    top: AtomicI64,
+}
+
+impl Default for Entries {
+    fn default() -> Self {
+        Entries {
+            rank: AtomicUsize::new(0),
+            phase: AtomicUsize::new(0),
+            layer: AtomicI64::new(-1),
+            top: AtomicI64::new(-1),
+        }
+    }
+}
+
+impl Place {
+    /// Where the rank is now.
+    #[must_use]
+    pub fn site(&self) -> Site {
+        let phase = self.0.phase.load(Ordering::Relaxed);
+        Site {
+            rank: Rank(self.0.rank.load(Ordering::Relaxed)),
+            phase: Phase::ALL.get(phase).copied().unwrap_or(Phase::Start),
+            layer: usize::try_from(self.0.layer.load(Ordering::Relaxed)).ok().map(LayerIndex),
+        }
+    }
+
+    /// Whether it is in the last layer, behind which the head runs.
+    #[must_use]
+    pub fn in_top_layer(&self) -> bool {
+        let layer = self.0.layer.load(Ordering::Relaxed);
+        layer >= 0 && layer == self.0.top.load(Ordering::Relaxed)
+    }
+}
+
+/// A border that a rank passes on its way through a step.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Border {
+    /// A phase begins; the one before has ended.
+    Phase(Phase),
+    /// A layer of the current phase begins; the one before has ended.
+    Layer(LayerIndex),
+    /// Phase and layer have ended, and none follows at once.
+    Rest,
+}
+
+/// What follows a rank through its steps: a trace, peaks by phase. Told of a border before anything runs behind it.
+pub trait Recorder: Debug {
+    /// The rank passes a border.
+    fn pass(&mut self, border: Border);
+}
+
+impl<R: Recorder> Recorder for Rc<RefCell<R>> {
+    fn pass(&mut self, border: Border) {
+        self.borrow_mut().pass(border);
+    }
+}
+
+/// Where this rank writes where it is; clones share place and recorders.
+#[derive(Clone, Debug, Default)]
+pub struct Board {
+    place: Place,
+    recorders: Rc<RefCell<Vec<Box<dyn Recorder>>>>,
+}
+
+impl Board {
+    /// Names the rank; done once, when the world is known.
+    pub fn set_rank(&self, rank: Rank) {
+        self.place.0.rank.store(rank.0, Ordering::Relaxed);
+    }
+
+    /// Says how many layers the model has.
+    pub fn set_layers(&self, layers: usize) {
+        self.place.0.top.store(i64::try_from(layers).unwrap_or(0) - 1, Ordering::Relaxed);
+    }
+
+    /// Who is told of every border from here on, in the place of those before.
+    pub fn followed_by(&self, recorders: Vec<Box<dyn Recorder>>) {
+        self.recorders.replace(recorders);
+    }
+
+    fn tell(&self, border: Border) {
+        self.recorders.borrow_mut().iter_mut().for_each(|recorder| recorder.pass(border));
+    }
+
+    /// Enters a phase; no layer is current any more.
+    pub fn enter(&self, phase: Phase) {
+        self.tell(Border::Phase(phase));
+        self.place.0.layer.store(-1, Ordering::Relaxed);
+        self.place.0.phase.store(phase.index(), Ordering::Relaxed);
+        tracing::debug!("{phase}");
+    }
+
+    /// Enters a layer of the current phase.
+    pub fn layer(&self, layer: LayerIndex) {
+        self.tell(Border::Layer(layer));
+        self.place.0.layer.store(i64::try_from(layer.0).unwrap_or(-1), Ordering::Relaxed);
+        tracing::debug!("{}, layer {layer}", self.site().phase);
+    }
+
+    /// A step has ended, and what comes next is no part of one. Failures still name the last phase.
+    pub fn rest(&self) {
+        self.tell(Border::Rest);
+    }
+
+    /// Where this rank is now.
+    #[must_use]
+    pub fn site(&self) -> Site {
+        self.place.site()
+    }
+
+    /// The entry behind it, for another thread to read.
+    #[must_use]
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
+}
+
+/// Seconds spent, by name, in the order of first use.
+#[derive(Clone, Debug, Default)]
+pub struct Clock {
+    spent: Vec<(&'static str, f64)>,
+}
+
+impl Clock {
+    /// Adds the time that `work` takes to `name`.
+    pub fn time<T>(&mut self, name: &'static str, work: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = work();
+        self.add(name, start.elapsed().as_secs_f64());
+        result
+    }
+
+    /// Adds seconds to `name`.
+    pub fn add(&mut self, name: &'static str, seconds: f64) {
+        match self.spent.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, total)) => *total += seconds,
+            None => self.spent.push((name, seconds)),
+        }
+    }
+
+    /// Seconds by name.
+    #[must_use]
+    pub fn seconds(&self) -> &[(&'static str, f64)] {
+        &self.spent
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_site_names_rank_phase_and_layer() {
+        let board = Board::default();
+        board.set_rank(Rank(5));
+        board.enter(Phase::Replay);
+        board.layer(LayerIndex(17));
+        assert_eq!(board.site().to_string(), "rank 5, replay, layer 17");
+        board.enter(Phase::Finalize);
+        assert_eq!(board.site().to_string(), "rank 5, finalize");
+    }
+    #[derive(Debug, Default)]
+    struct Heard(Vec<Border>);
+
+    impl Recorder for Heard {
+        fn pass(&mut self, border: Border) {
+            self.0.push(border);
+        }
+    }
+
+    #[test]
+    fn recorders_hear_every_border_until_others_take_their_place() {
+        let (board, heard) = (Board::default(), Rc::new(RefCell::new(Heard::default())));
+        board.enter(Phase::Start);
+        board.followed_by(vec![Box::new(heard.clone())]);
+        board.enter(Phase::Score);
+        board.layer(LayerIndex(1));
+        board.rest();
+        board.followed_by(Vec::new());
+        board.enter(Phase::Save);
+        let borders = [Border::Phase(Phase::Score), Border::Layer(LayerIndex(1)), Border::Rest];
+        assert_eq!(heard.borrow().0, borders);
+    }
+
+    #[test]
+    fn the_top_layer_is_the_last_of_the_model() {
+        let board = Board::default();
+        assert!(!board.place().in_top_layer(), "no layer is current");
+        board.set_layers(3);
+        board.layer(LayerIndex(1));
+        assert!(!board.place().in_top_layer());
+        board.layer(LayerIndex(2));
+        assert!(board.place().in_top_layer());
+    }
+}
