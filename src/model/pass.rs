@@ -70,7 +70,6 @@ pub struct Stretch {
 
 impl Stretch {
     /// Rows of a micro-block in a tensor that holds the stretch's rows.
-    #[must_use]
     pub fn rows(&self, x: &Tensor, block: &Piece) -> Tensor {
         x.narrow(0, block.start.since(self.piece.start).dim(), block.rows().dim())
     }
@@ -240,6 +239,9 @@ impl Pass<'_> {
     ///
     /// # Errors
     /// When libtorch refuses.
+    ///
+    /// # Panics
+    /// Never: a stretch has a block.
     pub fn backward_tail(
         &self,
         layer: LayerIndex,

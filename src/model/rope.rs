@@ -215,7 +215,6 @@ impl Rope {
     ///
     /// # Panics
     /// When `acc` is coarser than float32: an angle in half precision loses whole turns.
-    #[must_use]
     pub fn frequencies(&self, acc: Kind, device: Device) -> Tensor {
         assert!(matches!(acc, Kind::Float | Kind::Double), "angles are formed in float32 or float64, not {acc:?}");
         Tensor::from_slice(&self.inverse_frequencies).to_kind(acc).to_device(device)
@@ -224,7 +223,6 @@ impl Rope {
     /// Cosine and sine, each [t, `rotary_dim` / 2] in dtype `out`, of the positions `start..stop`.
     ///
     /// The angle is position times inverse frequency in the dtype of `frequencies_d`, where the gain is applied too.
-    #[must_use]
     pub fn tables(&self, positions: Range<i64>, frequencies_d: &Tensor, out: Kind) -> (Tensor, Tensor) {
         let (acc, device) = (frequencies_d.kind(), frequencies_d.device());
         let position_t = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).to_kind(acc);
