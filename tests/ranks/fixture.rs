@@ -29,7 +29,7 @@ use tch::{Device, Kind, Tensor};
 pub(crate) const TERMS: Terms =
     Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
 
-/// Where claims compute: the CPU, or with LONGSTRAW_TEST_DEVICE=cuda a GPU, which ranks share.
+/// Where claims compute: the CPU, or with `LONGSTRAW_TEST_DEVICE=cuda` a GPU, which ranks share.
 static DEVICE: OnceLock<Device> = OnceLock::new();
 
 pub(crate) fn choose_device(world: &World) {
