@@ -87,18 +87,30 @@ pub fn run(all: &Axis, local: LocalGrads, adapters: &Adapters, norm_max: f64) ->
     let mut sum = Tensor::cat(&flat, 0).contiguous();
     drop(flat);
     sum_over_ranks(all, &mut sum);
-    let norm = sum.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
+    // Tensor by tensor: float64 copies of all gradients at once would be the largest thing in memory here.
+    let norm = parts(&sum, &gradients).map(|part| square(&part)).sum::<f64>().sqrt();
     let scale = if norm_max > 0.0 && norm > norm_max { norm_max / norm } else { 1.0 };
-    let mut first = 0;
     let mut reduced = Vec::with_capacity(gradients.len());
-    for (gradient, name) in gradients.iter().zip(adapters.names()) {
-        let count = gradient.size().iter().product::<i64>();
-        let part = sum.narrow(0, first, count).view_as(gradient);
+    for ((gradient, part), name) in gradients.iter().zip(parts(&sum, &gradients)).zip(adapters.names()) {
         if part.isfinite().all().int64_value(&[]) == 0 {
             return Err(Error::NotFinite { tensor: name, norm }.into());
         }
         reduced.push((part * scale).to_device(gradient.device()));
-        first += count;
     }
     Ok(ReducedGrads { gradients: reduced, norm })
+}
+
+/// The parts of `sum` that belong to each gradient, shaped like them.
+fn parts<'a>(sum: &'a Tensor, gradients: &'a [Tensor]) -> impl Iterator<Item = Tensor> + 'a {
+    gradients.iter().scan(0, |first, gradient| {
+        let count = gradient.size().iter().product::<i64>();
+        let part = sum.narrow(0, *first, count).view_as(gradient);
+        *first += count;
+        Some(part)
+    })
+}
+
+/// Sum of the squares, in float64.
+fn square(x: &Tensor) -> f64 {
+    x.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])
 }

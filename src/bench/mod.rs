@@ -349,6 +349,15 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// What a run has left in the adapters: kept beside the device, and only where there is something to compare it with.
+    fn taken(&self) -> Vec<Tensor> {
+        let gradients = finalize::take(&self.adapters).0;
+        if !self.options.conventional {
+            return Vec::new();
+        }
+        gradients.iter().map(|gradient| gradient.to_device(Device::Cpu)).collect()
+    }
+
     /// Prompt and answers of random tokens.
     fn tokens(&self, prompt: Tokens, group: u64) -> (Vec<i64>, Vec<Vec<i64>>) {
         tch::manual_seed(2);
@@ -405,7 +414,7 @@ impl Bench<'_> {
             peak_device_bytes: counted(Purse::Device).peak,
             host_bytes: counted(Purse::Host).peak,
             loss: done.loss,
-            gradients: finalize::take(&self.adapters).0,
+            gradients: self.taken(),
         })
     }
 
@@ -449,7 +458,7 @@ impl Bench<'_> {
             peak_device_bytes: counted(Purse::Device).peak,
             host_bytes: Bytes(0),
             loss,
-            gradients: finalize::take(&self.adapters).0,
+            gradients: self.taken(),
         })
     }
 }

@@ -166,6 +166,13 @@ impl<'a> Sizes<'a> {
                 format!("{pairs} values × {} B × (master, gradient, two moments)", self.acc),
                 "choose a smaller lora.rank, or fewer lora.targets",
             ),
+            within(
+                Phase::Finalize,
+                "gradients on their way",
+                product(&[pairs, self.acc, 3]),
+                format!("{pairs} values × {} B × (a rank's own, their sum, what the optimizer gets)", self.acc),
+                "choose a smaller lora.rank, or fewer lora.targets",
+            ),
         ]
     }
 
