@@ -30,7 +30,7 @@ status=0
 run() {
     local name=$1 ranks=$2 start=$SECONDS exit=0
     shift 2
-    LONGSTRAW_TEST_DEVICE=cuda timeout --kill-after=10 "$limit_s" scripts/mpirun.sh "$ranks" "$@" 2>&1 | tee -a "$lines" || exit=$?
+    CLAIMS_DEVICE=cuda timeout --kill-after=10 "$limit_s" scripts/mpirun.sh "$ranks" "$@" 2>&1 | tee -a "$lines" || exit=$?
     printf '{"run": "%s", "ranks": %s, "exit": %s, "seconds": %s}\n' "$name" "$ranks" "$exit" "$((SECONDS - start))" | tee -a "$lines"
     [ "$exit" = 0 ] || status=1
 }

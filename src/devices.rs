@@ -10,6 +10,7 @@ use tch::Device;
 
 use crate::config::DeviceChoice as Wanted;
 use crate::failure::{Classified, Exit, Failure};
+use crate::tensor::boundary::measured;
 use crate::tensor::gpu;
 use crate::units::from_index;
 use crate::world::World;
@@ -60,6 +61,7 @@ impl Classified for Error {
 /// # Errors
 /// When ranks would have different kinds of device, share one unasked, or have none of the kind that was asked for.
 pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> Result<Device, Failure> {
+    world.ledger().measure_with(measured);
     let found = match wanted {
         Wanted::Cpu => Ok(0),
         // The library takes seconds to open: not for nothing, on a machine without a driver.

@@ -14,7 +14,7 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::conventional;
-use crate::failure::{Classified, Exit, Failure};
+use crate::failure::{Classified, Exit, Failure, Phase};
 use crate::handoff::{Keeping, Work};
 use crate::layout::PromptLayout;
 use crate::model::decoder::Decoder;
@@ -27,10 +27,10 @@ use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Batch, Counted, Terms};
 use crate::parity::{Gradient, dtype_name};
 use crate::replay::{self, Goal};
-use crate::tensor::boundary::{Purse, counted, forget_peaks};
+use crate::tensor::boundary::{counted, forget_peaks, storage_bytes};
 use crate::tensor::{accumulation, gpu};
 use crate::units::{Bytes, Tokens, as_dim};
-use crate::watch::Ledger;
+use crate::watch::{Purpose, Purse};
 use crate::world::World;
 use crate::{capture, finalize, score};
 use rates::Rates;
@@ -241,6 +241,9 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     }
     let spec = world.agree(Spec::read(&options.model, None).map_err(Failure::from))?;
     let weights = world.agree(Weights::random(&spec, 0, options.kind, options.device).map_err(Failure::from))?;
+    let ledger = world.ledger();
+    let held_weights = ledger.hold(Purpose::Weights, Purse::Device, weights.bytes());
+    world.board().set_layers(spec.layers);
     let weights = Rc::new(weights);
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
@@ -248,6 +251,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let two = Spec { layers: spec.layers.min(2), window: spec.window[..spec.layers.min(2)].to_vec(), ..spec.clone() };
     let short = spec.family.decoder(&two, weights, options.kind);
     let adapters = random_adapters(&spec, accumulation(options.kind), options.device);
+    let masters = adapters.tensors().map(storage_bytes).sum::<Bytes>();
+    let held_adapters = ledger.hold(Purpose::Adapters, Purse::Device, masters);
     let head = Head { rows_max: 512, temperature: 1.0 };
     let work = rates::Work::of(&spec, options.prompt);
     let bench = Bench { world, options, decoder, short, adapters, head, work };
@@ -265,6 +270,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
             apart.extend(exact.map(|run| (group, distance(&run.gradients, judged))));
         }
     }
+    drop((held_weights, held_adapters));
     Ok(Report {
         parameters: spec.parameter_count(),
         dtype: dtype_name(options.kind),
@@ -382,20 +388,22 @@ impl Bench<'_> {
         let tail = Tokens(gradient.tail(prompt).0.min(prompt.0));
         let layout = PromptLayout::new(prompt, self.options.page_size, self.world.cp.size(), tail);
         let work = Work::new(layout, prompt_ids, answers);
-        let ledger = Ledger::default();
-        let seat = Seat { axis: &self.world.cp, ledger: &ledger };
+        let seat = Seat { axis: &self.world.cp, ledger: self.world.ledger() };
         let pass = Pass { decoder, adapters: &self.adapters, seat, micro_block: self.options.micro_block };
         let board = self.world.board();
         let pinning = Instant::now();
         capture::make_room(&pass, &work, self.options.keeping)?;
         let pinning_seconds = pinning.elapsed().as_secs_f64();
         let meter = Meter::start(self.options.device)?;
+        board.enter(Phase::Capture);
         let captured = capture::run(&pass, &work, self.options.keeping, board)?;
         let capture_seconds = meter.seconds()?;
+        board.enter(Phase::Score);
         let frozen = score::run(&pass, &self.head, &work, &captured, board)?;
         let score_seconds = meter.seconds()? - capture_seconds;
         let weights = vec![weight; work.answers.len()];
         let goal = Goal { old: &frozen, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
+        board.enter(Phase::Replay);
         let done = replay::run(&pass, &self.head, &work, &captured, goal, board)?;
         let tail_seconds = done.seconds.tail;
         Ok(Run {

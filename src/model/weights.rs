@@ -14,8 +14,9 @@ use tch::{Device, Kind, Tensor};
 use super::shards::{self, Checkpoint, Place, kind_of};
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
 use crate::failure::{Classified, Exit};
+use crate::tensor::boundary::storage_bytes;
 use crate::tensor::bytes::{self, fill_from_bytes};
-use crate::units::{as_dim, as_index, float, from_dim, from_index};
+use crate::units::{Bytes, as_dim, as_index, float, from_dim, from_index};
 
 /// Bytes at either end of a tensor that the digest reads.
 const DIGEST_SAMPLE_BYTES: usize = 4096;
@@ -198,6 +199,14 @@ impl Weights {
     pub fn converted(&self, kind: Kind) -> Weights {
         let tensors = self.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.to_kind(kind))).collect();
         Weights { tensors, digest: self.digest.clone(), kind, device: self.device }
+    }
+
+    /// Bytes of all tensors; a tied head is one with the embedding.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        let each: BTreeMap<usize, Bytes> =
+            self.tensors.values().map(|tensor| (tensor.data_ptr().addr(), storage_bytes(tensor))).collect();
+        each.into_values().sum()
     }
 
     /// The dtype of all tensors.

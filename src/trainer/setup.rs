@@ -1,7 +1,6 @@
 //! Everything a run opens before its first step: checks, weights, adapters, data.
 
 use std::cell::OnceCell;
-use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
@@ -25,10 +24,10 @@ use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
 use crate::plan::{self, Plan, Room};
 use crate::report::open_log;
-use crate::tensor::boundary::{measured, storage_bytes};
+use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
 use crate::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
-use crate::watch::{Held, Ledger, Purpose, Purse};
+use crate::watch::{Held, Purpose, Purse};
 use crate::world::World;
 
 /// A run that is ready to step.
@@ -114,7 +113,6 @@ impl Session {
     /// When the configuration, the checkpoint or the data is wrong, ranks differ, or memory is short.
     pub fn open(loaded: &Loaded, world: &mut World) -> Result<Session, Failure> {
         let config = &loaded.run;
-        world.ledger().measure_with(measured);
         world.same("the configuration (digest)", &config.digest())?;
         let ranks = from_index(world.all.size());
         world.agree(checked(config, ranks))?;
@@ -133,7 +131,7 @@ impl Session {
         world.same("the data (digest)", &digests[0])?;
         world.same("the held-out data (digest)", &digests[1])?;
         let weights = world.agree(load_weights(config, &spec, device))?;
-        let mut held = vec![hold_weights(world.ledger(), &weights)];
+        let mut held = vec![world.ledger().hold(Purpose::Weights, Purse::Device, weights.bytes())];
         let model_digest = weights.digest().to_owned();
         world.same("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
@@ -254,13 +252,6 @@ fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Re
     let kept = world.all.gather_numbers(u64::from(plan.keeping.attention));
     let keeping = Keeping { every: as_index(every), attention: kept.iter().all(|&kept| kept == 1), ..plan.keeping };
     Ok((plan, keeping))
-}
-
-/// Counts the checkpoint's tensors; a tied head is one with the embedding.
-fn hold_weights(ledger: &Ledger, weights: &Weights) -> Held {
-    let each: BTreeMap<usize, Bytes> =
-        weights.iter().map(|(_, tensor)| (tensor.data_ptr().addr(), storage_bytes(tensor))).collect();
-    ledger.hold(Purpose::Weights, Purse::Device, each.into_values().sum())
 }
 
 fn adam_w(config: &RunConfig, adapters: &Adapters) -> AdamW {

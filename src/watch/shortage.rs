@@ -65,6 +65,8 @@ pub struct Shortage {
     site: Site,
     in_top_layer: bool,
     asked: Asked,
+    /// Whether the device's memory is another than the host's.
+    apart: bool,
     /// Which memory has run out.
     purse: Purse,
     held: Holdings,
@@ -76,24 +78,20 @@ impl Shortage {
     pub fn of(words: &str, place: &Place, held: Holdings) -> Shortage {
         let mut asked = Asked::of(words);
         let of_host = ["can't allocate memory", "host memory"].iter().any(|told| words.contains(told));
-        let purse = if of_host || held.reserved.is_none() { Purse::Host } else { Purse::Device };
+        let apart = held.reserved.is_some() || words.contains("CUDA");
+        let purse = if of_host || !apart { Purse::Host } else { Purse::Device };
         if purse == Purse::Host {
             asked.free = asked.free.or_else(available_memory);
         }
-        Shortage { site: place.site(), in_top_layer: place.in_top_layer(), asked, purse, held }
-    }
-
-    /// Whether the device's memory is another than the host's.
-    fn apart(&self) -> bool {
-        self.held.reserved.is_some()
+        Shortage { site: place.site(), in_top_layer: place.in_top_layer(), asked, apart, purse, held }
     }
 
     /// The largest part in the memory that has run out. What was being asked for is scratch, as far as anybody knows.
     fn largest(&self) -> Holding {
         let asked = self.asked.bytes.unwrap_or_default();
-        let purse = if self.apart() { self.purse } else { Purse::Device };
+        let purse = if self.apart { self.purse } else { Purse::Device };
         let scratch = Holding { part: Part::Scratch, purse, bytes: asked };
-        let here = |holding: &&Holding| !self.apart() || holding.purse == self.purse;
+        let here = |holding: &&Holding| !self.apart || holding.purse == self.purse;
         let parts = self.held.parts.iter().filter(here).copied();
         let parts = parts.map(|holding| match holding.part {
             Part::Scratch if holding.purse == purse => Holding { bytes: holding.bytes + asked, ..holding },
@@ -106,7 +104,7 @@ impl Shortage {
     fn setting(&self, holding: &Holding) -> &'static str {
         const MODEL: &str = "model.dtype = \"bfloat16\", or a smaller model";
         const RANKS: &str = "more ranks to a prompt (parallel.cp_size)";
-        let movable = self.apart() && holding.purse == Purse::Device;
+        let movable = self.apart && holding.purse == Purse::Device;
         match holding.part {
             Part::Kind(Purpose::Weights) => MODEL,
             Part::Kind(Purpose::Adapters | Purpose::Optimizer) => "lora.rank smaller",
@@ -137,7 +135,7 @@ impl Shortage {
     #[must_use]
     pub fn report(&self) -> String {
         let Asked { bytes, free, capacity } = self.asked;
-        let memory = if self.apart() { self.purse.name() } else { "host" };
+        let memory = if self.apart { self.purse.name() } else { "host" };
         let asked = bytes.map_or_else(|| "more was asked for than there is".into(), |b| format!("{b} were asked for"));
         let free = match (free, capacity) {
             (Some(free), Some(capacity)) => format!(", {free} of {capacity} were free"),
@@ -205,6 +203,13 @@ mod tests {
     fn of(part: Part, purse: Purse, phase: Phase, layer: usize) -> String {
         let words = if purse == Purse::Device { CUDA } else { "out of memory: pinning host memory" };
         Shortage::of(words, at(phase, layer).place(), held(&[(part, purse, 90)], Some(90))).report()
+    }
+
+    #[test]
+    fn a_gpu_is_known_by_its_allocators_words_too() {
+        let held = held(&[(Part::Kind(Purpose::Pages), Purse::Device, 90)], None);
+        let report = Shortage::of(CUDA, at(Phase::Score, 2).place(), held).report();
+        assert!(report.contains("out of device memory") && report.contains("memory.cpu_offload_pages"), "{report}");
     }
 
     #[test]

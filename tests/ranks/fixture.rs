@@ -29,11 +29,11 @@ use tch::{Device, Kind, Tensor};
 pub(crate) const TERMS: Terms =
     Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
 
-/// Where claims compute: the CPU, or with `LONGSTRAW_TEST_DEVICE=cuda` a GPU, which ranks share.
+/// Where claims compute: the CPU, or with `CLAIMS_DEVICE=cuda` a GPU, which ranks share.
 static DEVICE: OnceLock<Device> = OnceLock::new();
 
 pub(crate) fn choose_device(world: &World) {
-    let wanted = std::env::var("LONGSTRAW_TEST_DEVICE").is_ok_and(|wanted| wanted == "cuda");
+    let wanted = std::env::var("CLAIMS_DEVICE").is_ok_and(|wanted| wanted == "cuda");
     let wanted = if wanted { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
     DEVICE.set(run(devices::choose(world, wanted, true, false))).expect("chosen once");
 }
