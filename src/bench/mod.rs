@@ -102,6 +102,10 @@ pub struct Run {
     pub stage_wait_seconds: f64,
     /// Before the clock started: host memory was pinned.
     pub pinning_seconds: f64,
+    /// Copied to the device.
+    pub bytes_in: Bytes,
+    /// Copied from it to host memory.
+    pub bytes_out: Bytes,
     /// Matrix products and attention of the capture, TFLOP/s; 0 without one.
     pub capture_rate: f64,
     /// Peak of graphs, scratch and stages above what lay there before the run.
@@ -314,6 +318,7 @@ struct Meter {
     start: Instant,
     device: Bytes,
     waited: f64,
+    moved: (Bytes, Bytes),
 }
 
 impl Meter {
@@ -322,13 +327,19 @@ impl Meter {
         gpu::empty_cache();
         forget_peaks();
         let waited = gpu::stage_wait_seconds();
-        Ok(Meter { on, start: Instant::now(), device: counted(Purse::Device).live, waited })
+        Ok(Meter { on, start: Instant::now(), device: counted(Purse::Device).live, waited, moved: gpu::moved() })
     }
 
     /// Since the start, with all that was asked of the device done.
     fn seconds(&self) -> Result<f64, Failure> {
         gpu::synchronize(self.on)?;
         Ok(self.start.elapsed().as_secs_f64())
+    }
+
+    /// Bytes copied in and out.
+    fn moved(&self) -> [Bytes; 2] {
+        let (into, out) = gpu::moved();
+        [Bytes(into.0 - self.moved.0.0), Bytes(out.0 - self.moved.1.0)]
     }
 
     fn waited(&self) -> f64 {
@@ -416,6 +427,8 @@ impl Bench<'_> {
             tail_seconds,
             total_seconds: meter.seconds()?,
             stage_wait_seconds: meter.waited(),
+            bytes_in: meter.moved()[0],
+            bytes_out: meter.moved()[1],
             pinning_seconds,
             capture_rate: (self.work.linear_tera + self.work.attention_tera) / capture_seconds,
             device_bytes: meter.device(),
@@ -460,6 +473,8 @@ impl Bench<'_> {
             tail_seconds: 0.0,
             total_seconds,
             stage_wait_seconds: 0.0,
+            bytes_in: Bytes(0),
+            bytes_out: Bytes(0),
             pinning_seconds: 0.0,
             capture_rate: 0.0,
             device_bytes: meter.device(),

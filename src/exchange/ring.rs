@@ -11,7 +11,7 @@ use tch::{Device, Tensor};
 use super::outgoing;
 use crate::layout::Run;
 use crate::tensor::boundary::storage_bytes;
-use crate::tensor::views;
+use crate::tensor::{gpu, views};
 use crate::units::{Rank, as_dim};
 use crate::watch::{Held, Ledger, Purpose, Purse};
 use crate::world::Axis;
@@ -27,7 +27,7 @@ impl Travelling {
     /// This rank's own run sets out.
     fn own(planes: &[Tensor], alone: bool) -> Travelling {
         // A rank that is alone sends nothing: nothing needs to lie in host memory.
-        let wire = |plane: &Tensor| if alone { plane.shallow_clone() } else { outgoing(plane) };
+        let wire = |plane: &Tensor| if alone { plane.shallow_clone() } else { pinned(plane) };
         Travelling { wire: planes.iter().map(wire).collect(), held: Vec::new() }
     }
 
@@ -39,6 +39,21 @@ impl Travelling {
         }
         here
     }
+}
+
+/// A run as it leaves for another rank: from a GPU through pinned memory, which it leaves at the bus's own rate.
+fn pinned(x: &Tensor) -> Tensor {
+    if x.device() == Device::Cpu {
+        return outgoing(x);
+    }
+    let mut held = page_locked(x);
+    held.copy_(&x.detach());
+    held
+}
+
+/// Pinned memory of the shape of `like`.
+fn page_locked(like: &Tensor) -> Tensor {
+    gpu::pinned_like(like).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Shows `visit` every rank's run, this rank's own first, then from the next lower rank on round the ring. `run_of`
@@ -121,7 +136,7 @@ pub fn ring_home(
             break;
         }
         // Sums leave only when this rank's share is in them, so they cannot overlap with it.
-        let leaving_sums: Vec<Tensor> = sums.iter().map(outgoing).collect();
+        let leaving_sums: Vec<Tensor> = sums.iter().map(pinned).collect();
         let mut sums_next = arriving(&leaving_sums, (shape.sum_rows)(next), device, ledger);
         let leaving: Vec<&[u8]> = leaving_sums.iter().map(views::view).collect();
         axis.ring_step(&leaving, sums_next.wire.iter_mut().map(views::view_mut).collect(), || ());
@@ -157,7 +172,8 @@ fn arriving(like: &[Tensor], rows: i64, device: Device, ledger: &Ledger) -> Trav
         .map(|plane| {
             let mut shape = plane.size();
             shape[0] = rows;
-            Tensor::empty(shape, (plane.kind(), plane.device()))
+            let empty = Tensor::empty(shape, (plane.kind(), Device::Cpu));
+            if device == Device::Cpu { empty } else { page_locked(&empty) }
         })
         .collect();
     let purse = if device == Device::Cpu { Purse::Device } else { Purse::Host };

@@ -133,7 +133,8 @@ impl Plan {
             let here = |addend: &&Addend| addend.phase == Some(phase) && places.contains(&addend.place);
             self.addends.iter().filter(here).map(|addend| addend.bytes).sum()
         };
-        self.addends.iter().filter_map(|addend| addend.phase).max_by_key(|&phase| of(phase))
+        let phases = self.addends.iter().filter_map(|addend| addend.phase);
+        phases.filter(|&phase| of(phase) > Bytes(0)).max_by_key(|&phase| of(phase))
     }
 
     /// What is alive when most is, by place and by the kinds that a run counts it under: names, where, and bytes.

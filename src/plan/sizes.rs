@@ -112,7 +112,7 @@ impl<'a> Sizes<'a> {
         if !self.config.memory.prompt_no_grad {
             return [self.model(), self.conventional()].concat();
         }
-        [self.model(), self.pages(), self.answers(), self.capture(), self.tail()].concat()
+        [self.model(), self.pages(), self.messages(), self.answers(), self.capture(), self.tail()].concat()
     }
 
     /// The conventional schedule: everything of one whole sequence on one rank.
@@ -199,6 +199,21 @@ impl<'a> Sizes<'a> {
             }
         }
         sum
+    }
+
+    /// What waits in host memory to be sent, and what has arrived there, where ranks meet and the model is on a GPU.
+    fn messages(&self) -> Vec<Addend> {
+        if !self.beside || self.config.cp_size(self.ranks) == 1 {
+            return Vec::new();
+        }
+        let sums = if self.travels { self.state / self.model * self.acc } else { 0 };
+        vec![addend(
+            "messages between ranks",
+            Place::Host,
+            product(&[self.rows, self.state + sums]),
+            format!("two runs of half a rank's {} positions × {} B", self.rows, self.state + sums),
+            "use more ranks (parallel.cp_size)",
+        )]
     }
 
     /// Foreign page runs while they pass by; a rank that has a prompt for itself sees none.

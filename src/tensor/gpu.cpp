@@ -214,6 +214,11 @@ c10::Event mark(const c10::Stream& stream, bool timed) {
 
 constexpr size_t kOpenWaits = 256;
 
+// Bytes copied to the device and back so far.
+std::atomic<uint64_t> moved_in{0}, moved_out{0};
+
+uint64_t bytes_of(const at::Tensor& x) { return static_cast<uint64_t>(x.numel()) * x.element_size(); }
+
 void settle(Waits& all) {
   for (auto& [before, after] : all.open) {
     after.synchronize();
@@ -357,6 +362,7 @@ int longstraw_copy_near(at::Tensor* target, at::Tensor* source, char* message, s
     };
     at::Tensor to = seen(*target);
     at::bitwise_or_out(to, seen(*source), 0);
+    (target->is_cuda() ? moved_in : moved_out).fetch_add(bytes_of(*source));
   });
 }
 
@@ -371,6 +377,7 @@ int longstraw_copy_out(at::Tensor* target, at::Tensor* source, void** done, char
       target->copy_(*source, true);
     }
     *done = new c10::Event(mark(out, false));
+    moved_out.fetch_add(bytes_of(*source));
   });
 }
 
@@ -385,6 +392,7 @@ int longstraw_copy_in(at::Tensor* target, at::Tensor* source, void** done, char*
       target->copy_(*source, true);
     }
     *done = new c10::Event(mark(in, false));
+    moved_in.fetch_add(bytes_of(*source));
   });
 }
 
@@ -419,6 +427,11 @@ int longstraw_event_between(void* before, void* after, double* milliseconds, cha
     last->synchronize();
     *milliseconds = static_cast<c10::Event*>(before)->elapsedTime(*last);
   });
+}
+
+void longstraw_moved(uint64_t* in, uint64_t* out) {
+  *in = moved_in.load();
+  *out = moved_out.load();
 }
 
 // Milliseconds that the compute stream has stood still for copies so far.

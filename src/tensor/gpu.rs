@@ -65,6 +65,7 @@ unsafe extern "C" {
         message: *mut c_char,
         capacity: usize,
     ) -> c_int;
+    fn longstraw_moved(into: *mut u64, out: *mut u64);
     fn longstraw_stall_ms() -> f64;
 }
 
@@ -150,6 +151,15 @@ pub fn synchronize(device: Device) -> Result<(), Error> {
     }
     // SAFETY: no arguments but the message.
     Words::of("waiting for the GPU", |to, room| unsafe { longstraw_gpu_synchronize(to, room) })
+}
+
+/// Bytes copied to the device and back to host memory so far; 0 without a GPU.
+#[must_use]
+pub fn moved() -> (Bytes, Bytes) {
+    let (mut into, mut out) = (0, 0);
+    // SAFETY: two numbers that outlive the call.
+    unsafe { longstraw_moved(&raw mut into, &raw mut out) };
+    (Bytes(into), Bytes(out))
 }
 
 /// Seconds that the computation has stood still for copies so far; 0 without a GPU.
