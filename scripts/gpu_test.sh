@@ -46,6 +46,8 @@ runs, claims, words = [], [], []
 for line in open(sys.argv[1]):
     try:
         found = json.loads(line)
+        if not isinstance(found, dict):
+            raise ValueError
     except ValueError:
         words.append(line.rstrip())
         continue

@@ -220,7 +220,7 @@ gpu_libraries() {
     say "unpacking into .deps"
     unpack "$INCOMING/site" 'torch/lib/*.so*' 'nvidia/*/lib/*.so*' '*.dist-info/*LICENSE*' '*.dist-info/*License*'
     rm -f "$stamp"
-    cp -Rn --link "$INCOMING/site/." .deps/site/
+    cp -Rf --link "$INCOMING/site/." .deps/site/
     printf '%s\n' "$pins" >"$INCOMING/stamp"
     mv "$INCOMING/stamp" "$stamp"
     say "libtorch's GPU libraries are in .deps/site ($(du -sh .deps/site | cut -f1))"

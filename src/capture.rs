@@ -35,8 +35,9 @@ pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failu
     let width = from_dim(pass.decoder.width()) * model;
     let mut blocks = Vec::new();
     let mut add = |count: u64, bytes: u64| blocks.extend((0..count).map(|_| Bytes(bytes)));
+    let planes = pass.decoder.mixer(LayerIndex(0)).planes();
     if keeping.pages == Residency::Host {
-        for plane in pass.decoder.mixer(LayerIndex(0)).planes() {
+        for plane in &planes {
             for run in layout.chunks_of(rank) {
                 add(layers, run.pages.0 * layout.page_size().0 * plane.bytes().0);
             }
@@ -46,7 +47,7 @@ pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failu
     let rows = |span: &Span| span.of(rank).map(Piece::rows).sum::<Tokens>().0;
     if keeping.tail == Residency::Host {
         let every = if pass.travels(&tail) { from_index(keeping.every) } else { 1 };
-        add(layers.div_ceil(every), rows(&tail) * width);
+        add(layers.div_ceil(every) + every - 1, rows(&tail) * width);
         if keeping.attention && pass.travels(&tail) {
             for stretch in pass.stretches(&tail) {
                 let (out, lse) = pass.decoder.mixer(LayerIndex(0)).kept_row();
@@ -55,10 +56,19 @@ pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failu
             }
         }
     }
+    if pass.seat.axis.size() > 1 {
+        // Runs that leave and arrive, and with a long tail the sums that travel with them.
+        for (plane, run) in planes.iter().flat_map(|plane| layout.chunks_of(rank).map(move |run| (plane, run))) {
+            let sums = if pass.travels(&tail) { plane.bytes().0 / element_bytes(plane.kind) * acc } else { 0 };
+            add(3, run.rows().0 * plane.bytes().0);
+            add(3, run.rows().0 * sums);
+        }
+    }
     for answer in &work.answers {
         add(layers, rows(&answer.span) * width);
     }
-    gpu::reserve_pinned(&blocks)?;
+    let pinned = gpu::reserve_pinned(&blocks)?;
+    tracing::debug!("{pinned} of host memory are pinned");
     Ok(())
 }
 
@@ -84,6 +94,9 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
     let rows = x_pw.size()[0];
     for layer in (0..pass.decoder.layers()).map(LayerIndex) {
         board.layer(layer);
+        // What the layer before has left behind has had a layer's time to leave.
+        tail.settle()?;
+        mixed.settle()?;
         if tail_rows.0 > 0 && layer.0.is_multiple_of(keeping.every) {
             tail.put(Slot { span: 0, layer }, &x_pw.narrow(0, rows - tail_rows.dim(), tail_rows.dim()))?;
         }
@@ -91,6 +104,9 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
         pages.push(slabs)?;
         (x_pw, held) = next;
     }
+    tail.settle()?;
+    mixed.settle()?;
+    pages.settle()?;
     pages.audit(&pass.decoder.mixer(LayerIndex(0)).planes())?;
     let last_row = (layout.last_row_owner() == rank).then(|| x_pw.narrow(0, rows - 1, 1).copy());
     drop(held);

@@ -75,6 +75,10 @@ pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> R
         let ranks = world.all.size();
         return match (wanted, with) {
             (Wanted::Cuda, 0) => world.agree(Err(Error::None { why: none }.into())),
+            (Wanted::Auto, 0) if driver() => {
+                world.remark(&format!("this machine has a GPU driver, and the CPU is used: {none}"));
+                Ok(Device::Cpu)
+            }
             (_, 0) => Ok(Device::Cpu),
             _ => world.agree(Err(Error::Uneven { with, ranks }.into())),
         };

@@ -66,7 +66,7 @@ impl Exit {
 /// Whether libtorch's words say that memory has run out.
 #[must_use]
 pub fn out_of_memory(message: &str) -> bool {
-    ["can't allocate memory", "out of memory"].iter().any(|words| message.contains(words))
+    ["can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"].iter().any(|words| message.contains(words))
 }
 
 /// An error that knows the exit code it leads to.

@@ -133,6 +133,14 @@ impl MixedPool {
         Ok(())
     }
 
+    /// The computation goes on after what was kept has left the device; its memory there is free from then on.
+    ///
+    /// # Errors
+    /// When a copy had failed.
+    pub fn settle(&mut self) -> Result<(), tensor::Error> {
+        self.pool.settle()
+    }
+
     /// What was kept of a layer sets out for the device: it will be asked for soon.
     ///
     /// # Errors

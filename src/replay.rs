@@ -10,8 +10,6 @@
 //! of the pages, so the tail comes last in every layer; it runs once for the group. Only one layer's gradient of page
 //! state exists at a time. The pool holds exactly answers × rows × width × layers.
 
-use std::time::Instant;
-
 use tch::Tensor;
 
 use crate::failure::{Failure, Phase};
@@ -22,6 +20,7 @@ use crate::model::mixer::{Past, PastGradient};
 use crate::model::pass::{Pass, SpanRows, Tail};
 use crate::objective::{self, Terms, Tokens};
 use crate::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};
+use crate::tensor::gpu::Mark;
 use crate::units::{Bytes, LayerIndex, as_dim};
 use crate::watch::{Board, Purpose};
 
@@ -74,11 +73,14 @@ struct Replay<'a> {
     work: &'a Work,
     captured: &'a Captured,
     goal: Goal<'a>,
+    board: &'a Board,
     pool: HiddenPool,
     /// Tail inputs that were computed again.
     again: HiddenPool,
     /// The layer from whose kept tail input those above it were computed again last.
     filled_from: Option<usize>,
+    /// When the tail's turns began and ended.
+    turns: Vec<(Mark, Mark)>,
     done: Replayed,
 }
 
@@ -94,7 +96,8 @@ pub fn run(
     goal: Goal,
     board: &Board,
 ) -> Result<Replayed, Failure> {
-    let start = Instant::now();
+    let device = pass.decoder.device();
+    let start = Mark::now(device)?;
     let nothing = Replayed {
         loss: 0.0,
         ratio: None,
@@ -105,7 +108,8 @@ pub fn run(
     };
     let pool = |residency, purpose| HiddenPool::new(residency, purpose, pass.seat.ledger.clone());
     let (pool, again) = (pool(Residency::Host, Purpose::Hidden), pool(captured.keeping.tail, Purpose::Checkpoints));
-    let mut replay = Replay { pass, head, work, captured, goal, pool, again, filled_from: None, done: nothing };
+    let (filled_from, turns) = (None, Vec::new());
+    let mut replay = Replay { pass, head, work, captured, goal, board, pool, again, filled_from, turns, done: nothing };
     let top = LayerIndex(pass.decoder.layers() - 1);
     for (index, answer) in work.answers.iter().enumerate() {
         let inputs = work.inputs(answer, pass.seat.axis.rank());
@@ -118,13 +122,15 @@ pub fn run(
     board.layer(top);
     let mut dtail = replay.top(top)?;
     replay.done.pool_bytes = replay.pool.bytes();
-    replay.done.seconds.up = start.elapsed().as_secs_f64();
-    board.enter(Phase::Sweep);
+    let turned = Mark::now(device)?;
     for layer in (0..top.0).rev().map(LayerIndex) {
         board.layer(layer);
         dtail = replay.down(layer, dtail)?;
     }
-    replay.done.seconds.down = start.elapsed().as_secs_f64() - replay.done.seconds.up;
+    let end = Mark::now(device)?;
+    let turns = replay.turns.iter().map(|(before, after)| before.seconds_to(after));
+    let tail = turns.sum::<Result<f64, _>>()?;
+    replay.done.seconds = Spent { up: start.seconds_to(&turned)?, down: turned.seconds_to(&end)?, tail };
     Ok(replay.done)
 }
 
@@ -152,7 +158,7 @@ impl Replay<'_> {
 
     /// The top layer: every answer's forward, loss and first step back; then the tail's.
     fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
-        let staged = self.stage(layer, below(layer))?;
+        let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past);
         let first = self.first_tokens();
@@ -179,11 +185,13 @@ impl Replay<'_> {
         }
         let dlast = self.first_token_gradient(first.as_ref())?;
         let dtail = self.tail_start(dlast);
+        self.board.enter(Phase::Sweep);
+        self.board.layer(layer);
         self.tail(layer, &staged, dtail, gradient)
     }
 
     fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
-        let staged = self.stage(layer, below(layer))?;
+        let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past);
         for (index, answer) in self.work.with_rows() {
@@ -197,6 +205,19 @@ impl Replay<'_> {
         self.tail(layer, &staged, dtail, gradient)
     }
 
+    /// The layer from whose kept tail input that of `layer` has to be computed again, if it has to.
+    fn fill_from(&self, layer: LayerIndex) -> Option<LayerIndex> {
+        let span = self.work.layout.tail();
+        let kept = layer.0 - layer.0 % self.captured.keeping.every;
+        let due = !span.is_empty() && layer.0 != kept && self.filled_from != Some(kept);
+        due.then_some(LayerIndex(kept))
+    }
+
+    /// The layer whose pages are asked for next, on the way down, after those of `layer`.
+    fn after(&self, layer: LayerIndex) -> Option<LayerIndex> {
+        self.fill_from(layer).or(below(layer))
+    }
+
     /// The tail's turn in a layer: `gradient` is what the answers have left on its state. Every rank takes part, with
     /// or without rows.
     fn tail(
@@ -207,7 +228,7 @@ impl Replay<'_> {
         gradient: PastGradient,
     ) -> Result<Option<Tensor>, Failure> {
         let Some(dy_tw) = dtail else { return Ok(None) };
-        let start = Instant::now();
+        let start = Mark::now(self.pass.decoder.device())?;
         let layout = &self.work.layout;
         let span = layout.tail();
         self.fill_tail(layer, &span)?;
@@ -222,7 +243,7 @@ impl Replay<'_> {
             self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants)?
         };
         self.again.release(Slot { span: 0, layer });
-        self.done.seconds.tail += start.elapsed().as_secs_f64();
+        self.turns.push((start, Mark::now(self.pass.decoder.device())?));
         Ok(Some(dx_tw))
     }
 
@@ -247,20 +268,19 @@ impl Replay<'_> {
     /// Computes the tail's input of `layer` again, from the nearest layer below whose input was kept, and those of the
     /// layers between with it: going down, they come next. Every rank takes part, with or without rows.
     fn fill_tail(&mut self, layer: LayerIndex, span: &Span) -> Result<(), Failure> {
-        let kept = layer.0 - layer.0 % self.captured.keeping.every;
-        if layer.0 == kept || self.filled_from == Some(kept) {
-            return Ok(());
-        }
-        for below in (kept..layer.0).map(LayerIndex) {
-            let above = LayerIndex(below.0 + 1);
-            let staged = self.stage(below, Some(above).filter(|&above| above < layer))?;
-            let x_tw = self.tail_input(below)?;
-            let y_tw = self.pass.forward_tail(below, &x_tw, &self.travelling(span, &staged))?;
+        let Some(kept) = self.fill_from(layer) else { return Ok(()) };
+        for under in (kept.0..layer.0).map(LayerIndex) {
+            let above = LayerIndex(under.0 + 1);
+            // Behind the last of them the way down goes on, from the layer below this one.
+            let then = if above < layer { Some(above) } else { below(layer) };
+            let staged = self.stage(under, then)?;
+            let x_tw = self.tail_input(under)?;
+            let y_tw = self.pass.forward_tail(under, &x_tw, &self.travelling(span, &staged))?;
             if y_tw.size()[0] > 0 {
                 self.again.put(Slot { span: 0, layer: above }, &y_tw)?;
             }
         }
-        self.filled_from = Some(kept);
+        self.filled_from = Some(kept.0);
         Ok(())
     }
 

@@ -252,6 +252,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
     let decoder = spec.family.decoder(&spec, weights.clone(), options.kind);
+    world.same("the attention kernel", decoder.kernel().name())?;
     let two = Spec { layers: spec.layers.min(2), window: spec.window[..spec.layers.min(2)].to_vec(), ..spec.clone() };
     let short = spec.family.decoder(&two, weights, options.kind);
     let adapters = random_adapters(&spec, accumulation(options.kind), options.device);

@@ -29,7 +29,7 @@ pub enum ActivationCkpt {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceChoice {
-    /// On GPUs where every rank has one, else on the CPU.
+    /// On GPUs if ranks have them (all or none), else on the CPU.
     Auto,
     /// On the CPU.
     Cpu,

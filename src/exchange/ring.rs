@@ -51,6 +51,15 @@ fn pinned(x: &Tensor) -> Tensor {
     held
 }
 
+/// Waits for the device before the host writes into pinned memory by itself: a block that was let go may still be read or
+/// written by what was asked of the device before. (Work of the device among itself is ordered by its streams.)
+fn quiet(device: Device, ranks: usize) -> Device {
+    if ranks > 1 {
+        gpu::synchronize(device).unwrap_or_else(|error| panic!("{error}"));
+    }
+    device
+}
+
 /// Pinned memory of the shape of `like`.
 fn page_locked(like: &Tensor) -> Tensor {
     gpu::pinned_like(like).unwrap_or_else(|error| panic!("{error}"))
@@ -70,7 +79,7 @@ pub fn ring<E>(
     mut visit: impl FnMut(&Run, &[Tensor]) -> Result<(), E>,
 ) -> Result<(), E> {
     let (me, size) = (axis.rank().0, axis.size());
-    let device = device_of(&own);
+    let device = quiet(device_of(&own), size);
     let mut holding = Travelling::own(&own, size == 1);
     let mut here = own;
     let mut outcome = Ok(());
@@ -108,7 +117,7 @@ pub fn ring_home(
     mut visit: impl FnMut(&Run, &[Tensor], &[Tensor]),
 ) -> Vec<Tensor> {
     let (me, size) = (axis.rank().0, axis.size());
-    let device = device_of(&own);
+    let device = quiet(device_of(&own), size);
     let mut holding = Travelling::own(&own, size == 1);
     let (mut here, mut sums) = (own, home);
     // Bytes of foreign sums, counted while this rank holds them.

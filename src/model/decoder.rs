@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::lora::Adapters;
 use super::mixer::Mixer;
+use crate::tensor::kernels::Kernel;
 use crate::units::LayerIndex;
 
 /// What segment A hands on.
@@ -45,6 +46,9 @@ pub trait Decoder {
 
     /// Segment B: output projection, residual, feed-forward. `mixed` is what the mixer made of these rows.
     fn finish(&self, layer: LayerIndex, x_tw: &Tensor, mixed: &Tensor, keep: &[Tensor], adapters: &Adapters) -> Tensor;
+
+    /// What computes attention where no window cuts it; must be equal on all ranks.
+    fn kernel(&self) -> Kernel;
 
     /// Last norm and head: logits of rows, [t, v].
     fn logits(&self, x_tw: &Tensor) -> Tensor;

@@ -31,6 +31,7 @@ pub struct Dense {
     /// Inverse frequencies, where the model computes.
     frequencies_d: Tensor,
     mixers: Vec<Attention>,
+    kernel: Kernel,
     kind: Kind,
 }
 
@@ -57,7 +58,7 @@ impl Dense {
             .collect();
         let rope = Rope::new(&spec.rope);
         let frequencies_d = rope.frequencies(accumulation(kind), weights.device());
-        Dense { rope, frequencies_d, spec: spec.clone(), weights, mixers, kind }
+        Dense { rope, frequencies_d, spec: spec.clone(), weights, mixers, kernel, kind }
     }
 
     fn linear(&self, x_tw: &Tensor, module: &str, adapters: &Adapters) -> Tensor {
@@ -70,7 +71,7 @@ impl Dense {
     fn rms(&self, x: &Tensor, name: &str) -> Tensor {
         let acc = accumulation(self.kind);
         let width = x.size().last().copied().unwrap_or(0);
-        if x.device() != Device::Cpu && width >= FUSED_NORM_WIDTH {
+        if x.device() != Device::Cpu && width >= FUSED_NORM_WIDTH && x.numel() > 0 {
             let (normed, _) = x.internal_fused_rms_norm([width], None::<&Tensor>, self.spec.norm_eps);
             return normed * self.weights.get(&format!("{name}.weight"));
         }
@@ -145,6 +146,10 @@ impl Decoder for Dense {
         let gate = self.linear(&y, &format!("{block}.mlp.gate_proj"), adapters).silu();
         let up = self.linear(&y, &format!("{block}.mlp.up_proj"), adapters);
         x + self.linear(&(gate * up), &format!("{block}.mlp.down_proj"), adapters)
+    }
+
+    fn kernel(&self) -> Kernel {
+        self.kernel
     }
 
     fn logits(&self, x_tw: &Tensor) -> Tensor {

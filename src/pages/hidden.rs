@@ -28,22 +28,24 @@ pub struct Slot {
 /// A slot on its way to the device.
 #[derive(Debug)]
 struct Coming {
-    x: Tensor,
+    // Before the tensor, because fields are dropped in order: the copy ends before the memory goes that it writes.
     arrival: Arrival,
+    x: Tensor,
     held: Held,
 }
 
 /// Hidden states that wait, in host memory or where they were made.
 #[derive(Debug)]
 pub struct HiddenPool {
+    // First, because fields are dropped in order: copies end before the memory goes that they read or write.
+    outbox: RefCell<Outbox>,
+    /// Slots that set out for the device before they were asked for.
+    coming: RefCell<BTreeMap<Slot, Coming>>,
     slots: BTreeMap<Slot, (Tensor, Held)>,
     residency: Residency,
     purpose: Purpose,
     device: Device,
     ledger: Ledger,
-    outbox: RefCell<Outbox>,
-    /// Slots that set out for the device before they were asked for.
-    coming: RefCell<BTreeMap<Slot, Coming>>,
 }
 
 impl HiddenPool {
@@ -69,7 +71,6 @@ impl HiddenPool {
         self.device = x_tw.device();
         self.coming.get_mut().remove(&slot);
         let outbox = self.outbox.get_mut();
-        outbox.settle()?;
         let place = self.slots.get(&slot).map(|(held, _)| held);
         let place = place.filter(|held| held.size() == x_tw.size() && held.kind() == x_tw.kind());
         if let Some(place) = place {
@@ -86,6 +87,15 @@ impl HiddenPool {
         let held = self.ledger.hold(self.purpose, self.residency.purse(), storage_bytes(&kept));
         self.slots.insert(slot, (kept, held));
         Ok(())
+    }
+
+    /// The computation goes on after what was put has left the device; its memory there is free from then on. Until this,
+    /// or until something is asked for, what was put stays alive there.
+    ///
+    /// # Errors
+    /// When a copy had failed.
+    pub fn settle(&mut self) -> Result<(), tensor::Error> {
+        self.outbox.get_mut().settle()
     }
 
     /// Whether something was put there.
@@ -112,7 +122,7 @@ impl HiddenPool {
     fn fetch(&self, waiting: &Tensor) -> Result<Coming, tensor::Error> {
         let (x, arrival) = transit::fetch(waiting, self.device)?;
         let held = self.ledger.hold(Purpose::Stage, Purse::Device, storage_bytes(&x));
-        Ok(Coming { x, arrival, held })
+        Ok(Coming { arrival, x, held })
     }
 
     /// The slot on the device, until the stage is dropped.

@@ -156,6 +156,10 @@ impl PlaneRow {
 /// The captured state of one prompt on one rank.
 #[derive(Debug)]
 pub struct PagePool {
+    // First, because fields are dropped in order: copies end before the memory goes that they read or write.
+    outbox: RefCell<Outbox>,
+    /// The layer that is on its way to the device.
+    coming: RefCell<Option<Coming>>,
     layout: PromptLayout,
     rank: Rank,
     residency: Residency,
@@ -164,17 +168,15 @@ pub struct PagePool {
     layers: Vec<Vec<Slab>>,
     ledger: Ledger,
     held: Vec<Held>,
-    outbox: RefCell<Outbox>,
-    /// The layer that is on its way to the device.
-    coming: RefCell<Option<Coming>>,
 }
 
 /// One layer's pages on their way.
 #[derive(Debug)]
 struct Coming {
     layer: LayerIndex,
-    slabs: Vec<Slab>,
+    // Before the slabs, because fields are dropped in order: copies end before the memory goes that they write.
     arrivals: Vec<Arrival>,
+    slabs: Vec<Slab>,
     held: Held,
 }
 
@@ -226,6 +228,14 @@ impl PagePool {
         Ok(kept)
     }
 
+    /// The computation goes on after the last layer's pages have left the device; their memory there is free from then on.
+    ///
+    /// # Errors
+    /// When a copy had failed.
+    pub fn settle(&mut self) -> Result<(), Error> {
+        Ok(self.outbox.get_mut().settle()?)
+    }
+
     /// One layer's pages on the device, until the stage is dropped. `then` is the layer that will be asked for next; on a
     /// GPU it sets out now, so that it arrives while this one computes.
     ///
@@ -244,7 +254,11 @@ impl PagePool {
         self.outbox.borrow_mut().settle()?;
         let here = match self.coming.take() {
             Some(coming) if coming.layer == layer => coming,
-            _ => self.fetch(layer)?,
+            // Another layer was expected: its memory goes before this one's is taken.
+            other => {
+                drop(other);
+                self.fetch(layer)?
+            }
         };
         let ahead = then.filter(|_| transit::beside(self.device));
         for arrival in &here.arrivals {

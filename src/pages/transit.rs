@@ -81,8 +81,9 @@ pub(super) struct Arrival {
 impl Arrival {
     /// The computation goes on after the tensor has arrived.
     pub(super) fn wait(&self) -> Result<(), tensor::Error> {
+        self.event.as_ref().map_or(Ok(()), Event::wait)?;
         self.awaited.set(true);
-        self.event.as_ref().map_or(Ok(()), Event::wait)
+        Ok(())
     }
 }
 

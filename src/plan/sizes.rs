@@ -4,6 +4,7 @@ use super::{Addend, Place};
 use crate::config::{DeviceChoice, Dtype, RunConfig, When};
 use crate::failure::Phase;
 use crate::handoff::Keeping;
+use crate::layout::TileSizes;
 use crate::model::attention::KEYS_MAX;
 use crate::model::pass::MIXED_ROWS;
 use crate::model::spec::Spec;
@@ -60,7 +61,7 @@ fn counted(name: &str) -> &'static [Purpose] {
         "adapters" => &[Purpose::Adapters, Purpose::Optimizer],
         "pages" => &[Purpose::Pages],
         "staged pages" => &[Purpose::Stage],
-        "foreign page runs" => &[Purpose::Foreign],
+        "foreign page runs" | "messages between ranks" => &[Purpose::Foreign],
         "answers' hidden states" => &[Purpose::Hidden],
         "tail's block inputs" | "tail's attention outputs" => &[Purpose::Checkpoints],
         _ => &[],
@@ -150,6 +151,11 @@ impl<'a> Sizes<'a> {
     fn model(&self) -> Vec<Addend> {
         let (spec, lora) = (self.spec, &self.config.lora);
         let adapted = spec.adapted(lora.targets.as_deref()).unwrap_or_default();
+        let (masters, kept) = if self.config.grpo.kl_coef > 0.0 {
+            (5, "(master, the reference's, gradient, two moments)")
+        } else {
+            (4, "(master, gradient, two moments)")
+        };
         let pairs: u64 = adapted.iter().map(|linear| lora.rank * (linear.inputs + linear.outputs)).sum();
         vec![
             addend(
@@ -162,8 +168,8 @@ impl<'a> Sizes<'a> {
             addend(
                 "adapters",
                 Place::Device,
-                product(&[pairs, self.acc, 4]),
-                format!("{pairs} values × {} B × (master, gradient, two moments)", self.acc),
+                product(&[pairs, self.acc, masters]),
+                format!("{pairs} values × {} B × {kept}", self.acc),
                 "choose a smaller lora.rank, or fewer lora.targets",
             ),
             within(
@@ -187,7 +193,10 @@ impl<'a> Sizes<'a> {
             "use more ranks (parallel.cp_size), or a shorter context.prompt_len",
         )];
         if host {
-            let layers = if self.config.memory.layer_wise_transfer { 1 + u64::from(self.beside) } else { self.layers };
+            // Beside the layer that computes lies the next one; while left-out layers are computed again, that and one more.
+            let beside = if self.travels && self.keeping.every > 1 { 2 } else { 1 };
+            let beside = if self.beside { beside } else { 0 };
+            let layers = if self.config.memory.layer_wise_transfer { 1 + beside } else { self.layers };
             for phase in [Phase::Replay, Phase::Sweep] {
                 sum.push(within(
                     phase,
@@ -230,28 +239,45 @@ impl<'a> Sizes<'a> {
         )]
     }
 
-    /// What a phase computes in besides its rows: a kernel's workspace, or one micro-block's intermediates of the larger
-    /// segment, with its graph where there is one. The two are never alive at one time, and with the second `spared`
-    /// bytes of each row are not alive either.
-    fn scratch(&self, phase: Phase, rows: u64, graph: bool, spared: u64) -> Addend {
-        let (spec, acc) = (self.spec, self.acc);
+    /// What a phase computes in besides its `rows`: a kernel's workspace for `queries` at one time, or one micro-block's
+    /// intermediates of the larger segment, with its graph where there is one. The two are never alive at one time, and
+    /// with the second `spared` bytes of each row are not alive either.
+    fn scratch(&self, phase: Phase, rows: u64, queries: u64, graph: bool, spared: u64) -> Addend {
+        let spec = self.spec;
         let micro = self.config.memory.micro_block.0.min(rows);
         let wide = if graph { 7 * spec.ffn_width + 8 * spec.width } else { 3 * spec.ffn_width + 4 * spec.width };
         let segment = product(&[micro, wide, self.model]).0.saturating_sub(product(&[rows, spared]).0);
-        let (queries, keys) = (rows.min(MIXED_ROWS), rows.min(from_dim(KEYS_MAX)));
-        let kernel = match (self.beside, graph) {
-            (false, _) => 0,
-            (true, false) => product(&[queries, self.heads, self.model]).0,
-            (true, true) => {
-                product(&[queries, self.heads, self.model + acc]).0 + product(&[keys, self.heads, 2 * acc]).0
-            }
-        };
+        let (kernel, reason) = self.workspace(queries, graph);
         if kernel > segment {
-            let reason = format!("attention of {queries} queries over {keys} keys");
             return within(phase, "kernel workspace", Bytes(kernel), reason, "nothing: it is bounded");
         }
         let reason = format!("{micro} rows × one block's intermediates, less what is not alive beside them");
         within(phase, "segment scratch", Bytes(segment), reason, "choose a smaller memory.micro_block")
+    }
+
+    /// Rows that the mixer takes at one time.
+    fn stretch(&self, rows: u64) -> u64 {
+        rows.min(MIXED_ROWS.max(self.config.memory.micro_block.0))
+    }
+
+    /// What attention takes on a GPU for its own: a fused kernel outputs and, in backward, dk and dv of every query head;
+    /// matrix products about six tiles of scores.
+    fn workspace(&self, queries: u64, graph: bool) -> (u64, String) {
+        let (spec, acc) = (self.spec, self.acc);
+        if !self.beside {
+            return (0, String::new());
+        }
+        let keys = self.rows.min(from_dim(KEYS_MAX));
+        let outputs = product(&[queries, self.heads, self.model + if graph { acc } else { 0 }]).0;
+        let gradients = if graph { product(&[keys, self.heads, 2 * acc]).0 } else { 0 };
+        let plain = self.config.model.dtype != Dtype::Bfloat16 || spec.window.iter().any(Option::is_some);
+        let tile = [queries.min(from_dim(TileSizes::PLAIN.rows)), keys.min(from_dim(TileSizes::PLAIN.keys))];
+        let scores = if plain { product(&[spec.query_heads, tile[0], tile[1], acc, 6]).0 } else { 0 };
+        let fused = outputs.saturating_add(gradients);
+        if scores > fused {
+            return (scores, format!("six tiles of scores, {} queries by {} keys", tile[0], tile[1]));
+        }
+        (fused, format!("attention of {queries} queries over {keys} keys"))
     }
 
     fn capture(&self) -> Vec<Addend> {
@@ -281,7 +307,7 @@ impl<'a> Sizes<'a> {
         }
         sum.extend(self.foreign(Phase::Capture, 0));
         let spared = (heads * self.acc).saturating_sub(width * model);
-        sum.push(self.scratch(Phase::Capture, self.rows, false, spared));
+        sum.push(self.scratch(Phase::Capture, self.rows, self.stretch(self.rows), false, spared));
         sum
     }
 
@@ -312,7 +338,7 @@ impl<'a> Sizes<'a> {
                 "choose a smaller memory.head_block",
             ),
         ];
-        sum.push(self.scratch(Phase::Replay, answer.max(1), true, 0));
+        sum.push(self.scratch(Phase::Replay, answer.max(1), all, true, 0));
         if self.travels {
             sum.push(self.state_gradient(Phase::Replay));
         }
@@ -360,7 +386,7 @@ impl<'a> Sizes<'a> {
         ));
         sum.push(self.state_gradient(Phase::Sweep));
         sum.extend(self.foreign(Phase::Sweep, self.state / model * acc));
-        sum.push(self.scratch(Phase::Sweep, tail, true, heads * acc));
+        sum.push(self.scratch(Phase::Sweep, tail, self.stretch(tail), true, heads * acc));
         if self.keeping.attention {
             sum.push(addend(
                 "tail's attention outputs",

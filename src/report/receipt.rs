@@ -133,6 +133,8 @@ pub struct Receipt {
     pub memory: Vec<PhaseMemory>,
     /// What was kept where for the way back.
     pub keeping: Keeping,
+    /// What computed attention.
+    pub attention_kernel: &'static str,
     /// Rows of a segment and of a log-probability chunk.
     pub micro_blocks: [Tokens; 2],
     /// Share of capture in the updates' seconds.

@@ -104,15 +104,15 @@ void longstraw_count_tag(int tag) { current_tag.store(tag); }
 
 int64_t longstraw_count_live(int tag) {
   if (tag != longstraw::kDevice || !longstraw::drives_gpu()) return live[tag].load();
-  int64_t now = 0, most = 0, reserved = 0;
-  longstraw::gpu_bytes(&now, &most, &reserved);
+  int64_t now = 0, most = 0;
+  longstraw::gpu_bytes(&now, &most);
   return now;
 }
 
 int64_t longstraw_count_peak(int tag) {
   if (tag != longstraw::kDevice || !longstraw::drives_gpu()) return peak[tag].load();
-  int64_t now = 0, most = 0, reserved = 0;
-  longstraw::gpu_bytes(&now, &most, &reserved);
+  int64_t now = 0, most = 0;
+  longstraw::gpu_bytes(&now, &most);
   return most;
 }
 

@@ -17,7 +17,7 @@ void keep(const char* what, char* message, size_t capacity);
 
 // Whether this process drives a GPU; its allocator's count then stands for the device's bytes.
 bool drives_gpu();
-void gpu_bytes(int64_t* live, int64_t* peak, int64_t* reserved);
-void gpu_forget_peak();
+void gpu_bytes(int64_t* live, int64_t* peak) noexcept;
+void gpu_forget_peak() noexcept;
 
 }  // namespace longstraw

@@ -31,6 +31,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -122,7 +123,24 @@ int numa_node() {
   return node;
 }
 
-// Memory near the GPU, touched by several threads and then pinned.
+// Touches memory with several threads; the caller's own where no further one can be had.
+void touch(char* block, size_t bytes, int threads) {
+  const size_t share = whole_pages(bytes / static_cast<size_t>(threads) + 1);
+  std::vector<std::thread> crew;
+  crew.reserve(static_cast<size_t>(threads) + 1);
+  size_t first = 0;
+  for (; first + share < bytes; first += share) {
+    try {
+      crew.emplace_back([=] { std::memset(block + first, 0, share); });
+    } catch (const std::system_error&) {
+      break;
+    }
+  }
+  std::memset(block + first, 0, bytes - first);
+  for (auto& one : crew) one.join();
+}
+
+// Memory near the GPU, touched and then pinned.
 void* pin(size_t bytes, int threads) {
   void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(block != MAP_FAILED, "out of memory: the machine gives no ", bytes, " bytes of host memory");
@@ -134,16 +152,12 @@ void* pin(size_t bytes, int threads) {
     // A wish: where the kernel refuses, memory comes from wherever it is.
     syscall(SYS_mbind, block, bytes, kPreferred, &mask, 64UL, 0U);
   }
-  const size_t share = whole_pages(bytes / static_cast<size_t>(threads) + 1);
-  std::vector<std::thread> crew;
-  for (size_t first = 0; first < bytes; first += share) {
-    crew.emplace_back([=] { std::memset(static_cast<char*>(block) + first, 0, std::min(share, bytes - first)); });
-  }
-  for (auto& one : crew) one.join();
+  touch(static_cast<char*>(block), bytes, threads);
   constexpr unsigned kPortable = 1;
+  constexpr int kNoMemory = 2;
   const int status = runtime<int (*)(void*, size_t, unsigned)>("cudaHostRegister")(block, bytes, kPortable);
   if (status != 0) munmap(block, bytes);
-  must(status, "out of memory: pinning host memory (cudaHostRegister; see ulimit -l)");
+  must(status, status == kNoMemory ? "out of memory: pinning host memory (see ulimit -l)" : "pinning host memory");
   return block;
 }
 
@@ -212,6 +226,17 @@ c10::Event mark(const c10::Stream& stream, bool timed) {
   return event;
 }
 
+// An event behind what a copy stream was asked for. Where none can be made, the copy is over when this throws: nobody
+// could tell otherwise when its tensors may go.
+c10::Event* behind(const c10::Stream& stream) {
+  try {
+    return new c10::Event(mark(stream, false));
+  } catch (...) {
+    guard().synchronizeDevice(device().index());
+    throw;
+  }
+}
+
 constexpr size_t kOpenWaits = 256;
 
 // Bytes copied to the device and back so far.
@@ -238,14 +263,22 @@ namespace longstraw {
 
 bool drives_gpu() { return driven >= 0; }
 
-void gpu_bytes(int64_t* live, int64_t* peak, int64_t* reserved) {
-  const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device().index());
-  *live = stats.allocated_bytes[0].current;
-  *peak = stats.allocated_bytes[0].peak;
-  *reserved = stats.reserved_bytes[0].peak;
+void gpu_bytes(int64_t* live, int64_t* peak) noexcept {
+  try {
+    const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device().index());
+    *live = stats.allocated_bytes[0].current;
+    *peak = stats.allocated_bytes[0].peak;
+  } catch (const std::exception&) {
+    *live = *peak = 0;
+  }
 }
 
-void gpu_forget_peak() { c10::getDeviceAllocator(c10::DeviceType::CUDA)->resetPeakStats(device().index()); }
+void gpu_forget_peak() noexcept {
+  try {
+    c10::getDeviceAllocator(c10::DeviceType::CUDA)->resetPeakStats(device().index());
+  } catch (const std::exception&) {
+  }
+}
 
 }  // namespace longstraw
 
@@ -256,10 +289,11 @@ int longstraw_gpu_open(const char* folder, char* message, size_t capacity) {
   // Reductions of matrix products need a fixed workspace to repeat bit for bit; read by cuBLAS at its first use.
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
   const std::string beside = std::string(folder) + "/libtorch_cuda.so";
-  void* library = dlopen(beside.c_str(), RTLD_NOW | RTLD_GLOBAL);
-  if (library == nullptr) library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
-  if (library != nullptr) return 0;
-  longstraw::keep(dlerror(), message, capacity);
+  // A library that lies there and does not load has the more telling words.
+  const bool there = access(beside.c_str(), F_OK) == 0;
+  if (dlopen(there ? beside.c_str() : "libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr) return 0;
+  const char* words = dlerror();
+  longstraw::keep(words == nullptr ? "no words from the loader" : words, message, capacity);
   return 1;
 }
 
@@ -273,12 +307,15 @@ int longstraw_gpu_count() {
 
 int longstraw_gpu_drive(int index, int deterministic, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
-    driven = index;
-    guard().setDevice(device());
-    at::empty({1}, at::TensorOptions().dtype(at::kFloat).device(device()));
+    const c10::Device wanted(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
+    guard().setDevice(wanted);
+    at::empty({1}, at::TensorOptions().dtype(at::kFloat).device(wanted));
     // Sums stay in float32 (no TF32, no bfloat16 partial sums), as on a CPU.
+    at::globalContext().setAllowTF32CuBLAS(false);
     at::globalContext().setAllowBF16ReductionCuBLAS(false);
     at::globalContext().setDeterministicAlgorithms(deterministic != 0, true);
+    // Only a GPU that works is asked for its memory from here on.
+    driven = index;
     lanes();
   });
 }
@@ -308,14 +345,23 @@ int longstraw_gpu_synchronize(char* message, size_t capacity) {
 
 int longstraw_gpu_reserved_bytes(uint64_t* now, uint64_t* peak) {
   if (driven < 0) return 1;
-  const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device().index());
-  *now = static_cast<uint64_t>(stats.reserved_bytes[0].current);
-  *peak = static_cast<uint64_t>(stats.reserved_bytes[0].peak);
-  return 0;
+  try {
+    const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device().index());
+    *now = static_cast<uint64_t>(stats.reserved_bytes[0].current);
+    *peak = static_cast<uint64_t>(stats.reserved_bytes[0].peak);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
 }
 
 void longstraw_gpu_empty_cache() {
-  if (driven >= 0) c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache();
+  if (driven < 0) return;
+  try {
+    c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache();
+  } catch (const std::exception&) {
+    // What went wrong on the device shows itself at the next wait for it.
+  }
 }
 
 // A tensor in pinned memory of its own, with that many elements of the dtype of `like`; values are left as they were.
@@ -333,7 +379,13 @@ int longstraw_pinned_like(at::Tensor* like, at::Tensor** made, char* message, si
       longstraw::count(longstraw::kHost, -static_cast<int64_t>(bytes));
       give(block);
     };
-    *made = new at::Tensor(at::from_blob(block.data, like->sizes(), release, options));
+    try {
+      *made = new at::Tensor(at::from_blob(block.data, like->sizes(), release, options));
+    } catch (...) {
+      longstraw::count(longstraw::kHost, -static_cast<int64_t>(bytes));
+      give(block);
+      throw;
+    }
   });
 }
 
@@ -354,15 +406,28 @@ uint64_t longstraw_pinned_reserved() { return pinned().reserved; }
 // that a larger copy keeps busy, and whoever comes later on that stream needs no event.
 int longstraw_copy_near(at::Tensor* target, at::Tensor* source, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
-    const auto bytes = static_cast<int64_t>(source->numel()) * static_cast<int64_t>(source->element_size());
-    const bool words = bytes % 8 == 0;
+    (target->is_cuda() ? moved_in : moved_out).fetch_add(bytes_of(*source));
+    // Whether the device reads registered memory where the host does; elsewhere a copy in the same stream serves.
+    static const bool in_place = [] {
+      constexpr int kCanUseHostPointer = 91;
+      int can = 0;
+      must(runtime<int (*)(int*, int, int)>("cudaDeviceGetAttribute")(&can, kCanUseHostPointer, driven),
+           "cudaDeviceGetAttribute");
+      return can != 0;
+    }();
+    if (!in_place) {
+      target->copy_(*source, true);
+      return;
+    }
+    const auto bytes = static_cast<int64_t>(bytes_of(*source));
+    const auto aligned = [](const at::Tensor& x) { return reinterpret_cast<uintptr_t>(x.data_ptr()) % 8 == 0; };
+    const bool words = bytes % 8 == 0 && aligned(*target) && aligned(*source);
     const auto options = at::TensorOptions().dtype(words ? at::kLong : at::kByte).device(device());
     const auto seen = [&](const at::Tensor& x) {
       return at::from_blob(x.data_ptr(), {words ? bytes / 8 : bytes}, [](void*) {}, options, device());
     };
     at::Tensor to = seen(*target);
     at::bitwise_or_out(to, seen(*source), 0);
-    (target->is_cuda() ? moved_in : moved_out).fetch_add(bytes_of(*source));
   });
 }
 
@@ -376,7 +441,7 @@ int longstraw_copy_out(at::Tensor* target, at::Tensor* source, void** done, char
       const c10::StreamGuard here(out);
       target->copy_(*source, true);
     }
-    *done = new c10::Event(mark(out, false));
+    *done = behind(out);
     moved_out.fetch_add(bytes_of(*source));
   });
 }
@@ -391,7 +456,7 @@ int longstraw_copy_in(at::Tensor* target, at::Tensor* source, void** done, char*
       const c10::StreamGuard here(in);
       target->copy_(*source, true);
     }
-    *done = new c10::Event(mark(in, false));
+    *done = behind(in);
     moved_in.fetch_add(bytes_of(*source));
   });
 }
@@ -437,7 +502,11 @@ void longstraw_moved(uint64_t* in, uint64_t* out) {
 // Milliseconds that the compute stream has stood still for copies so far.
 double longstraw_stall_ms() {
   if (driven < 0) return 0;
-  settle(waits());
+  try {
+    settle(waits());
+  } catch (const std::exception&) {
+    // What went wrong on the device shows itself at the next wait for it.
+  }
   return waits().milliseconds;
 }
 

@@ -8,6 +8,7 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr::null_mut;
+use std::time::Instant;
 
 use tch::{Device, Tensor};
 
@@ -98,7 +99,7 @@ pub fn drive(index: usize, deterministic: bool) -> Result<Device, Error> {
 /// Whether [`drive`] was asked for kernels that repeat bit for bit.
 #[must_use]
 pub fn repeats() -> bool {
-    // SAFETY: no arguments.
+    // SAFETY: no arguments; no exception comes out.
     unsafe { longstraw_gpu_repeats() != 0 }
 }
 
@@ -137,7 +138,7 @@ pub fn reserved() -> Option<(Bytes, Bytes)> {
 
 /// Gives memory that no tensor holds back to the GPU.
 pub fn empty_cache() {
-    // SAFETY: no arguments.
+    // SAFETY: no arguments; no exception comes out.
     unsafe { longstraw_gpu_empty_cache() }
 }
 
@@ -165,7 +166,7 @@ pub fn moved() -> (Bytes, Bytes) {
 /// Seconds that the computation has stood still for copies so far; 0 without a GPU.
 #[must_use]
 pub fn stage_wait_seconds() -> f64 {
-    // SAFETY: no arguments.
+    // SAFETY: no arguments; no exception comes out.
     unsafe { longstraw_stall_ms() / 1e3 }
 }
 
@@ -196,7 +197,7 @@ pub fn reserve_pinned(blocks: &[Bytes]) -> Result<Bytes, Error> {
     Words::of("pinning host memory", |to, room| unsafe {
         longstraw_pinned_reserve(sizes.as_ptr(), sizes.len(), to, room)
     })?;
-    // SAFETY: no arguments.
+    // SAFETY: no arguments; no exception comes out.
     Ok(Bytes(unsafe { longstraw_pinned_reserved() }))
 }
 
@@ -245,6 +246,40 @@ impl Event {
             longstraw_event_between(self.0, later.0, &raw mut milliseconds, to, room)
         })?;
         Ok(milliseconds / 1e3)
+    }
+}
+
+/// A moment of a computation: on a GPU when it gets there, not when it was asked to.
+#[derive(Debug)]
+pub enum Mark {
+    /// By the host's clock.
+    Host(Instant),
+    /// Behind what the device was asked for.
+    Device(Event),
+}
+
+impl Mark {
+    /// Now, on `device`.
+    ///
+    /// # Errors
+    /// When the runtime makes no event.
+    pub fn now(device: Device) -> Result<Mark, Error> {
+        match device {
+            Device::Cpu => Ok(Mark::Host(Instant::now())),
+            _ => Ok(Mark::Device(Event::now()?)),
+        }
+    }
+
+    /// Seconds from here to `later`, which on a GPU is waited for; 0 between moments of different clocks.
+    ///
+    /// # Errors
+    /// When something that was asked of the device had failed.
+    pub fn seconds_to(&self, later: &Mark) -> Result<f64, Error> {
+        match (self, later) {
+            (Mark::Host(before), Mark::Host(after)) => Ok(after.duration_since(*before).as_secs_f64()),
+            (Mark::Device(before), Mark::Device(after)) => before.seconds_to(after),
+            _ => Ok(0.0),
+        }
     }
 }
 

@@ -12,6 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::Error;
 use super::boundary::{Words, torch_tensor};
+use crate::failure::out_of_memory;
 
 // SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {
@@ -73,17 +74,23 @@ pub struct Heads {
 }
 
 impl Kernel {
-    /// The fastest kernel that runs on `device`. With `repeatable`, one whose backward uses no atomics.
+    /// The fastest kernel that runs on `device`; flash attention has to run for cuDNN's to be taken, which leaves single
+    /// rows to it. With `repeatable`, flash attention goes before.
     #[must_use]
     pub fn choose(device: Device, heads: &Heads, repeatable: bool) -> Kernel {
         if device == Device::Cpu {
             return Kernel::Cpu;
         }
-        let fused = [Kernel::Cudnn, Kernel::Flash].into_iter().filter(|kernel| !repeatable || *kernel == Kernel::Flash);
-        fused.into_iter().find(|kernel| kernel.runs(device, heads)).unwrap_or(Kernel::Plain)
+        if !Kernel::Flash.runs(device, heads) {
+            return Kernel::Plain;
+        }
+        if !repeatable && Kernel::Cudnn.runs(device, heads) { Kernel::Cudnn } else { Kernel::Flash }
     }
 
     /// Whether forward and backward of a small rectangle run.
+    ///
+    /// # Panics
+    /// When there is no memory for it: that says nothing of the kernel, and other ranks would choose another one.
     #[must_use]
     pub fn runs(self, device: Device, heads: &Heads) -> bool {
         if !matches!(heads.kind, Kind::BFloat16 | Kind::Half) || heads.dim % 8 != 0 {
@@ -95,13 +102,31 @@ impl Kernel {
             let saved = Saved { q: &q, out: &out, lse: &lse, dout: &out };
             self.backward(&saved, &k, &k, true, 1.0)
         });
-        tried.is_ok()
+        match tried {
+            Ok(_) => true,
+            Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
+            Err(error) => {
+                tracing::info!("{self:?} attention does not serve {heads:?}: {error}");
+                false
+            }
+        }
     }
 
     /// The kernel for a rectangle of `rows` queries: cuDNN's takes no single one.
     #[must_use]
     pub(super) fn for_rows(self, rows: i64) -> Kernel {
         if self == Kernel::Cudnn && rows < 2 { Kernel::Flash } else { self }
+    }
+
+    /// The name in receipts.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Kernel::Cpu => "cpu",
+            Kernel::Cudnn => "cudnn",
+            Kernel::Flash => "flash",
+            Kernel::Plain => "plain",
+        }
     }
 
     fn number(self) -> c_int {

@@ -20,6 +20,7 @@ use crate::model::lora::Adapters;
 use crate::objective;
 use crate::replay::Goal;
 use crate::report::{Receipt, Reporter, Seconds, Step};
+use crate::tensor::gpu;
 use crate::world::World;
 use crate::{capture, finalize, replay, score};
 use groups::Batch;
@@ -152,7 +153,12 @@ fn captured(
 ) -> Result<Captured, Failure> {
     world.board().enter(Phase::Capture);
     let pass = session.pass(world, adapters);
-    tally.clock.time("capture", || capture::run(&pass, work, session.keeping, world.board()))
+    tally.clock.time("capture", || {
+        let captured = capture::run(&pass, work, session.keeping, world.board())?;
+        // A phase's seconds are those until it is done, not until it has been asked for.
+        gpu::synchronize(session.decoder.device())?;
+        Ok(captured)
+    })
 }
 
 fn scored(
@@ -165,7 +171,11 @@ fn scored(
 ) -> Result<Scores, Failure> {
     world.board().enter(Phase::Score);
     let pass = session.pass(world, adapters);
-    tally.clock.time("score", || score::run(&pass, &session.head, work, captured, world.board()))
+    tally.clock.time("score", || {
+        let scores = score::run(&pass, &session.head, work, captured, world.board())?;
+        gpu::synchronize(session.decoder.device())?;
+        Ok(scores)
+    })
 }
 
 /// Advantages of a group under the session's rule.

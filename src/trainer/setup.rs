@@ -136,6 +136,8 @@ impl Session {
         world.same("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
         let decoder = spec.family.decoder(&spec, Rc::new(weights), kind);
+        world.same("the attention kernel", decoder.kernel().name())?;
+        tracing::info!("attention kernel: {}", decoder.kernel().name());
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
         world.same("the adapters (digest)", &adapters.digest())?;
         let optimizer = adam_w(config, &adapters);
@@ -260,14 +262,15 @@ fn adam_w(config: &RunConfig, adapters: &Adapters) -> AdamW {
     AdamW::new(adapters, settings)
 }
 
-/// This rank's share of what its GPU can still give.
+/// This rank's share of what its GPU can still give to tensors.
 fn device_room(world: &World, device: Device) -> Result<Option<Bytes>, Failure> {
     let sharers = devices::sharers(world, device);
     if device == Device::Cpu {
         return Ok(None);
     }
     let (free, _) = world.agree(gpu::memory().map_err(Failure::from))?;
-    Ok(Some(Bytes(free.0 / sharers)))
+    // Some goes to what libraries load later, and to the gaps between tensors.
+    Ok(Some(Bytes((free.0 - free.0 / 32) / sharers)))
 }
 
 fn load_weights(config: &RunConfig, spec: &Spec, device: Device) -> Result<Weights, Failure> {

@@ -154,6 +154,7 @@ impl Tally {
             plan_host_bytes: session.plan.sum(Place::Host),
             memory: recorded.phases,
             keeping: session.keeping,
+            attention_kernel: session.decoder.kernel().name(),
             micro_blocks: [config.memory.micro_block, config.memory.head_block],
             capture_share,
             loss_first: self.first.as_ref().map_or(0.0, |step| step.loss),

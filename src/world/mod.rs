@@ -217,6 +217,14 @@ impl World {
         format!("{report}\n  {}", first_line(&words))
     }
 
+    /// Rank 0 says something that a user should know before the first step.
+    pub fn remark(&self, line: &str) {
+        tracing::warn!("{line}");
+        if self.all.rank() == Rank(0) {
+            say(&format!("longstraw: {line}"));
+        }
+    }
+
     /// Where this rank is.
     #[must_use]
     pub fn board(&self) -> &Board {
