@@ -200,7 +200,7 @@ libtorch() {
         ln -s "../../site/nvidia/cu13/lib/${library##*/}" "$tree/lib/"
     done
     # The stamp goes first and comes back last: whatever happens between, nothing looks done.
-    rm -rf "$stamp" .deps/libtorch .deps/site
+    rm -rf "$stamp" .deps/stamp_gpu .deps/libtorch .deps/site
     mv "$INCOMING/site" .deps/site
     mv "$tree" .deps/libtorch
     printf '%s\n' "$pins" >"$INCOMING/stamp"

@@ -259,7 +259,7 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
         ranks_here: ranks,
         device: plan_flags.device_gib.map(plan::gib),
         host: plan_flags.host_gib.map(plan::gib),
-        host_only: false,
+        host_only: config.run.device == config::DeviceChoice::Cpu,
     };
     let plan = plan::of(config, ranks, spec.as_ref(), &room);
     if plan_flags.json {
@@ -271,12 +271,7 @@ fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
     for note in loaded.notes().into_iter().chain(context).chain(absent.map(|absent| absent.to_string())) {
         say(&note);
     }
-    if let Some(device) = plan_flags.device_gib {
-        plan.fits(1, "device", &[plan::Place::Device], plan::gib(device))?;
-    }
-    if let Some(host) = plan_flags.host_gib {
-        plan.fits(ranks, "host", &[plan::Place::Host], plan::gib(host))?;
-    }
+    plan.refuse(&room)?;
     Ok(Exit::Done)
 }
 

@@ -28,6 +28,7 @@ use crate::objective::{Aggregation, Batch, Counted, Terms};
 use crate::parity::{Gradient, dtype_name};
 use crate::replay::{self, Goal};
 use crate::tensor::boundary::{counted, forget_peaks, storage_bytes};
+use crate::tensor::kernels::Kernel;
 use crate::tensor::{accumulation, gpu};
 use crate::units::{Bytes, Tokens, as_dim};
 use crate::watch::{Purpose, Purse};
@@ -204,7 +205,9 @@ impl Report {
             )
         }));
         let share = |run: &Run| 100.0 * run.capture_rate / self.rates.attention_forward;
-        lines.extend(self.runs.iter().filter(|run| run.capture_rate > 0.0).map(|run| {
+        // On a CPU matrix products are as much work as attention, and slower: a share of its rate would say nothing.
+        let told = |run: &&Run| run.capture_rate > 0.0 && self.rates.kernel != Kernel::Cpu;
+        lines.extend(self.runs.iter().filter(told).map(|run| {
             format!(
                 "capture for {} at group {}: {:.3} TFLOP/s, {:.0} % of the attention kernel's rate",
                 run.gradient,

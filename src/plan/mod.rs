@@ -208,11 +208,12 @@ impl Plan {
         lines.push(self.choice(config));
         for (title, place) in [("device", Place::Device), ("host", Place::Host)] {
             let peak = self.peak_phase(&[place]);
-            let at = peak.map(|phase| format!(", most of it during {phase}")).unwrap_or_default();
+            let at = peak.map(|phase| format!(", what stays and what {phase} adds")).unwrap_or_default();
             lines.push(format!("{title} memory of a rank: {}{at}", self.sum(place)));
             for addend in self.addends.iter().filter(|addend| addend.place == place) {
                 let phase = addend.phase.map(|phase| format!("{phase}: ")).unwrap_or_default();
-                lines.push(format!("  {:>12}  {phase}{:<22} {}", addend.bytes.to_string(), addend.name, addend.reason));
+                let label = format!("{phase}{}", addend.name);
+                lines.push(format!("  {:>12}  {label:<37}  {}", addend.bytes.to_string(), addend.reason));
             }
         }
         let node = Bytes(self.sum(Place::Host).0.saturating_mul(self.ranks));

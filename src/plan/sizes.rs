@@ -156,6 +156,8 @@ impl<'a> Sizes<'a> {
         } else {
             (4, "(master, gradient, two moments)")
         };
+        // On a GPU the sum is formed in host memory.
+        let on_their_way = if self.beside || self.ranks == 1 { 3 } else { 4 + self.ranks };
         let pairs: u64 = adapted.iter().map(|linear| lora.rank * (linear.inputs + linear.outputs)).sum();
         vec![
             addend(
@@ -175,8 +177,11 @@ impl<'a> Sizes<'a> {
             within(
                 Phase::Finalize,
                 "gradients on their way",
-                product(&[pairs, self.acc, 3]),
-                format!("{pairs} values × {} B × (a rank's own, their sum, what the optimizer gets)", self.acc),
+                product(&[pairs, self.acc, on_their_way]),
+                format!(
+                    "{pairs} values × {} B × {on_their_way} (own, summed, for the optimizer; rank 0 has all)",
+                    self.acc
+                ),
                 "choose a smaller lora.rank, or fewer lora.targets",
             ),
         ]

@@ -98,8 +98,8 @@ fn a_trace_covers_the_updates_with_phases_and_its_layers_lie_within_them() {
         for phase in ["capture", "score", "replay", "sweep", "finalize", "update", "save"] {
             assert!(names.contains(&phase), "{phase} in {names:?}");
         }
-        // Two updates of 4 layers: capture, score, up, and down but for the top layer.
-        assert_eq!(layers.len(), 2 * (4 + 4 + 4 + 3));
+        // Two updates of 4 layers: capture, score, up, and down; in the top layer the answers turn within replay.
+        assert_eq!(layers.len(), 2 * (4 + 4 + 4 + 4));
         for (name, start, end, about) in layers {
             assert_eq!(name, format!("layer {}", about["layer"]));
             // Microseconds as floats: a sum may differ in its last digit.
