@@ -186,8 +186,7 @@ impl Store {
         let file = self.place(updates).join(MASTERS);
         let map = map_file(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
         compare(&file, format!("{:x}", Sha256::digest(&map)), &sealed.files[MASTERS])?;
-        let tensors =
-            SafeTensors::deserialize(&map).map_err(|source| Error::Tensors { file: file.clone(), source })?;
+        let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Tensors { file: file.clone(), source })?;
         let part = |part: &str| {
             let names = adapters.names().map(|name| format!("{part}.{name}"));
             names.zip(adapters.tensors()).map(|(name, like)| tensor(&tensors, &file, name, like)).collect()
@@ -278,7 +277,9 @@ fn tensor(tensors: &SafeTensors<'_>, file: &Path, name: String, like: &Tensor) -
     let view = tensors.tensor(&name).map_err(|source| Error::Tensors { file: file.to_owned(), source })?;
     let (found, wanted) = ((kind_of(view.dtype()), view.shape().to_vec()), (Some(like.kind()), sizes(like)));
     if found != wanted {
-        let words = |(kind, shape): (Option<Kind>, Vec<usize>)| format!("{kind:?} {shape:?}");
+        let words = |(kind, shape): (Option<Kind>, Vec<usize>)| {
+            kind.map_or_else(|| "of a dtype that is not read".to_owned(), |kind| format!("{kind:?} {shape:?}"))
+        };
         let file = file.to_owned();
         return Err(Error::Misfit { file, name, found: words(found), wanted: words(wanted) });
     }
@@ -370,4 +371,76 @@ fn compare(file: &Path, found: String, wanted: &str) -> Result<(), Error> {
         return Ok(());
     }
     Err(Error::Damaged { file: file.to_owned(), found, wanted: wanted.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Cursor;
+    use crate::model::lora::Adapter;
+
+    fn adapters(kind: Kind) -> Adapters {
+        let drawn = |rows: i64| Tensor::rand([rows, 3], (kind, Device::Cpu));
+        Adapters::new(vec![Adapter { module: "m".into(), a_ri: drawn(2), b_or: drawn(5) }], 1.0, "policy")
+    }
+
+    fn write(store: &Store, updates: u64, adapters: &Adapters, moments: &Moments) {
+        let state = State {
+            updates,
+            adapter_version: updates,
+            optimizer_steps: 7,
+            cursor: Cursor::new(1, 5),
+            config_digest: String::new(),
+            config: serde_json::json!({"optimizer": {"eps": 1e-8}}),
+            inputs: BTreeMap::new(),
+            held_out: serde_json::Value::Null,
+        };
+        let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
+        store.write(state, adapters, moments, &shape).unwrap();
+    }
+
+    fn moments(adapters: &Adapters) -> Moments {
+        let drawn = || adapters.tensors().map(|tensor| tensor.detach().rand_like()).collect();
+        Moments { steps: 7, mean: drawn(), square: drawn() }
+    }
+
+    #[test]
+    fn masters_and_moments_come_back_bit_for_bit_in_their_own_dtype() {
+        for kind in [Kind::Float, Kind::Double] {
+            let folder = tempfile::tempdir().unwrap();
+            let (store, adapters) = (Store::of(folder.path()), adapters(kind));
+            let moments = moments(&adapters);
+            write(&store, 3, &adapters, &moments);
+            let saved = store.read(3, &adapters).unwrap();
+            let bytes = |tensors: &[Tensor]| tensors.iter().map(|tensor| bytes_of(tensor).unwrap()).collect::<Vec<_>>();
+            let masters: Vec<Tensor> = adapters.tensors().map(Tensor::detach).collect();
+            assert_eq!(bytes(&saved.masters), bytes(&masters), "{kind:?}");
+            assert_eq!(bytes(&saved.moments.mean), bytes(&moments.mean), "{kind:?}");
+            assert_eq!(bytes(&saved.moments.square), bytes(&moments.square), "{kind:?}");
+            assert_eq!((saved.moments.steps, saved.state.updates, saved.masters[0].kind()), (7, 3, kind));
+        }
+    }
+
+    #[test]
+    fn tensors_of_another_dtype_are_refused_and_not_converted() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, single) = (Store::of(folder.path()), adapters(Kind::Float));
+        write(&store, 1, &single, &moments(&single));
+        let refused = store.read(1, &adapters(Kind::Double)).unwrap_err().to_string();
+        assert!(refused.contains("master.m.lora_A is Float [2, 3], this run has Double [2, 3]"), "{refused}");
+    }
+
+    #[test]
+    fn the_newest_stays_with_the_nearest_before_it_and_what_claims_to_follow_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
+        for updates in [1, 2, 4, 8, 16] {
+            write(&store, updates, &adapters, &moments(&adapters));
+        }
+        store.trim(8, 2).unwrap();
+        assert_eq!(store.all().unwrap(), [4, 8]);
+        store.trim(8, 1).unwrap();
+        assert_eq!(store.all().unwrap(), [8]);
+        assert_eq!(names(&store.folder()).unwrap(), ["step_8"]);
+    }
 }

@@ -42,10 +42,7 @@ pub fn run(loaded: &Loaded, resume: bool, world: &mut World) -> Result<Receipt, 
     let (mut reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
     session.notes(loaded).iter().chain(&start.notes).for_each(|note| reporter.line(note));
     let mut records = Records::begin(&session, loaded, world)?;
-    let before = match start.held_out {
-        Some(measured) => measured,
-        None => evaluate::held_out(&session, world, &mut reporter)?,
-    };
+    let before = if start.resumed { start.held_out } else { evaluate::held_out(&session, world, &mut reporter)? };
     let mut tally = Tally::after(start.updates, earlier);
     let mut stopped = false;
     for step in start.updates + 1..=steps {

@@ -35,8 +35,10 @@ pub(super) struct Saves {
 pub(super) struct Start {
     /// Updates that an earlier run has made.
     pub(super) updates: u64,
-    /// What that run measured on held-out prompts before its first update; `None` where there was no such run.
-    pub(super) held_out: Option<Option<HeldOut>>,
+    /// Whether there is such a run, though it may have made none.
+    pub(super) resumed: bool,
+    /// What it measured on held-out prompts before its first update.
+    pub(super) held_out: Option<HeldOut>,
     /// What a user should know of it.
     pub(super) notes: Vec<String>,
 }
@@ -88,7 +90,8 @@ impl Saves {
         world.same("the adapters (digest)", &session.adapters.digest())?;
         self.saved = Some(updates);
         notes.push(format!("going on from {}: update {} is next", self.store.place(updates).display(), updates + 1));
-        Ok(Start { updates, held_out: Some(serde_json::from_value(held_out).unwrap_or_default()), notes })
+        let held_out = serde_json::from_value(held_out).unwrap_or_default();
+        Ok(Start { updates, resumed: true, held_out, notes })
     }
 
     /// Whether the checkpoint after `updates` updates is of this run, and not beyond its end.

@@ -46,7 +46,9 @@ impl Tally {
     /// After `updates` updates of an earlier run, of which rank 0 has the numbers.
     pub(super) fn after(updates: u64, earlier: Vec<Step>) -> Tally {
         let mut tally = Tally::default();
-        earlier.into_iter().for_each(|step| tally.stepped(step));
+        for step in earlier {
+            tally.stepped(step);
+        }
         Tally { steps: updates, ..tally }
     }
 

@@ -195,6 +195,7 @@ impl World {
     #[must_use]
     pub fn leave(&self, failure: Failure) -> Exit {
         let Some(speaker) = self.speaker.get() else { self.abort(failure) };
+        stop::heed_no_longer();
         let words = self.words(&failure);
         tracing::error!("{words}");
         if speaker == self.all.rank() {

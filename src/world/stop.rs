@@ -21,15 +21,25 @@ extern "C" fn ask(_signal: c_int) {
 /// # Errors
 /// When the system refuses a handler.
 pub fn heed_signals() -> Result<(), Error> {
+    answer((ask as *const ()).addr())
+}
+
+/// They end the process again: this rank leaves after a failure, and the launcher's SIGTERM should not find it waiting.
+pub(super) fn heed_no_longer() {
+    // A rank whose handlers stay is ended by the launcher's SIGKILL, a little later.
+    let _ = answer(libc::SIG_DFL);
+}
+
+fn answer(handler: libc::sighandler_t) -> Result<(), Error> {
     for signal in [SIGUSR1, SIGTERM] {
         // SAFETY: all bits zero is a valid `sigaction`: no flags, an empty mask, and the default handler, which is
         // replaced below.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        action.sa_sigaction = (ask as *const ()).addr();
+        action.sa_sigaction = handler;
         // A read or write that the signal interrupts goes on by itself.
         action.sa_flags = libc::SA_RESTART;
-        // SAFETY: the handler is a function of the type that a plain handler has, lives as long as the process, and only
-        // stores to an atomic; the action outlives the call, and no earlier one is asked for.
+        // SAFETY: the handler is the default or a function of the type that a plain handler has, which lives as long as
+        // the process and only stores to an atomic; the action outlives the call, and no earlier one is asked for.
         let outcome = unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) };
         if outcome != 0 {
             return Err(Error::Signals { source: io::Error::last_os_error() });
