@@ -201,3 +201,14 @@ impl ReducedGrads {
         self.norm
     }
 }
+
+/// What the optimizer carries from update to update, and a checkpoint from run to run.
+#[derive(Debug)]
+pub struct Moments {
+    /// Steps made.
+    pub steps: u32,
+    /// Running mean of the gradient, in the adapters' order, shape and dtype.
+    pub mean: Vec<Tensor>,
+    /// Running mean of its square, likewise.
+    pub square: Vec<Tensor>,
+}

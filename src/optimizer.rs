@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::handoff::ReducedGrads;
+use crate::handoff::{Moments, ReducedGrads};
 use crate::model::lora::Adapters;
 use crate::tensor::boundary::storage_bytes;
 use crate::units::Bytes;
@@ -22,9 +22,7 @@ pub struct Settings {
 #[derive(Debug)]
 pub struct AdamW {
     settings: Settings,
-    steps: u32,
-    mean: Vec<Tensor>,
-    square: Vec<Tensor>,
+    moments: Moments,
 }
 
 impl AdamW {
@@ -32,20 +30,32 @@ impl AdamW {
     #[must_use]
     pub fn new(adapters: &Adapters, settings: Settings) -> Self {
         let zeros = || adapters.tensors().map(|tensor| tensor.detach().zeros_like()).collect();
-        AdamW { settings, steps: 0, mean: zeros(), square: zeros() }
+        AdamW { settings, moments: Moments { steps: 0, mean: zeros(), square: zeros() } }
+    }
+
+    /// Goes on with the moments of an earlier run.
+    pub fn restore(&mut self, moments: Moments) {
+        self.moments = moments;
+    }
+
+    /// Both moments, and the steps made.
+    #[must_use]
+    pub fn moments(&self) -> &Moments {
+        &self.moments
     }
 
     /// One step. The adapters' version moves on, so state captured before is refused from here on.
     pub fn update(&mut self, adapters: &mut Adapters, gradients: &ReducedGrads, learning_rate: f64) {
-        self.steps += 1;
+        let Moments { steps, mean, square } = &mut self.moments;
+        *steps += 1;
         let Settings { betas: [beta_1, beta_2], eps, weight_decay } = self.settings;
-        let correction = |beta: f64| 1.0 - beta.powf(f64::from(self.steps));
+        let correction = |beta: f64| 1.0 - beta.powf(f64::from(*steps));
         let (first, second) = (correction(beta_1), correction(beta_2));
         let values: Vec<Tensor> = tch::no_grad(|| {
             adapters
                 .tensors()
                 .zip(gradients.gradients())
-                .zip(self.mean.iter_mut().zip(self.square.iter_mut()))
+                .zip(mean.iter_mut().zip(square.iter_mut()))
                 .map(|((weight, gradient), (mean, square))| {
                     *mean = &*mean * beta_1 + gradient * (1.0 - beta_1);
                     *square = &*square * beta_2 + gradient * gradient * (1.0 - beta_2);
@@ -60,13 +70,13 @@ impl AdamW {
     /// Bytes of both moments.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        self.mean.iter().chain(&self.square).map(storage_bytes).sum()
+        self.moments.mean.iter().chain(&self.moments.square).map(storage_bytes).sum()
     }
 
     /// Steps made.
     #[must_use]
     pub fn steps(&self) -> u32 {
-        self.steps
+        self.moments.steps
     }
 }
 

@@ -18,7 +18,7 @@ use longstraw::tensor::boundary::count_allocations;
 use longstraw::trainer;
 use longstraw::units::Tokens;
 use longstraw::watch::Board;
-use longstraw::world::{Launcher, World};
+use longstraw::world::{Launcher, World, heed_signals};
 
 use arguments::at_least_one;
 pub(crate) use arguments::hoist;
@@ -65,6 +65,9 @@ enum Verb {
         /// Print the receipt as one JSON object
         #[arg(long)]
         json: bool,
+        /// Go on from the newest checkpoint in the run directory that is whole; without one, start anew
+        #[arg(long)]
+        resume: bool,
     },
     /// The rank layout, page counts and memory of a rank; needs no MPI and no GPU
     Plan(PlanFlags),
@@ -151,14 +154,14 @@ enum DataVerb {
 pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     let Command { mut config, verb } = command;
     config.set = set;
-    let verb = verb.unwrap_or(Verb::Train { json: false });
+    let verb = verb.unwrap_or(Verb::Train { json: false, resume: false });
     if !matches!(verb, Verb::Train { .. } | Verb::Plan(_)) && config.given() {
         let words = "this verb reads no configuration: --config, --settings, --set and --run-dir change nothing here";
         say_once(&Command::command().error(ErrorKind::ArgumentConflict, words));
         return Ok(Exit::Config);
     }
     match verb {
-        Verb::Train { json } => train(config, json),
+        Verb::Train { json, resume } => train(config, resume, json),
         Verb::Plan(flags) => plan(config, &flags),
         Verb::Parity(flags) => parity(&flags),
         Verb::Bench(flags) => bench(flags),
@@ -212,10 +215,11 @@ pub(crate) fn say_once(usage: &clap::Error) {
     }
 }
 
-fn train(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
+fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit, Failure> {
+    heed_signals()?;
     let mut world = world(&Environment::process())?;
     let loaded = world.agree(config::load(&overrides(flags)).map_err(Failure::from));
-    match loaded.and_then(|loaded: Loaded| trainer::run(&loaded, &mut world)) {
+    match loaded.and_then(|loaded: Loaded| trainer::run(&loaded, resume, &mut world)) {
         Ok(receipt) => {
             if json && world.all.rank().0 == 0 {
                 print_json(&receipt);

@@ -184,6 +184,19 @@ impl RunConfig {
         })
     }
 
+    /// The values but `run.steps`, the one that may be another when a run goes on from a checkpoint.
+    ///
+    /// # Panics
+    /// Never: every value has a JSON form.
+    #[must_use]
+    pub fn resumable(&self) -> serde_json::Value {
+        let mut values = serde_json::to_value(self).expect("keys are texts, so there is a JSON form");
+        if let Some(run) = values.get_mut("run").and_then(serde_json::Value::as_object_mut) {
+            run.shift_remove("steps");
+        }
+        values
+    }
+
     /// The values as a config.toml that loads to the same, but for what is a rank's own.
     ///
     /// # Panics

@@ -43,10 +43,4 @@ pub const SUPPORTED: &[Supported] = &[
         what: "stage all layers at once",
         lacks: |run| !run.memory.layer_wise_transfer,
     },
-    Supported {
-        key: "checkpoint.every",
-        be: "0",
-        what: "write checkpoints between the start and the end",
-        lacks: |run| run.checkpoint.every > 0,
-    },
 ];

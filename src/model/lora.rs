@@ -141,6 +141,15 @@ impl Adapters {
         self.stamp.version += 1;
     }
 
+    /// Writes values that were saved, and the number of updates that they had seen.
+    ///
+    /// # Panics
+    /// When there are not as many values as tensors.
+    pub fn restore(&mut self, values: &[Tensor], version: u64) {
+        self.update(values);
+        self.stamp.version = version;
+    }
+
     /// SHA-256 over all values, in hexadecimal: equal on all ranks or something is wrong.
     #[must_use]
     pub fn digest(&self) -> String {

@@ -3,6 +3,7 @@
 //! Rank 0 writes; on a terminal the current step is one line that is rewritten, in a file each step is one plain line.
 
 mod log;
+mod metrics;
 mod receipt;
 mod trace;
 
@@ -12,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 pub use log::open_log;
 pub use receipt::{KindBytes, PhaseMemory, Receipt, Seconds};
@@ -61,7 +62,7 @@ impl Classified for Error {
 }
 
 /// One update's numbers: one object a line in metrics.jsonl.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Deserialize, Serialize)]
 pub struct Step {
     /// Updates made, this one included.
     pub step: u64,
@@ -88,7 +89,7 @@ pub struct Step {
 }
 
 /// Log-prob margin of right over wrong answers on held-out prompts, in nats.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub struct HeldOut {
     /// Mean over prompts of the best-rewarded answers' log-probability minus that of the others.
     pub margin: f64,
@@ -108,27 +109,28 @@ pub struct Reporter {
 
 impl Reporter {
     /// Opens `folder` on rank 0 (`first`); other ranks say nothing and write nothing here. The receipt of an earlier run
-    /// is removed: it must not pass for this one's.
+    /// is removed: it must not pass for this one's. Metrics are cut to the first `made` updates, which are returned: none
+    /// for a run that starts anew.
     ///
     /// # Errors
     /// When the folder cannot be written.
-    pub fn open(folder: &Path, first: bool, config_toml: &str) -> Result<Reporter, Error> {
-        let mut metrics = None;
+    pub fn open(folder: &Path, first: bool, config_toml: &str, made: u64) -> Result<(Reporter, Vec<Step>), Error> {
+        let (mut metrics, mut earlier) = (None, Vec::new());
         if first {
             let write = |file: PathBuf, source| Error::Write { file, source };
             fs::create_dir_all(folder).map_err(|source| write(folder.into(), source))?;
             // The lock goes with the file when the process ends, however it ends.
             let file = folder.join("metrics.jsonl");
-            let opened = OpenOptions::new().create(true).write(true).truncate(false).open(&file);
-            let opened = opened.map_err(|source| write(file.clone(), source))?;
+            let opened = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(&file);
+            let mut opened = opened.map_err(|source| write(file.clone(), source))?;
             match opened.try_lock() {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => return Err(Error::Busy { folder: folder.into() }),
                 Err(TryLockError::Error(source)) => return Err(write(file, source)),
             }
-            // Emptied only once it is this run's; a device or a pipe in its place has no length.
+            // Cut only once it is this run's; a device or a pipe in its place has no length.
             if opened.metadata().is_ok_and(|about| about.is_file()) {
-                opened.set_len(0).map_err(|source| write(file, source))?;
+                earlier = metrics::cut(&mut opened, made).map_err(|source| write(file, source))?;
             }
             metrics = Some(opened);
             let resolved = folder.join("config.resolved.toml");
@@ -139,7 +141,7 @@ impl Reporter {
                 _ => {}
             }
         }
-        Ok(Reporter { folder: folder.into(), metrics, bar: None, first })
+        Ok((Reporter { folder: folder.into(), metrics, bar: None, first }, earlier))
     }
 
     /// A line of its own; every rank's log holds it too.
@@ -198,6 +200,19 @@ impl Reporter {
             self.line("  every group's rewards are equal, so this update has no gradient from rewards");
         }
         Ok(())
+    }
+
+    /// Brings the metrics to the disk: a checkpoint must not know of updates that they lack.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn settle(&self) -> Result<(), Error> {
+        let Some(metrics) = &self.metrics else { return Ok(()) };
+        let file = self.folder.join("metrics.jsonl");
+        if !metrics.metadata().is_ok_and(|about| about.is_file()) {
+            return Ok(());
+        }
+        metrics.sync_data().map_err(|source| Error::Write { file, source })
     }
 
     /// Writes receipt.json, beside and renamed.

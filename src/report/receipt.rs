@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::HeldOut;
 use crate::handoff::Keeping;
 use crate::units::{Bytes, Pages, Tokens};
 
 /// Seconds by phase.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
 pub struct Seconds {
     /// The prompt without a graph.
     pub capture: f64,
@@ -83,6 +83,9 @@ pub struct PhaseMemory {
 pub struct Receipt {
     /// Whether the run came to its end.
     pub passed: bool,
+    /// Whether it was asked to stop before its end, and stands in a checkpoint; absent where it was not.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub stopped: bool,
     /// When it was written, UTC, RFC 3339.
     pub finished: String,
     /// The source it was built from.
@@ -105,7 +108,7 @@ pub struct Receipt {
     pub answer_len: Tokens,
     /// Answers of a group.
     pub group_size: u64,
-    /// Updates made.
+    /// Updates made, those before a resume included.
     pub steps: u64,
     /// Pages of the last prompt by rank.
     pub pages_per_rank: Vec<Pages>,

@@ -4,6 +4,7 @@ mod evaluate;
 mod groups;
 mod memory;
 mod records;
+mod saves;
 mod setup;
 mod tally;
 mod trace;
@@ -25,34 +26,59 @@ use crate::world::World;
 use crate::{capture, finalize, replay, score};
 use groups::Batch;
 use records::Records;
+use saves::Saves;
 use tally::Tally;
 
-/// Trains as the configuration says, from the start to the last step, and leaves receipt and adapters behind.
+/// Trains as the configuration says, from the start, or with `resume` from the newest checkpoint, to the last step or to
+/// where it is asked to stop. Leaves receipt and adapters behind, or receipt and checkpoint.
 ///
 /// # Errors
-/// When something cannot be loaded, does not fit, or is not finite.
-pub fn run(loaded: &Loaded, world: &mut World) -> Result<Receipt, Failure> {
+/// When something cannot be loaded or saved, does not fit, or is not finite.
+pub fn run(loaded: &Loaded, resume: bool, world: &mut World) -> Result<Receipt, Failure> {
+    let mut saves = Saves::open(loaded, resume, world)?;
     let mut session = Session::open(loaded, world)?;
-    let opened = Reporter::open(&loaded.rank.dir, world.all.rank().0 == 0, &loaded.run.to_toml());
-    let mut reporter = world.agree(opened.map_err(Failure::from))?;
-    session.notes(loaded).iter().for_each(|note| reporter.line(note));
+    let start = saves.start(&mut session, loaded, world)?;
+    let (dir, steps) = (&loaded.rank.dir, loaded.run.run.steps);
+    let opened = Reporter::open(dir, world.all.rank().0 == 0, &loaded.run.to_toml(), start.updates);
+    let (mut reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
+    session.notes(loaded).iter().chain(&start.notes).for_each(|note| reporter.line(note));
     let mut records = Records::begin(&session, loaded, world)?;
-    let before = evaluate::held_out(&session, world, &mut reporter)?;
-    let mut tally = Tally::default();
-    for step in 1..=loaded.run.run.steps {
+    let before = if start.resumed { start.held_out } else { evaluate::held_out(&session, world, &mut reporter)? };
+    let mut tally = Tally::after(start.updates, earlier);
+    let mut stopped = false;
+    for step in start.updates + 1..=steps {
+        stopped = saves.asked_to_stop(world);
+        if stopped {
+            break;
+        }
         records.step(world, step)?;
         let done = one_step(&mut session, world, &mut reporter, &mut tally, step)?;
         records.stepped(world)?;
-        reporter.step(&done, loaded.run.run.steps)?;
+        reporter.step(&done, steps)?;
         tally.stepped(done);
+        if saves.due(step) {
+            saves.save(&session, loaded, world, &reporter, before)?;
+        }
     }
-    let after = evaluate::held_out(&session, world, &mut reporter)?;
-    let receipt = tally.receipt(&session, loaded, world, [before, after], records.gathered(&session, world));
+    let after = if stopped { None } else { evaluate::held_out(&session, world, &mut reporter)? };
+    let made = tally.steps();
+    let recorded = records.gathered(&session, world);
+    let receipt = tally.receipt(&session, loaded, world, [before, after], recorded, stopped);
     world.board().enter(Phase::Save);
-    session.save(loaded, world)?;
+    if stopped {
+        saves.save(&session, loaded, world, &reporter, before)?;
+    } else {
+        session.save(loaded, world)?;
+    }
     records.end(world)?;
     reporter.receipt(&receipt)?;
     reporter.table(&receipt);
+    saves.end(world)?;
+    if stopped {
+        reporter.line(&format!(
+            "stopped after update {made} of {steps}, as asked; go on with `longstraw train --resume` in the same way"
+        ));
+    }
     Ok(receipt)
 }
 

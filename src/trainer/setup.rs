@@ -1,6 +1,7 @@
 //! Everything a run opens before its first step: checks, weights, adapters, data.
 
 use std::cell::OnceCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
@@ -52,7 +53,9 @@ pub struct Session {
     pub(super) model_digest: String,
     pub(super) seat_rank: Rank,
     spec: Spec,
-    shape: AdapterShape,
+    pub(super) shape: AdapterShape,
+    /// Digests of what the run reads, by name: a checkpoint is of this run where they are the same.
+    pub(super) inputs: BTreeMap<String, String>,
     /// What the plan says of this rank.
     pub(super) plan: Plan,
     /// Weights, adapters and optimizer, counted for as long as they live.
@@ -139,7 +142,8 @@ impl Session {
         world.same("the attention kernel", decoder.kernel().name())?;
         tracing::info!("attention kernel: {}", decoder.kernel().name());
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
-        world.same("the adapters (digest)", &adapters.digest())?;
+        let start = adapters.digest();
+        world.same("the adapters (digest)", &start)?;
         let optimizer = adam_w(config, &adapters);
         let reference = (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference"));
         let masters = adapters.tensors().chain(reference.iter().flat_map(Adapters::tensors)).map(storage_bytes).sum();
@@ -169,6 +173,7 @@ impl Session {
             adapters,
             data,
             held_out,
+            inputs: inputs([&model_digest, &digests[0], &digests[1], &start]),
             model_digest,
             spec,
             shape,
@@ -224,6 +229,12 @@ impl Session {
         };
         world.agree(written)
     }
+}
+
+/// Names of what a run reads, in the order of `digests`.
+fn inputs(digests: [&str; 4]) -> BTreeMap<String, String> {
+    let names = ["the model", "the data", "the held-out data", "the starting adapters"];
+    names.into_iter().zip(digests).map(|(name, digest)| (name.to_owned(), digest.to_owned())).collect()
 }
 
 fn checked(config: &RunConfig, ranks: u64) -> Result<(), Failure> {

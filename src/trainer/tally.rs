@@ -43,6 +43,20 @@ pub(super) struct BatchNumbers {
 }
 
 impl Tally {
+    /// After `updates` updates of an earlier run, of which rank 0 has the numbers.
+    pub(super) fn after(updates: u64, earlier: Vec<Step>) -> Tally {
+        let mut tally = Tally::default();
+        for step in earlier {
+            tally.stepped(step);
+        }
+        Tally { steps: updates, ..tally }
+    }
+
+    /// Updates made.
+    pub(super) fn steps(&self) -> u64 {
+        self.steps
+    }
+
     /// A group has been replayed.
     pub(super) fn replayed(
         &mut self,
@@ -122,13 +136,15 @@ impl Tally {
         world: &World,
         held_out: [Option<HeldOut>; 2],
         recorded: Recorded,
+        stopped: bool,
     ) -> Receipt {
         let config = &loaded.run;
         let numbers = |value: u64| world.all.gather_numbers(value);
         let last = self.last.as_ref().or(self.first.as_ref());
         let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
         Receipt {
-            passed: true,
+            passed: !stopped,
+            stopped,
             finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
             commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
             config_digest: config.digest(),

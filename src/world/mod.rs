@@ -5,6 +5,7 @@
 //! its site and aborts the world: a rank that merely returned would leave the others waiting for ever.
 
 mod axis;
+mod stop;
 
 use std::cell::Cell;
 use std::io::Write as _;
@@ -15,6 +16,7 @@ use mpi::topology::{Color, Communicator, SimpleCommunicator};
 use mpi::traits::CommunicatorCollectives;
 
 pub use axis::Axis;
+pub use stop::{asked_to_stop, heed_signals};
 
 use crate::failure::{Classified, Exit, Failure, out_of_memory};
 use crate::units::Rank;
@@ -26,6 +28,12 @@ pub enum Error {
     /// MPI could not be started.
     #[error("MPI is already running or could not be started in this process")]
     Start,
+    /// The system takes no handler for a signal.
+    #[error("the signals that ask for a stop cannot be heeded: {source}")]
+    Signals {
+        /// What the system says.
+        source: std::io::Error,
+    },
     /// N processes each believe they are alone.
     #[error(
         "this process is rank 0 of 1, but {variable} says that {tasks} were started: each of them believes it is \
@@ -187,6 +195,7 @@ impl World {
     #[must_use]
     pub fn leave(&self, failure: Failure) -> Exit {
         let Some(speaker) = self.speaker.get() else { self.abort(failure) };
+        stop::heed_no_longer();
         let words = self.words(&failure);
         tracing::error!("{words}");
         if speaker == self.all.rank() {
@@ -223,6 +232,12 @@ impl World {
         if self.all.rank() == Rank(0) {
             say(&format!("longstraw: {line}"));
         }
+    }
+
+    /// Whether any rank says yes; every rank gets the same answer.
+    #[must_use]
+    pub fn any(&self, yes: bool) -> bool {
+        self.all.gather_numbers(u64::from(yes)).contains(&1)
     }
 
     /// Where this rank is.

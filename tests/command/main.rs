@@ -16,6 +16,7 @@ mod lines;
 mod memory;
 mod parity;
 mod refusals;
+mod resume;
 mod room;
 mod secret;
 mod study;

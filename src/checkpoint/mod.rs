@@ -1,8 +1,27 @@
-//! Saved adapters in PEFT's format.
+//! What is saved: adapters in PEFT's format, and checkpoints, which hold all that a run needs to go on.
+//!
+//! A checkpoint is a folder that is written beside its place, brought to the disk, and renamed; whoever finds
+//! `checkpoints/step_N` finds all of it, or a digest that does not hold:
+//!
+//! ```text
+//!   <run directory>/latest                          the name of the newest checkpoint that all ranks agreed on
+//!   <run directory>/checkpoints/step_N/
+//!     state.json                                    counts, data position, digests of what must be the same again
+//!     masters.safetensors                           masters and both moments in their own dtype: the run goes on from these
+//!     adapter_model.safetensors, adapter_config.json   the adapters in PEFT's format, float32, for other programs
+//! ```
+
+mod error;
+mod state;
+mod store;
 
 use std::path::{Path, PathBuf};
 
 use tch::{Device, Kind};
+
+pub use error::Error;
+pub use state::{Difference, State};
+pub use store::{Newest, Saved, Store};
 
 use crate::failure::Failure;
 use crate::model::adapter_file::{self, AdapterShape};
@@ -15,6 +34,11 @@ use crate::units::float;
 /// # Errors
 /// When the folder cannot be written.
 pub fn save(folder: &Path, adapters: &Adapters, shape: &AdapterShape) -> Result<PathBuf, Failure> {
+    save_adapters(folder, adapters, shape)?;
+    Ok(folder.into())
+}
+
+fn save_adapters(folder: &Path, adapters: &Adapters, shape: &AdapterShape) -> Result<(), adapter_file::Error> {
     let entries: Vec<Adapter> = adapters
         .entries()
         .iter()
@@ -24,8 +48,7 @@ pub fn save(folder: &Path, adapters: &Adapters, shape: &AdapterShape) -> Result<
             b_or: adapter.b_or.detach(),
         })
         .collect();
-    adapter_file::save(folder, shape, &entries)?;
-    Ok(folder.into())
+    adapter_file::save(folder, shape, &entries)
 }
 
 /// Adapters from a PEFT folder, which must be of `shape`.

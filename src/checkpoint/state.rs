@@ -1,0 +1,156 @@
+//! `state.json`: everything of a checkpoint that is no tensor.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::data::Cursor;
+
+/// Where a run stands, and what must be the same when it goes on.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    /// Updates made.
+    pub updates: u64,
+    /// Version of the adapters, which every page names that was captured under them.
+    pub adapter_version: u64,
+    /// Steps that the optimizer's moments have seen.
+    pub optimizer_steps: u32,
+    /// Where the data stand after these updates. Groups that were only captured are not behind it: they run again.
+    pub cursor: Cursor,
+    /// The configuration's digest, as the receipt of the run would have it.
+    pub config_digest: String,
+    /// The configuration but `run.steps`, so that what differs can be named.
+    pub config: Value,
+    /// Digests of what the run reads besides: the model, the data, the adapters it started from.
+    pub inputs: BTreeMap<String, String>,
+    /// The held-out margin before the first update, as the receipt tells it.
+    pub held_out: Value,
+}
+
+/// One thing that is not as it was saved.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Difference {
+    /// A key of the configuration, or the name of an input.
+    pub what: String,
+    /// As it was saved.
+    pub saved: String,
+    /// As this run has it.
+    pub now: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} was {} and is {}", self.what, self.saved, self.now)
+    }
+}
+
+impl State {
+    /// What keeps a run with the configuration and inputs of `now` from going on from here.
+    #[must_use]
+    pub fn differences(&self, now: &State) -> Vec<Difference> {
+        let texts = |state: &State| {
+            let mut texts = BTreeMap::new();
+            leaves(&state.config, "", &mut texts);
+            texts.extend(state.inputs.iter().map(|(name, digest)| (format!("{name} (digest)"), digest.clone())));
+            texts
+        };
+        let (saved, now) = (texts(self), texts(now));
+        let keys: BTreeSet<&String> = saved.keys().chain(now.keys()).collect();
+        let of = |texts: &BTreeMap<String, String>, key| texts.get(key).cloned().unwrap_or_else(|| "absent".to_owned());
+        keys.into_iter()
+            .map(|key| Difference { what: key.clone(), saved: of(&saved, key), now: of(&now, key) })
+            .filter(|difference| difference.saved != difference.now)
+            .collect()
+    }
+}
+
+/// Every value by its dotted key.
+fn leaves(value: &Value, path: &str, found: &mut BTreeMap<String, String>) {
+    match value {
+        Value::Object(table) => {
+            for (key, inner) in table {
+                let inner_path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                leaves(inner, &inner_path, found);
+            }
+        }
+        _ => drop(found.insert(path.to_owned(), value.to_string())),
+    }
+}
+
+/// The file: a state, the digests of the checkpoint's other files, and the digest of both.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Sealed {
+    pub(super) state: State,
+    /// SHA-256 by file name.
+    pub(super) files: BTreeMap<String, String>,
+    /// SHA-256 over the two above: nothing else says that they are whole.
+    pub(super) seal: String,
+}
+
+impl Sealed {
+    pub(super) fn new(state: State, files: BTreeMap<String, String>) -> Result<Sealed, serde_json::Error> {
+        let seal = seal(&state, &files)?;
+        Ok(Sealed { state, files, seal })
+    }
+
+    /// The digest that the seal should be.
+    pub(super) fn digest(&self) -> Result<String, serde_json::Error> {
+        seal(&self.state, &self.files)
+    }
+}
+
+fn seal(state: &State, files: &BTreeMap<String, String>) -> Result<String, serde_json::Error> {
+    Ok(format!("{:x}", Sha256::digest(serde_json::to_vec(&(state, files))?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn state() -> State {
+        State {
+            updates: 3,
+            adapter_version: 3,
+            optimizer_steps: 3,
+            cursor: Cursor::new(7, 5),
+            config_digest: "c".into(),
+            config: json!({"optimizer": {"lr": 0.1, "betas": [0.9, 0.999]}, "lora": {"rank": 4}}),
+            inputs: [("the model".to_owned(), "m".to_owned())].into(),
+            held_out: Value::Null,
+        }
+    }
+
+    #[test]
+    fn what_differs_is_named_by_its_key_with_both_values() {
+        let mut other = state();
+        other.config = json!({"optimizer": {"lr": 0.2, "betas": [0.9, 0.999]}, "lora": {"rank": 4, "alpha": 8.0}});
+        other.inputs.insert("the model".into(), "n".into());
+        // Where the data stand is what a run goes on from, and so is how far it came.
+        other.updates = 4;
+        other.cursor.take(2);
+        let words: Vec<String> = state().differences(&other).iter().map(ToString::to_string).collect();
+        let expected = [
+            "lora.alpha was absent and is 8.0",
+            "optimizer.lr was 0.1 and is 0.2",
+            "the model (digest) was m and is n",
+        ];
+        assert_eq!(words, expected);
+        assert!(state().differences(&state()).is_empty());
+    }
+
+    #[test]
+    fn a_changed_count_breaks_the_seal_and_a_read_file_keeps_it() {
+        let sealed = Sealed::new(state(), [("a".to_owned(), "b".to_owned())].into()).unwrap();
+        let text = serde_json::to_string_pretty(&sealed).unwrap();
+        let read: Sealed = serde_json::from_str(&text).unwrap();
+        assert_eq!(read.digest().unwrap(), read.seal);
+        let changed: Sealed = serde_json::from_str(&text.replace("\"updates\": 3", "\"updates\": 2")).unwrap();
+        assert_ne!(changed.digest().unwrap(), changed.seal);
+    }
+}

@@ -1,0 +1,446 @@
+//! The checkpoints of a run directory: written whole, found by their digests, removed by age.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::View;
+use safetensors::{Dtype, SafeTensors, serialize_to_file};
+use sha2::{Digest, Sha256};
+use tch::{Device, Kind, Tensor};
+
+use super::error::Error;
+use super::state::{Sealed, State};
+use crate::handoff::Moments;
+use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
+use crate::model::lora::Adapters;
+use crate::model::shards::kind_of;
+use crate::tensor::bytes::{bytes_of, fill_from_bytes, map_file};
+use crate::units::{as_index, from_dim};
+
+const STATE: &str = "state.json";
+const MASTERS: &str = "masters.safetensors";
+/// The files whose digests stand in [`STATE`].
+const LISTED: [&str; 3] = [MASTERS, VALUES, CONFIG];
+const FOLDER: &str = "checkpoints";
+const LATEST: &str = "latest";
+/// What a checkpoint's tensors are named after, behind which the adapter's name follows.
+const PARTS: [&str; 3] = ["master", "mean", "square"];
+
+/// A place for checkpoints. One rank writes, removes and chooses; all ranks read.
+#[derive(Debug)]
+pub struct Store {
+    run_dir: PathBuf,
+}
+
+/// The newest checkpoint that is whole, and those after it that are not.
+#[derive(Debug, Default)]
+pub struct Newest {
+    /// Its number of updates.
+    pub updates: Option<u64>,
+    /// What is wrong with each that was passed over, newest first.
+    pub passed_over: Vec<(PathBuf, Error)>,
+}
+
+/// A checkpoint that was read.
+#[derive(Debug)]
+pub struct Saved {
+    /// Everything but the tensors.
+    pub state: State,
+    /// The adapters, in their order.
+    pub masters: Vec<Tensor>,
+    /// The optimizer's.
+    pub moments: Moments,
+    /// Digest of all of it: the same on every rank, or ranks have read different files.
+    pub digest: String,
+}
+
+impl Store {
+    /// The checkpoints of the run in `run_dir`.
+    #[must_use]
+    pub fn of(run_dir: &Path) -> Store {
+        Store { run_dir: run_dir.to_owned() }
+    }
+
+    /// Where all of them lie.
+    #[must_use]
+    pub fn folder(&self) -> PathBuf {
+        self.run_dir.join(FOLDER)
+    }
+
+    /// Where the one after `updates` updates lies.
+    #[must_use]
+    pub fn place(&self, updates: u64) -> PathBuf {
+        self.folder().join(format!("step_{updates}"))
+    }
+
+    /// Numbers of updates for which there is a folder, whole or not, in rising order.
+    ///
+    /// # Errors
+    /// When the folder is there and cannot be read.
+    pub fn all(&self) -> Result<Vec<u64>, Error> {
+        let folder = self.folder();
+        let mut found: Vec<u64> = names(&folder)
+            .map_err(|source| Error::Read { file: folder, source })?
+            .iter()
+            .filter_map(|name| name.strip_prefix("step_")?.parse().ok())
+            .collect();
+        found.sort_unstable();
+        Ok(found)
+    }
+
+    /// Writes a checkpoint beside its place, brings it to the disk, and renames it. One that stood there is replaced.
+    ///
+    /// # Errors
+    /// When something cannot be written. What was begun is removed, and whole checkpoints stay as they were.
+    pub fn write(
+        &self,
+        state: State,
+        adapters: &Adapters,
+        moments: &Moments,
+        shape: &AdapterShape,
+    ) -> Result<(), Error> {
+        let folder = self.folder();
+        fs::create_dir_all(&folder).map_err(|source| Error::Write { file: folder.clone(), source })?;
+        self.sweep()?;
+        let (place, beside) = (self.place(state.updates), beside(&folder, state.updates, "partial"));
+        let written = fill(&beside, state, adapters, moments, shape).and_then(|updates| {
+            let replaced = self.set_aside(updates)?;
+            let moved = fs::rename(&beside, &place).and_then(|()| settle(&folder)).and_then(|()| settle(&self.run_dir));
+            moved.map_err(|source| Error::Write { file: place, source })?;
+            replaced.map_or(Ok(()), |old| remove(&old))
+        });
+        if written.is_err() {
+            // The failure that led here is the one to tell; the next save removes what may be left.
+            let _ = fs::remove_dir_all(&beside);
+        }
+        written
+    }
+
+    /// Makes `latest` name the checkpoint after `updates` updates; called once all ranks know that it is whole.
+    ///
+    /// # Errors
+    /// When `latest` cannot be replaced; it then names the one before.
+    pub fn point(&self, updates: u64) -> Result<(), Error> {
+        let (file, beside) = (self.run_dir.join(LATEST), self.run_dir.join(".latest.partial"));
+        let written = durable(&beside, format!("{FOLDER}/step_{updates}\n").as_bytes())
+            .and_then(|()| fs::rename(&beside, &file))
+            .and_then(|()| settle(&self.run_dir));
+        written.map_err(|source| Error::Write { file, source })
+    }
+
+    /// Removes all but `keep` checkpoints. The one after `updates` updates, which `latest` names, stays, and so do the
+    /// nearest before it; what claims to come after it was passed over when the run went on from an older one.
+    ///
+    /// # Errors
+    /// When one cannot be removed.
+    pub fn trim(&self, updates: u64, keep: u64) -> Result<(), Error> {
+        let (before, after): (Vec<u64>, Vec<u64>) =
+            self.all()?.into_iter().filter(|&step| step != updates).partition(|&step| step < updates);
+        let older = before.into_iter().rev().skip(as_index(keep.saturating_sub(1)));
+        for step in older.chain(after) {
+            // Renamed first, so that one which is half removed is never taken for a checkpoint.
+            if let Some(aside) = self.set_aside(step)? {
+                remove(&aside)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The newest checkpoint whose digests hold. Reads every file of those it looks at.
+    ///
+    /// # Errors
+    /// When the folder of checkpoints cannot be read.
+    pub fn newest(&self) -> Result<Newest, Error> {
+        let mut newest = Newest::default();
+        for updates in self.all()?.into_iter().rev() {
+            match self.verify(updates) {
+                Ok(()) => {
+                    newest.updates = Some(updates);
+                    break;
+                }
+                Err(error) => newest.passed_over.push((self.place(updates), error)),
+            }
+        }
+        Ok(newest)
+    }
+
+    fn verify(&self, updates: u64) -> Result<(), Error> {
+        let sealed = self.sealed(updates)?;
+        for name in LISTED {
+            let file = self.place(updates).join(name);
+            let found = digest_of(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
+            compare(&file, found, &sealed.files[name])?;
+        }
+        Ok(())
+    }
+
+    /// Reads the checkpoint after `updates` updates for a run that has `adapters`. Tensors come in the adapters' dtype
+    /// and on their device, with the bits that were saved.
+    ///
+    /// # Errors
+    /// When a file is not what was written, or does not fit the adapters.
+    pub fn read(&self, updates: u64, adapters: &Adapters) -> Result<Saved, Error> {
+        let sealed = self.sealed(updates)?;
+        let file = self.place(updates).join(MASTERS);
+        let map = map_file(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
+        compare(&file, format!("{:x}", Sha256::digest(&map)), &sealed.files[MASTERS])?;
+        let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Tensors { file: file.clone(), source })?;
+        let part = |part: &str| {
+            let names = adapters.names().map(|name| format!("{part}.{name}"));
+            names.zip(adapters.tensors()).map(|(name, like)| tensor(&tensors, &file, name, like)).collect()
+        };
+        let [masters, mean, square]: [Result<Vec<Tensor>, Error>; 3] = PARTS.map(part);
+        let Sealed { state, seal, .. } = sealed;
+        let moments = Moments { steps: state.optimizer_steps, mean: mean?, square: square? };
+        Ok(Saved { masters: masters?, moments, digest: seal, state })
+    }
+
+    /// Where the run stood after `updates` updates, without its tensors.
+    ///
+    /// # Errors
+    /// When the file of counts is not what was written.
+    pub fn state(&self, updates: u64) -> Result<State, Error> {
+        Ok(self.sealed(updates)?.state)
+    }
+
+    /// The state with its digests, which hold for themselves and name every file.
+    fn sealed(&self, updates: u64) -> Result<Sealed, Error> {
+        let file = self.place(updates).join(STATE);
+        let text = fs::read(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
+        let no_state = |source| Error::State { file: file.clone(), source };
+        let sealed: Sealed = serde_json::from_slice(&text).map_err(no_state)?;
+        compare(&file, sealed.digest().map_err(no_state)?, &sealed.seal)?;
+        match LISTED.into_iter().find(|name| !sealed.files.contains_key(*name)) {
+            Some(name) => Err(Error::Unlisted { file, name }),
+            None => Ok(sealed),
+        }
+    }
+
+    /// Moves what stands in a checkpoint's place out of it; says where to.
+    fn set_aside(&self, updates: u64) -> Result<Option<PathBuf>, Error> {
+        let (place, aside) = (self.place(updates), beside(&self.folder(), updates, "removed"));
+        match fs::rename(&place, &aside) {
+            Ok(()) => Ok(Some(aside)),
+            Err(source) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Write { file: place, source }),
+        }
+    }
+
+    /// Removes what a save or a removal left that did not come to its end.
+    fn sweep(&self) -> Result<(), Error> {
+        let folder = self.folder();
+        let names = names(&folder).map_err(|source| Error::Read { file: folder.clone(), source })?;
+        names.iter().filter(|name| name.starts_with(".step_")).try_for_each(|name| remove(&folder.join(name)))
+    }
+}
+
+/// Writes all files of a checkpoint into `folder` and brings them to the disk; returns the number of updates.
+fn fill(
+    folder: &Path,
+    state: State,
+    adapters: &Adapters,
+    moments: &Moments,
+    shape: &AdapterShape,
+) -> Result<u64, Error> {
+    super::save_adapters(folder, adapters, shape)?;
+    let file = folder.join(MASTERS);
+    let mut values = Vec::new();
+    let parts: [Vec<&Tensor>; 3] =
+        [adapters.tensors().collect(), moments.mean.iter().collect(), moments.square.iter().collect()];
+    for (part, tensors) in PARTS.iter().zip(parts) {
+        for (name, tensor) in adapters.names().zip(tensors) {
+            let name = format!("{part}.{name}");
+            let value = Value::of(tensor).map_err(|source| Error::Bytes { name: name.clone(), source })?;
+            values.push((name, value));
+        }
+    }
+    serialize_to_file(values, None, &file).map_err(|source| Error::WriteTensors { file: file.clone(), source })?;
+    let synced = File::open(&file).and_then(|written| written.sync_all());
+    synced.map_err(|source| Error::Write { file, source })?;
+    let mut files = BTreeMap::new();
+    for name in LISTED {
+        let file = folder.join(name);
+        let digest = digest_of(&file).map_err(|source| Error::Read { file, source })?;
+        files.insert(name.to_owned(), digest);
+    }
+    let (file, updates) = (folder.join(STATE), state.updates);
+    let sealed = Sealed::new(state, files).and_then(|sealed| serde_json::to_vec_pretty(&sealed));
+    let written = sealed.map_err(io::Error::from).and_then(|text| durable(&file, &text)).and_then(|()| settle(folder));
+    written.map_err(|source| Error::Write { file, source })?;
+    Ok(updates)
+}
+
+/// A tensor of the file, which must be of the dtype and shape of `like`: nothing is converted on the way back.
+fn tensor(tensors: &SafeTensors<'_>, file: &Path, name: String, like: &Tensor) -> Result<Tensor, Error> {
+    let view = tensors.tensor(&name).map_err(|source| Error::Tensors { file: file.to_owned(), source })?;
+    let (found, wanted) = ((kind_of(view.dtype()), view.shape().to_vec()), (Some(like.kind()), sizes(like)));
+    if found != wanted {
+        let words = |(kind, shape): (Option<Kind>, Vec<usize>)| {
+            kind.map_or_else(|| "of a dtype that is not read".to_owned(), |kind| format!("{kind:?} {shape:?}"))
+        };
+        let file = file.to_owned();
+        return Err(Error::Misfit { file, name, found: words(found), wanted: words(wanted) });
+    }
+    let filled = || {
+        let mut tensor = Tensor::f_empty(like.size(), (like.kind(), Device::Cpu))?;
+        fill_from_bytes(&mut tensor, view.data(), like.kind())?;
+        Ok(tensor.f_to_device(like.device())?)
+    };
+    filled().map_err(|source| Error::Bytes { name, source })
+}
+
+fn sizes(tensor: &Tensor) -> Vec<usize> {
+    tensor.size().into_iter().map(|size| as_index(from_dim(size))).collect()
+}
+
+/// A tensor as the file holds it: its own dtype, in row-major order, in host memory.
+struct Value {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Value {
+    fn of(tensor: &Tensor) -> Result<Value, crate::tensor::bytes::Error> {
+        // Masters and moments are in the accumulation dtype, which is one of these two.
+        let dtype = if tensor.kind() == Kind::Double { Dtype::F64 } else { Dtype::F32 };
+        debug_assert_eq!(kind_of(dtype), Some(tensor.kind()), "masters are in the accumulation dtype");
+        Ok(Value { dtype, shape: sizes(tensor), bytes: bytes_of(tensor)? })
+    }
+}
+
+impl View for Value {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
+        (&self.bytes).into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+/// A name that is no checkpoint's, for what is on its way into or out of one's place.
+fn beside(folder: &Path, updates: u64, why: &str) -> PathBuf {
+    folder.join(format!(".step_{updates}.{why}"))
+}
+
+/// Names in a folder; none where there is no folder.
+fn names(folder: &Path) -> io::Result<Vec<String>> {
+    match fs::read_dir(folder) {
+        Ok(entries) => entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error),
+    }
+}
+
+fn remove(path: &Path) -> Result<(), Error> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    removed.map_err(|source| Error::Write { file: path.to_owned(), source })
+}
+
+/// Writes a file and brings it to the disk.
+fn durable(file: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut opened = File::create(file)?;
+    opened.write_all(bytes)?;
+    opened.sync_all()
+}
+
+/// Brings a folder's names to the disk.
+fn settle(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+fn digest_of(file: &Path) -> io::Result<String> {
+    let mut hash = Sha256::new();
+    io::copy(&mut File::open(file)?, &mut hash)?;
+    Ok(format!("{:x}", hash.finalize()))
+}
+
+fn compare(file: &Path, found: String, wanted: &str) -> Result<(), Error> {
+    if found == wanted {
+        return Ok(());
+    }
+    Err(Error::Damaged { file: file.to_owned(), found, wanted: wanted.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Cursor;
+    use crate::model::lora::Adapter;
+
+    fn adapters(kind: Kind) -> Adapters {
+        let drawn = |rows: i64| Tensor::rand([rows, 3], (kind, Device::Cpu));
+        Adapters::new(vec![Adapter { module: "m".into(), a_ri: drawn(2), b_or: drawn(5) }], 1.0, "policy")
+    }
+
+    fn write(store: &Store, updates: u64, adapters: &Adapters, moments: &Moments) {
+        let state = State {
+            updates,
+            adapter_version: updates,
+            optimizer_steps: 7,
+            cursor: Cursor::new(1, 5),
+            config_digest: String::new(),
+            config: serde_json::json!({"optimizer": {"eps": 1e-8}}),
+            inputs: BTreeMap::new(),
+            held_out: serde_json::Value::Null,
+        };
+        let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
+        store.write(state, adapters, moments, &shape).unwrap();
+    }
+
+    fn moments(adapters: &Adapters) -> Moments {
+        let drawn = || adapters.tensors().map(|tensor| tensor.detach().rand_like()).collect();
+        Moments { steps: 7, mean: drawn(), square: drawn() }
+    }
+
+    #[test]
+    fn masters_and_moments_come_back_bit_for_bit_in_their_own_dtype() {
+        for kind in [Kind::Float, Kind::Double] {
+            let folder = tempfile::tempdir().unwrap();
+            let (store, adapters) = (Store::of(folder.path()), adapters(kind));
+            let moments = moments(&adapters);
+            write(&store, 3, &adapters, &moments);
+            let saved = store.read(3, &adapters).unwrap();
+            let bytes = |tensors: &[Tensor]| tensors.iter().map(|tensor| bytes_of(tensor).unwrap()).collect::<Vec<_>>();
+            let masters: Vec<Tensor> = adapters.tensors().map(Tensor::detach).collect();
+            assert_eq!(bytes(&saved.masters), bytes(&masters), "{kind:?}");
+            assert_eq!(bytes(&saved.moments.mean), bytes(&moments.mean), "{kind:?}");
+            assert_eq!(bytes(&saved.moments.square), bytes(&moments.square), "{kind:?}");
+            assert_eq!((saved.moments.steps, saved.state.updates, saved.masters[0].kind()), (7, 3, kind));
+        }
+    }
+
+    #[test]
+    fn tensors_of_another_dtype_are_refused_and_not_converted() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, single) = (Store::of(folder.path()), adapters(Kind::Float));
+        write(&store, 1, &single, &moments(&single));
+        let refused = store.read(1, &adapters(Kind::Double)).unwrap_err().to_string();
+        assert!(refused.contains("master.m.lora_A is Float [2, 3], this run has Double [2, 3]"), "{refused}");
+    }
+
+    #[test]
+    fn the_newest_stays_with_the_nearest_before_it_and_what_claims_to_follow_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
+        for updates in [1, 2, 4, 8, 16] {
+            write(&store, updates, &adapters, &moments(&adapters));
+        }
+        store.trim(8, 2).unwrap();
+        assert_eq!(store.all().unwrap(), [4, 8]);
+        store.trim(8, 1).unwrap();
+        assert_eq!(store.all().unwrap(), [8]);
+        assert_eq!(names(&store.folder()).unwrap(), ["step_8"]);
+    }
+}
