@@ -193,8 +193,9 @@ impl Store {
         };
         let [masters, mean, square]: [Result<Vec<Tensor>, Error>; 3] = PARTS.map(part);
         let Sealed { state, seal, .. } = sealed;
-        let moments = Moments { steps: state.optimizer_steps, mean: mean?, square: square? };
-        Ok(Saved { masters: masters?, moments, digest: seal, state })
+        let (masters, mean, square) = (masters?, mean?, square?);
+        let moments = Moments { steps: state.optimizer_steps, mean, square };
+        Ok(Saved { masters, moments, digest: seal, state })
     }
 
     /// Where the run stood after `updates` updates, without its tensors.
