@@ -34,6 +34,11 @@ pub(super) struct torch_tensor {
     _opaque: [u8; 0],
 }
 
+/// The tensor behind a `Tensor`, for the other side to look at or write to while the call lasts.
+pub(super) fn raw(tensor: &Tensor) -> *mut torch_tensor {
+    tensor.as_ptr().cast_mut().cast()
+}
+
 /// Room for an error's words from the other side.
 pub(super) struct Words;
 
@@ -61,8 +66,8 @@ pub fn backward(pairs: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
     if live.is_empty() {
         return Ok(());
     }
-    let outputs: Vec<_> = live.iter().map(|(output, _)| output.as_ptr().cast_mut().cast()).collect();
-    let gradients: Vec<_> = live.iter().map(|(_, gradient)| gradient.as_ptr().cast_mut().cast()).collect();
+    let outputs: Vec<_> = live.iter().map(|(output, _)| raw(output)).collect();
+    let gradients: Vec<_> = live.iter().map(|(_, gradient)| raw(gradient)).collect();
     // SAFETY: both arrays hold `live.len()` pointers to tensors that outlive the call, and the callee writes at most as
     // many bytes as there is room for, a terminating zero included.
     Words::of("backward", |to, room| unsafe {
@@ -74,7 +79,7 @@ pub fn backward(pairs: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
 #[must_use]
 pub fn storage_bytes(tensor: &Tensor) -> Bytes {
     // SAFETY: the pointer is a live tensor's, and the callee only reads its storage's size.
-    Bytes(unsafe { longstraw_storage_bytes(tensor.as_ptr().cast_mut().cast()) })
+    Bytes(unsafe { longstraw_storage_bytes(raw(tensor)) })
 }
 
 /// Bytes that the counting CPU allocator has handed out.

@@ -13,7 +13,7 @@ use std::time::Instant;
 use tch::{Device, Tensor};
 
 use super::Error;
-use super::boundary::{Words, torch_tensor};
+use super::boundary::{Words, raw, torch_tensor};
 use crate::units::Bytes;
 
 // SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
@@ -168,10 +168,6 @@ pub fn moved() -> (Bytes, Bytes) {
 pub fn stage_wait_seconds() -> f64 {
     // SAFETY: no arguments; no exception comes out.
     unsafe { longstraw_stall_ms() / 1e3 }
-}
-
-fn raw(tensor: &Tensor) -> *mut torch_tensor {
-    tensor.as_ptr().cast_mut().cast()
 }
 
 /// A tensor of the shape and dtype of `like` in pinned host memory of its own, exactly as long as its values; those are

@@ -11,7 +11,7 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use super::Error;
-use super::boundary::{Words, torch_tensor};
+use super::boundary::{Words, raw, torch_tensor};
 use crate::failure::out_of_memory;
 
 // SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
@@ -208,8 +208,4 @@ pub(super) struct Saved<'a> {
     pub(super) lse: &'a Tensor,
     /// [1, h, t, d]
     pub(super) dout: &'a Tensor,
-}
-
-fn raw(tensor: &Tensor) -> *mut torch_tensor {
-    tensor.as_ptr().cast_mut().cast()
 }

@@ -12,6 +12,8 @@ use longstraw::pages::Residency;
 use longstraw::parity::{self, Gradient};
 use longstraw::study;
 use longstraw::units::Tokens;
+use longstraw::world::World;
+use tch::Device;
 
 use super::arguments::{at_least_one, device, dtype, gradient, length, residency, start};
 use super::{print_report, world};
@@ -135,34 +137,38 @@ pub(super) struct StudyFlags {
     json: bool,
 }
 
-pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
+/// Starts MPI, finds this rank's device and measures; a failure anywhere leaves with its own exit code.
+fn measured<R>(
+    place: Place,
+    measure: impl FnOnce(&World, Device) -> Result<R, Failure>,
+    told: impl FnOnce(&World, &R) -> Exit,
+) -> Result<Exit, Failure> {
     let world = world(&Environment::process())?;
-    let device = match devices::choose(&world, flags.place.device, flags.place.share_device, false) {
-        Ok(device) => device,
-        Err(failure) => return Ok(world.leave(failure)),
-    };
-    let options = parity::Options {
+    let device = devices::choose(&world, place.device, place.share_device, false);
+    Ok(match device.and_then(|device| measure(&world, device)) {
+        Ok(report) => told(&world, &report),
+        Err(failure) => world.leave(failure),
+    })
+}
+
+pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
+    let options = |device| parity::Options {
         gradient: flags.gradient,
         kind: flags.dtype,
         page_size: Tokens(flags.cut.page_size),
         micro_block: Tokens(flags.cut.micro_block),
         device,
     };
-    let report = match parity::run(&world, &flags.case_dir, &options) {
-        Ok(report) => report,
-        Err(failure) => return Ok(world.leave(failure)),
-    };
-    print_report(&world, flags.json, &report, &report.text());
-    Ok(if report.passed { Exit::Done } else { Exit::Gate })
+    let measure = |world: &World, device| parity::run(world, &flags.case_dir, &options(device));
+    measured(flags.place, measure, |world, report| {
+        print_report(world, flags.json, report, &report.text());
+        if report.passed { Exit::Done } else { Exit::Gate }
+    })
 }
 
 pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
-    let world = world(&Environment::process())?;
-    let device = match devices::choose(&world, flags.place.device, flags.place.share_device, false) {
-        Ok(device) => device,
-        Err(failure) => return Ok(world.leave(failure)),
-    };
-    let options = bench::Options {
+    let (place, json) = (flags.place, flags.json);
+    let options = |device| bench::Options {
         model: flags.model,
         prompt: Tokens(flags.prompt),
         answer: Tokens(flags.answer),
@@ -180,21 +186,16 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         },
         device,
     };
-    let report = match bench::run(&world, &options) {
-        Ok(report) => report,
-        Err(failure) => return Ok(world.leave(failure)),
-    };
-    print_report(&world, flags.json, &report, &report.text());
-    Ok(Exit::Done)
+    let measure = |world: &World, device| bench::run(world, &options(device));
+    measured(place, measure, |world, report| {
+        print_report(world, json, report, &report.text());
+        Exit::Done
+    })
 }
 
 pub(super) fn study(flags: StudyFlags) -> Result<Exit, Failure> {
-    let world = world(&Environment::process())?;
-    let device = match devices::choose(&world, flags.place.device, flags.place.share_device, false) {
-        Ok(device) => device,
-        Err(failure) => return Ok(world.leave(failure)),
-    };
-    let options = study::Options {
+    let (place, json) = (flags.place, flags.json);
+    let options = |device| study::Options {
         model: flags.model,
         lengths: flags.length,
         gradients: flags.gradient,
@@ -207,10 +208,9 @@ pub(super) fn study(flags: StudyFlags) -> Result<Exit, Failure> {
         micro_block: Tokens(flags.cut.micro_block),
         device,
     };
-    let report = match study::run(&world, &options) {
-        Ok(report) => report,
-        Err(failure) => return Ok(world.leave(failure)),
-    };
-    print_report(&world, flags.json, &report, &report.text());
-    Ok(Exit::Done)
+    let measure = |world: &World, device| study::run(world, &options(device));
+    measured(place, measure, |world, report| {
+        print_report(world, json, report, &report.text());
+        Exit::Done
+    })
 }
