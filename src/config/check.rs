@@ -27,6 +27,7 @@ impl RunConfig {
         check.sampling();
         check.adapters();
         check.data();
+        check.at_least_one("gate.scale", self.gate.scale, "1 runs the gates at their full lengths");
         check.endpoint();
         check.supported();
         check.problems

@@ -13,8 +13,8 @@ use super::problem::{Error, Fault, Problem, Source};
 use super::schema::{self, Need};
 use super::source::{Gathered, Layer, nest};
 use super::tables::{
-    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, GrpoConfig, LoraConfig, MemoryConfig, ModelConfig,
-    OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
+    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, GateConfig, GrpoConfig, LoraConfig, MemoryConfig,
+    ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
 };
 use super::{Loaded, RankConfig, RunConfig};
 
@@ -112,6 +112,7 @@ struct Whole {
     rollout: RolloutConfig,
     reward: RewardConfig,
     checkpoint: CheckpointConfig,
+    gate: GateConfig,
     endpoint: EndpointConfig,
 }
 
@@ -125,13 +126,16 @@ struct WholeRun {
     share_device: bool,
     deterministic: bool,
     trace: bool,
+    grace_sec: u64,
+    stall_sec: u64,
     log_level: String,
 }
 
 impl Whole {
     fn split(self, environment: &Environment, sources: Vec<Source>) -> Loaded {
-        let Whole { run: WholeRun { dir, seed, steps, device, share_device, deterministic, trace, log_level }, .. } =
-            self;
+        let Whole { run: own, .. } = self;
+        let WholeRun { dir, seed, steps, device, share_device, deterministic, trace, .. } = own;
+        let WholeRun { grace_sec, stall_sec, log_level, .. } = own;
         let run = RunConfig {
             parallel: self.parallel,
             context: self.context,
@@ -145,10 +149,11 @@ impl Whole {
             rollout: self.rollout,
             reward: self.reward,
             checkpoint: self.checkpoint,
+            gate: self.gate,
             endpoint: self.endpoint,
         };
         let log = environment.log().map_or(log_level, str::to_owned);
-        Loaded { run, rank: RankConfig { dir, share_device, log }, sources }
+        Loaded { run, rank: RankConfig { dir, share_device, grace_sec, stall_sec, log }, sources }
     }
 }
 

@@ -34,8 +34,8 @@ pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
-    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GrpoConfig, LoraConfig,
-    MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
+    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GateConfig, GrpoConfig,
+    LoraConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
 };
 
 /// What must be equal on all ranks; its digest is compared at the start and stored with what a run writes.
@@ -66,6 +66,8 @@ pub struct RunConfig {
     pub reward: RewardConfig,
     /// Saved states.
     pub checkpoint: CheckpointConfig,
+    /// Staged validation.
+    pub gate: GateConfig,
     /// The service that judges answers.
     pub endpoint: EndpointConfig,
 }
@@ -77,6 +79,10 @@ pub struct RankConfig {
     pub dir: PathBuf,
     /// Whether several ranks may use one device (`run.share_device`).
     pub share_device: bool,
+    /// Seconds between a signal that asks for a stop and the end of the process (`run.grace_sec`).
+    pub grace_sec: u64,
+    /// Seconds that a rank may stay in one place; 0: computed (`run.stall_sec`).
+    pub stall_sec: u64,
     /// What the logs hold: a level or filters (`run.log_level`, `LONGSTRAW_LOG`).
     pub log: String,
 }

@@ -166,12 +166,15 @@ pub(super) const TABLES: &[Table] = &[
             key("share_device", Kind::Switch),
             key("deterministic", Kind::Switch),
             key("trace", Kind::Switch),
+            key("grace_sec", Kind::Count),
+            key("stall_sec", Kind::Count),
             key("log_level", Kind::Choice(&["error", "warn", "info", "debug", "trace"])),
         ],
     },
     Table { path: "rollout", keys: &[] },
     Table { path: "reward", keys: &[] },
     Table { path: "checkpoint", keys: &[key("every", Kind::Count), key("keep", Kind::Count)] },
+    Table { path: "gate", keys: &[key("scale", Kind::Count)] },
     Table {
         path: "endpoint",
         keys: &[

@@ -206,6 +206,14 @@ pub struct CheckpointConfig {
     pub keep: u64,
 }
 
+/// `[gate]`: staged validation.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct GateConfig {
+    /// Divides a gate's lengths and the page size, so that the counts of pages stay; checked to be at least 1.
+    pub scale: u64,
+}
+
 /// `[endpoint]`, the keys of settings.json: the service that judges answers. The key is not here: see
 /// [`super::Environment::api_key`].
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
