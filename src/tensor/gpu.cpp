@@ -510,6 +510,17 @@ double longstraw_stall_ms() {
   return waits().milliseconds;
 }
 
+// While one lives, an operation without a repeatable form is refused, if repeatable ones were asked for. Flash attention
+// takes its own for that word alone: where others would only warn, it stays with atomics.
+struct Strictly {
+  const bool repeatable = at::globalContext().deterministicAlgorithms();
+  const bool lenient = at::globalContext().deterministicAlgorithmsWarnOnly();
+  Strictly() { at::globalContext().setDeterministicAlgorithms(repeatable, false); }
+  ~Strictly() { at::globalContext().setDeterministicAlgorithms(repeatable, lenient); }
+  Strictly(const Strictly&) = delete;
+  Strictly& operator=(const Strictly&) = delete;
+};
+
 // [1, h, t, d] queries, [1, g, s, d] keys and values; kernel 1 is cuDNN's, 2 is flash attention. `lse` is [1, h, t].
 int longstraw_attention_forward(int kernel, at::Tensor* q, at::Tensor* k, at::Tensor* v, int causal, double scale,
                                 at::Tensor** out, at::Tensor** lse, char* message, size_t capacity) {
@@ -539,6 +550,7 @@ int longstraw_attention_backward(int kernel, at::Tensor* dout, at::Tensor* q, at
       result = at::_scaled_dot_product_cudnn_attention_backward(*dout, *q, *k, *v, *out, lse->unsqueeze(-1), seed(),
                                                                 seed(), none, none, none, t, s, 0.0, causal != 0, scale);
     } else {
+      const Strictly strictly;
       result = at::_scaled_dot_product_flash_attention_backward(*dout, *q, *k, *v, *out, *lse, none, none, t, s, 0.0,
                                                                 causal != 0, seed(), seed(), scale);
     }
