@@ -7,7 +7,7 @@ use figment::Figment;
 use figment::value::{Dict, Value};
 use serde::Deserialize;
 
-use super::choices::DeviceChoice;
+use super::choices::{DeviceChoice, When};
 use super::environment::Environment;
 use super::problem::{Error, Fault, Problem, Source};
 use super::schema::{self, Need};
@@ -124,6 +124,7 @@ struct WholeRun {
     steps: u64,
     device: DeviceChoice,
     share_device: bool,
+    direct: When,
     deterministic: bool,
     trace: bool,
     grace_sec: u64,
@@ -134,7 +135,7 @@ struct WholeRun {
 impl Whole {
     fn split(self, environment: &Environment, sources: Vec<Source>) -> Loaded {
         let Whole { run: own, .. } = self;
-        let WholeRun { dir, seed, steps, device, share_device, deterministic, trace, .. } = own;
+        let WholeRun { dir, seed, steps, device, share_device, direct, deterministic, trace, .. } = own;
         let WholeRun { grace_sec, stall_sec, log_level, .. } = own;
         let run = RunConfig {
             parallel: self.parallel,
@@ -145,7 +146,7 @@ impl Whole {
             lora: self.lora,
             model: self.model,
             data: self.data,
-            run: RunTable { seed, steps, device, deterministic, trace },
+            run: RunTable { seed, steps, device, direct, deterministic, trace },
             rollout: self.rollout,
             reward: self.reward,
             checkpoint: self.checkpoint,

@@ -164,6 +164,7 @@ pub(super) const TABLES: &[Table] = &[
             key("steps", Kind::Count),
             key("device", Kind::Choice(&["auto", "cpu", "cuda"])),
             key("share_device", Kind::Switch),
+            key("direct", Kind::When),
             key("deterministic", Kind::Switch),
             key("trace", Kind::Switch),
             key("grace_sec", Kind::Count),

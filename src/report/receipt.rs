@@ -138,6 +138,8 @@ pub struct Receipt {
     pub keeping: Keeping,
     /// What computed attention.
     pub attention_kernel: &'static str,
+    /// Whether tensors went from GPU to GPU between ranks; else through host memory.
+    pub direct: bool,
     /// Rows of a segment and of a log-probability chunk.
     pub micro_blocks: [Tokens; 2],
     /// Share of capture in the updates' seconds.

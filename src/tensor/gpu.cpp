@@ -35,20 +35,17 @@
 #include <thread>
 #include <vector>
 
-#include "count.h"
+#include "gpu.h"
+
+namespace longstraw {
+
+int driven = -1;
+
+}  // namespace longstraw
 
 namespace {
 
-using c10::impl::VirtualGuardImpl;
-
-// The device that this process drives, or -1; set once, before the first tensor on it.
-int driven = -1;
-
-VirtualGuardImpl guard() { return VirtualGuardImpl(c10::DeviceType::CUDA); }
-
-c10::Device device() { return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(driven)); }
-
-c10::Stream compute() { return guard().getStream(device()); }
+using namespace longstraw;
 
 // Streams for copies, one a direction, so that both of a GPU's copy engines work at once.
 struct Lanes {
@@ -58,32 +55,6 @@ Lanes& lanes() {
   const auto one = [] { return guard().getStreamFromGlobalPool(device(), true); };
   static Lanes made{one(), one()};
   return made;
-}
-
-template <typename Function>
-Function runtime(const char* name) {
-  auto* found = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
-  TORCH_CHECK(found != nullptr, "the CUDA runtime has no ", name);
-  return found;
-}
-
-void must(int status, const char* what) {
-  if (status == 0) return;
-  const char* words = runtime<const char* (*)(int)>("cudaGetErrorString")(status);
-  // The runtime remembers the error for its next caller, who has nothing to do with it.
-  runtime<int (*)()>("cudaGetLastError")();
-  TORCH_CHECK(false, what, ": ", words);
-}
-
-template <typename Work>
-int guarded(char* message, size_t capacity, Work work) {
-  try {
-    work();
-    return 0;
-  } catch (const std::exception& error) {
-    longstraw::keep(error.what(), message, capacity);
-    return 1;
-  }
 }
 
 // --- pinned host memory ------------------------------------------------------------------------------------------
@@ -218,23 +189,6 @@ struct Waits {
 Waits& waits() {
   static auto* made = new Waits;
   return *made;
-}
-
-c10::Event mark(const c10::Stream& stream, bool timed) {
-  c10::Event event(c10::DeviceType::CUDA, timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
-  event.record(stream);
-  return event;
-}
-
-// An event behind what a copy stream was asked for. Where none can be made, the copy is over when this throws: nobody
-// could tell otherwise when its tensors may go.
-c10::Event* behind(const c10::Stream& stream) {
-  try {
-    return new c10::Event(mark(stream, false));
-  } catch (...) {
-    guard().synchronizeDevice(device().index());
-    throw;
-  }
 }
 
 constexpr size_t kOpenWaits = 256;

@@ -7,9 +7,12 @@ use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint;
-use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule};
+use crate::config::{
+    self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule, When,
+};
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::devices;
+use crate::exchange;
 use crate::failure::Failure;
 use crate::handoff::{Keeping, Work};
 use crate::layout::PromptLayout;
@@ -58,6 +61,8 @@ pub struct Session {
     pub(super) inputs: BTreeMap<String, String>,
     /// What the plan says of this rank.
     pub(super) plan: Plan,
+    /// Whether tensors go from GPU to GPU.
+    pub(super) direct: bool,
     /// Weights, adapters and optimizer, counted for as long as they live.
     _held: Vec<Held>,
     /// The adapters' gradients, which the first backward makes and which stay.
@@ -122,6 +127,7 @@ impl Session {
         world.cut(as_index(config.cp_size(ranks)))?;
         world.agree(loaded.check_laptop_model().map_err(Failure::from))?;
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
+        let direct = linked(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
         let shape = world.agree(shape_of(config, &spec))?;
         world.board().set_layers(spec.layers);
@@ -167,6 +173,7 @@ impl Session {
             micro_block: config.memory.micro_block,
             schedule: LearningRate::of(config),
             plan,
+            direct,
             _held: held,
             gradients: OnceCell::new(),
             decoder,
@@ -265,6 +272,14 @@ fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Re
     let kept = world.all.gather_numbers(u64::from(plan.keeping.attention));
     let keeping = Keeping { every: as_index(every), attention: kept.iter().all(|&kept| kept == 1), ..plan.keeping };
     Ok((plan, keeping))
+}
+
+/// Opens the road from GPU to GPU among the ranks that share a prompt, as far as it is wanted and there.
+fn linked(config: &RunConfig, world: &World, device: Device) -> Result<bool, Failure> {
+    let wanted = config.run.direct;
+    let open = wanted != When::Never && exchange::connect(&world.cp, device)?;
+    let missed = wanted == When::Always && !open && device != Device::Cpu && world.cp.size() > 1;
+    world.agree(if missed { Err(devices::Error::NoRoad.into()) } else { Ok(open) })
 }
 
 fn adam_w(config: &RunConfig, adapters: &Adapters) -> AdamW {

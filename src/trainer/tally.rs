@@ -170,6 +170,7 @@ impl Tally {
             plan_host_bytes: session.plan.sum(Place::Host),
             memory: recorded.phases,
             keeping: session.keeping,
+            direct: session.direct,
             attention_kernel: session.decoder.kernel().name(),
             micro_blocks: [config.memory.micro_block, config.memory.head_block],
             capture_share,
