@@ -128,7 +128,7 @@ fn every_wrong_value_is_refused_with_the_right_one() {
         ("grpo.constant_divisor=8", "grpo.constant_divisor should be left out"),
         ("grpo.gradient={ last = 2088961 }", "grpo.gradient should be { last = 2088960 } at most"),
         ("grpo.gradient=full", "grpo.gradient should be \"exact\", \"response\" or { last = N }, not \"full\""),
-        ("grpo.reward_fn=judge", "grpo.reward_fn should be \"synthetic\" or \"data\", not \"judge\""),
+        ("grpo.reward_fn=judge", "grpo.reward_fn should be \"synthetic\", \"data\" or \"one\", not \"judge\""),
         ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
         ("optimizer.lr=nan", "optimizer.lr should be a finite number from 0: it is NaN"),
         ("optimizer.lr=-1e-5", "optimizer.lr should be a finite number from 0: it is -1e-5"),
