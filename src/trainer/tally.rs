@@ -144,18 +144,12 @@ impl Tally {
         let (device, host) = (recorded.most(|phase| &phase.device_peak), recorded.most(|phase| &phase.host_peak));
         let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
         Receipt {
-            gate: None,
-            checks: Vec::new(),
-            not_checked: Vec::new(),
-            forced: false,
             scale: config.gate.scale,
             adapter: session.adapter_form(),
             optimizer_calls: session.optimizer.steps().into(),
             layers: session.spec.layers,
             layers_by_phase: recorded.layers,
             lora_b_unmoved: recorded.unmoved,
-            seconds_per_further_answer: None,
-            device_bytes_per_further_answer: None,
             passed: !stopped,
             stopped,
             finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
@@ -194,6 +188,8 @@ impl Tally {
             grad_norm: last.map_or(0.0, |step| step.grad_norm),
             held_out,
             adapter_digest: world.all.gather_texts(&session.adapters.digest()),
+            // What only a gate fills in.
+            ..Receipt::default()
         }
     }
 }
