@@ -121,7 +121,7 @@ pub(super) const TABLES: &[Table] = &[
         path: "grpo",
         keys: &[
             required("group_size", Kind::Count),
-            key("reward_fn", Kind::Choice(&["synthetic", "data"])),
+            key("reward_fn", Kind::Choice(&["synthetic", "data", "one"])),
             key("normalize_adv", Kind::Switch),
             key("gradient", Kind::Gradient),
             key("clip_low", Kind::Number),

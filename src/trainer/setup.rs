@@ -27,7 +27,7 @@ use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
 use crate::plan::{self, Plan, Room};
-use crate::report::open_log;
+use crate::report::{AdapterForm, open_log};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
 use crate::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
@@ -55,7 +55,9 @@ pub struct Session {
     pub(super) grad_accum: usize,
     pub(super) model_digest: String,
     pub(super) seat_rank: Rank,
-    spec: Spec,
+    pub(super) spec: Spec,
+    /// What the decoder reads; a judge may read them too.
+    weights: Rc<Weights>,
     pub(super) shape: AdapterShape,
     /// Digests of what the run reads, by name: a checkpoint is of this run where they are the same.
     pub(super) inputs: BTreeMap<String, String>,
@@ -144,7 +146,8 @@ impl Session {
         let model_digest = weights.digest().to_owned();
         world.same("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
-        let decoder = spec.family.decoder(&spec, Rc::new(weights), kind);
+        let weights = Rc::new(weights);
+        let decoder = spec.family.decoder(&spec, weights.clone(), kind);
         world.same("the attention kernel", decoder.kernel().name())?;
         tracing::info!("attention kernel: {}", decoder.kernel().name());
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
@@ -183,8 +186,40 @@ impl Session {
             inputs: inputs([&model_digest, &digests[0], &digests[1], &start]),
             model_digest,
             spec,
+            weights,
             shape,
         })
+    }
+
+    /// What the model is.
+    #[must_use]
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// The model's frozen weights.
+    #[must_use]
+    pub fn weights(&self) -> &Rc<Weights> {
+        &self.weights
+    }
+
+    /// Digest of the checkpoint.
+    #[must_use]
+    pub fn model_digest(&self) -> &str {
+        &self.model_digest
+    }
+
+    /// What is trained.
+    #[must_use]
+    pub fn adapter_form(&self) -> AdapterForm {
+        let AdapterShape { rank, alpha, targets, .. } = &self.shape;
+        AdapterForm { rank: *rank, alpha: *alpha, targets: targets.clone() }
+    }
+
+    /// The first group of the data.
+    #[must_use]
+    pub fn first_group(&self) -> &Group {
+        self.data.group(0)
     }
 
     /// What a user should know before the first step.
