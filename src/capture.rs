@@ -94,7 +94,7 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
     let mut held = prompt_rows(pass, &x_pw);
     let rows = x_pw.size()[0];
     for layer in (0..pass.decoder.layers()).map(LayerIndex) {
-        board.layer(layer);
+        board.layer(layer)?;
         // What the layer before has left behind has had a layer's time to leave.
         tail.settle()?;
         mixed.settle()?;

@@ -116,15 +116,15 @@ pub fn run(
         replay.pool.put(Slot { span: index, layer: LayerIndex(0) }, &pass.decoder.embed(&inputs))?;
     }
     for layer in (0..top.0).map(LayerIndex) {
-        board.layer(layer);
+        board.layer(layer)?;
         replay.up(layer)?;
     }
-    board.layer(top);
+    board.layer(top)?;
     let mut dtail = replay.top(top)?;
     replay.done.pool_bytes = replay.pool.bytes();
     let turned = Mark::now(device)?;
     for layer in (0..top.0).rev().map(LayerIndex) {
-        board.layer(layer);
+        board.layer(layer)?;
         dtail = replay.down(layer, dtail)?;
     }
     let end = Mark::now(device)?;
@@ -186,7 +186,7 @@ impl Replay<'_> {
         let dlast = self.first_token_gradient(first.as_ref())?;
         let dtail = self.tail_start(dlast);
         self.board.enter(Phase::Sweep);
-        self.board.layer(layer);
+        self.board.layer(layer)?;
         self.tail(layer, &staged, dtail, gradient)
     }
 

@@ -39,7 +39,7 @@ pub fn hidden(pass: &Pass, work: &Work, captured: &Captured, board: &Board) -> R
     }
     let layers = pass.decoder.layers();
     for layer in (0..layers).map(LayerIndex) {
-        board.layer(layer);
+        board.layer(layer)?;
         // Behind the last layer comes the next phase, which starts from the first.
         let then = LayerIndex((layer.0 + 1) % layers);
         let staged = captured.pages.stage(layer, Some(then), pass.adapters.stamp())?;

@@ -3,6 +3,7 @@
 mod evaluate;
 mod groups;
 mod memory;
+mod patience;
 mod records;
 mod saves;
 mod setup;
@@ -25,6 +26,7 @@ use crate::tensor::gpu;
 use crate::world::World;
 use crate::{capture, finalize, replay, score};
 use groups::Batch;
+use patience::Patience;
 use records::Records;
 use saves::Saves;
 use tally::Tally;
@@ -102,6 +104,7 @@ impl Run {
         let mut records = Records::begin(&session, loaded, world)?;
         let before = if start.resumed { start.held_out } else { evaluate::held_out(&session, world, &mut reporter)? };
         let mut tally = Tally::after(start.updates, earlier);
+        let mut patience = Patience::begin(loaded, world);
         let mut stopped = false;
         for step in start.updates + 1..=steps {
             stopped = course.stop_after.is_some_and(|last| step > last) || saves.asked_to_stop(world);
@@ -109,14 +112,27 @@ impl Run {
                 break;
             }
             records.step(world, step)?;
-            let done = one_step(&mut session, world, &mut reporter, &mut tally, step)?;
+            let cursor = session.cursor.clone();
+            patience.step(tally.last_step_s());
+            let outcome = one_step(&mut session, world, &mut reporter, &mut tally, &patience, step);
+            patience.rest();
             records.stepped(world)?;
-            reporter.step(&done, steps)?;
-            tally.stepped(done);
+            match patience::dropped(outcome)? {
+                Ok(done) => {
+                    reporter.step(&done, steps)?;
+                    tally.stepped(done);
+                }
+                Err(why) => {
+                    reporter.line(&format!("update {step} is {why}"));
+                    (session.cursor, stopped) = (cursor, true);
+                    break;
+                }
+            }
             if saves.due(step) {
-                saves.save(&session, loaded, world, &reporter, before)?;
+                patience.save(|| saves.save(&session, loaded, world, &reporter, before))?;
             }
         }
+        patience.end(world);
         let after = if stopped { None } else { evaluate::held_out(&session, world, &mut reporter)? };
         let made = tally.steps();
         let recorded = records.gathered(&session, world);
@@ -128,7 +144,7 @@ impl Run {
             session.save(loaded, world)?;
         }
         records.end(world)?;
-        saves.end(world)?;
+        saves.end(world, stopped)?;
         if stopped {
             reporter.line(&format!(
                 "stopped after update {made} of {steps}, as asked; go on with `longstraw train --resume` in the same way"
@@ -144,23 +160,13 @@ fn one_step(
     world: &World,
     reporter: &mut Reporter,
     tally: &mut Tally,
+    patience: &Patience,
     step: u64,
 ) -> Result<Step, Failure> {
     let start = Instant::now();
     let batch = session.next_batch(world);
-    for (count, group) in batch.mine.iter().enumerate() {
-        reporter.now(format!(
-            "step {step}: prompt {} of {} on this rank ({})",
-            count + 1,
-            batch.mine.len(),
-            group.name
-        ));
-        if session.paged {
-            one_group(session, world, &batch, group, tally)?;
-        } else {
-            whole::one_group(session, world, &batch, group, tally)?;
-        }
-    }
+    let replayed = all_groups(session, world, &batch, reporter, tally, step);
+    patience.agree(world, replayed)?;
     world.board().enter(Phase::Finalize);
     let local = finalize::take(&session.adapters);
     let summed =
@@ -187,6 +193,31 @@ fn one_step(
         prompts: batch.names.clone(),
         seconds: Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() },
     })
+}
+
+/// Captures, scores and replays this rank's groups, one after another.
+fn all_groups(
+    session: &Session,
+    world: &World,
+    batch: &Batch,
+    reporter: &mut Reporter,
+    tally: &mut Tally,
+    step: u64,
+) -> Result<(), Failure> {
+    for (count, group) in batch.mine.iter().enumerate() {
+        reporter.now(format!(
+            "step {step}: prompt {} of {} on this rank ({})",
+            count + 1,
+            batch.mine.len(),
+            group.name
+        ));
+        if session.paged {
+            one_group(session, world, batch, group, tally)?;
+        } else {
+            whole::one_group(session, world, batch, group, tally)?;
+        }
+    }
+    Ok(())
 }
 
 /// Captures, scores and replays one group; gradients add up in the adapters.

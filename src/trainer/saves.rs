@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::Session;
 use crate::checkpoint::{self, Newest, State, Store};
@@ -26,6 +26,8 @@ pub(super) struct Saves {
     resume: bool,
     /// The file that asks for a stop.
     stop: PathBuf,
+    /// The file that tells a batch system that the run was asked to stop and is not at its end.
+    requeue: PathBuf,
     /// Updates of the checkpoint that holds what the run holds now, or held.
     saved: Option<u64>,
 }
@@ -55,8 +57,10 @@ impl Saves {
             _ => Ok(()),
         };
         world.agree(earlier.map_err(Failure::from))?;
-        let (every, keep, stop) = (settings.every, settings.keep, dir.join("stop"));
-        Ok(Saves { store, every, keep, resume, stop, saved: None })
+        let (every, keep, stop, requeue) = (settings.every, settings.keep, dir.join("stop"), dir.join("requeue"));
+        let saves = Saves { store, every, keep, resume, stop, requeue, saved: None };
+        saves.remove(&saves.requeue, world)?;
+        Ok(saves)
     }
 
     /// Brings the session to where the newest whole checkpoint stands, if the run is to go on. Rank 0 chooses, and every
@@ -155,15 +159,31 @@ impl Saves {
         Ok(())
     }
 
-    /// The run has ended: what asked it to stop does not ask the next one.
-    pub(super) fn end(&self, world: &World) -> Result<(), Failure> {
+    /// The run has ended: what asked it to stop does not ask the next one. One that a signal has stopped before its end
+    /// wants to be started again, and leaves a file that says so; whoever put a file there wanted it to stop.
+    pub(super) fn end(&self, world: &World, stopped: bool) -> Result<(), Failure> {
+        self.remove(&self.stop, world)?;
+        if !(world.any(asked_to_stop()) && stopped) {
+            return Ok(());
+        }
+        let file = &self.requeue;
+        let written = match world.all.rank() {
+            Rank(0) => fs::write(file, "stopped by a signal before its end; `longstraw train --resume` goes on\n"),
+            _ => Ok(()),
+        };
+        let written = written.map_err(|source| checkpoint::Error::Write { file: file.clone(), source });
+        world.agree(written.map_err(Failure::from))
+    }
+
+    /// Rank 0 removes a file, if it is there.
+    fn remove(&self, file: &Path, world: &World) -> Result<(), Failure> {
         let removed = match world.all.rank() {
-            Rank(0) => fs::remove_file(&self.stop),
+            Rank(0) => fs::remove_file(file),
             _ => Ok(()),
         };
         let removed = match removed {
             Err(source) if source.kind() != io::ErrorKind::NotFound => {
-                Err(checkpoint::Error::Write { file: self.stop.clone(), source })
+                Err(checkpoint::Error::Write { file: file.to_owned(), source })
             }
             _ => Ok(()),
         };

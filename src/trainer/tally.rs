@@ -52,6 +52,11 @@ impl Tally {
         Tally { steps: updates, ..tally }
     }
 
+    /// Seconds of the last update, if one was made.
+    pub(super) fn last_step_s(&self) -> Option<f64> {
+        self.last.as_ref().or(self.first.as_ref()).map(|step| step.seconds.total)
+    }
+
     /// Updates made.
     pub(super) fn steps(&self) -> u64 {
         self.steps

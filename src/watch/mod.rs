@@ -14,7 +14,7 @@ use std::time::Instant;
 pub use ledger::{Held, Holding, Holdings, Ledger, Measured, Meter, Part, Purpose, Purse};
 pub use shortage::{Shortage, available_memory};
 
-use crate::failure::{Phase, Site};
+use crate::failure::{Failure, Phase, Site};
 use crate::units::{LayerIndex, Rank};
 
 /// Where a rank is. Clones share one entry, also across threads, so a panic hook reads what the trainer writes.
@@ -84,11 +84,21 @@ impl<R: Recorder> Recorder for Rc<RefCell<R>> {
     }
 }
 
-/// Where this rank writes where it is; clones share place and recorders.
-#[derive(Clone, Debug, Default)]
+/// What a rank asks before each layer: whether to go on.
+pub type Question = Rc<dyn Fn() -> Result<(), Failure>>;
+
+/// Where this rank writes where it is; clones share all of it.
+#[derive(Clone, Default)]
 pub struct Board {
     place: Place,
     recorders: Rc<RefCell<Vec<Box<dyn Recorder>>>>,
+    question: Rc<RefCell<Option<Question>>>,
+}
+
+impl Debug for Board {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Board").field("place", &self.place).finish_non_exhaustive()
+    }
 }
 
 impl Board {
@@ -119,11 +129,23 @@ impl Board {
         tracing::debug!("{phase}");
     }
 
+    /// What is asked before each layer from here on. All ranks that share a prompt go through the same layers in the same
+    /// order, so it may be a question to all of them.
+    pub fn ask_at_layers(&self, question: Option<Question>) {
+        self.question.replace(question);
+    }
+
     /// Enters a layer of the current phase.
-    pub fn layer(&self, layer: LayerIndex) {
+    ///
+    /// # Errors
+    /// When the answer to what is asked before a layer is not to go on.
+    pub fn layer(&self, layer: LayerIndex) -> Result<(), Failure> {
+        let question = self.question.borrow().clone();
+        question.map_or(Ok(()), |question| question())?;
         self.tell(Border::Layer(layer));
         self.place.0.layer.store(i64::try_from(layer.0).unwrap_or(-1), Ordering::Relaxed);
         tracing::debug!("{}, layer {layer}", self.site().phase);
+        Ok(())
     }
 
     /// A step has ended, and what comes next is no part of one. Failures still name the last phase.
@@ -183,7 +205,7 @@ mod tests {
         let board = Board::default();
         board.set_rank(Rank(5));
         board.enter(Phase::Replay);
-        board.layer(LayerIndex(17));
+        board.layer(LayerIndex(17)).expect("nothing is asked");
         assert_eq!(board.site().to_string(), "rank 5, replay, layer 17");
         board.enter(Phase::Finalize);
         assert_eq!(board.site().to_string(), "rank 5, finalize");
@@ -203,7 +225,7 @@ mod tests {
         board.enter(Phase::Start);
         board.followed_by(vec![Box::new(heard.clone())]);
         board.enter(Phase::Score);
-        board.layer(LayerIndex(1));
+        board.layer(LayerIndex(1)).expect("nothing is asked");
         board.rest();
         board.followed_by(Vec::new());
         board.enter(Phase::Save);
@@ -216,9 +238,9 @@ mod tests {
         let board = Board::default();
         assert!(!board.place().in_top_layer(), "no layer is current");
         board.set_layers(3);
-        board.layer(LayerIndex(1));
+        board.layer(LayerIndex(1)).expect("nothing is asked");
         assert!(!board.place().in_top_layer());
-        board.layer(LayerIndex(2));
+        board.layer(LayerIndex(2)).expect("nothing is asked");
         assert!(board.place().in_top_layer());
     }
 }

@@ -31,6 +31,12 @@ impl Axis {
         Axis::new(part.expect("every rank names a color"))
     }
 
+    /// The same ranks on a communicator of their own; every rank takes part.
+    #[must_use]
+    pub fn twin(&self) -> Axis {
+        self.split(0)
+    }
+
     pub(super) fn communicator(&self) -> &SimpleCommunicator {
         &self.communicator
     }

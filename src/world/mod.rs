@@ -16,7 +16,7 @@ use mpi::topology::{Color, Communicator, SimpleCommunicator};
 use mpi::traits::CommunicatorCollectives;
 
 pub use axis::Axis;
-pub use stop::{asked_to_stop, heed_signals};
+pub use stop::{asked_since, asked_to_stop, heed_signals};
 
 use crate::failure::{Classified, Exit, Failure, out_of_memory};
 use crate::units::Rank;

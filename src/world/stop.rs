@@ -1,18 +1,28 @@
 //! Signals that ask for a stop.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use libc::{SIGTERM, SIGUSR1, c_int};
 
 use super::Error;
 
-/// Whether a signal has come. A handler is given nothing to find its state by, so it stands here.
-static ASKED: AtomicBool = AtomicBool::new(false);
+/// When the first signal came, in milliseconds of the monotonic clock, plus 1; 0 before it. A handler is given nothing to
+/// find its state by, so it stands here.
+static ASKED_MS: AtomicU64 = AtomicU64::new(0);
 
 /// All that a handler does: anything more could meet a lock that the interrupted code holds.
 extern "C" fn ask(_signal: c_int) {
-    ASKED.store(true, Ordering::Relaxed);
+    let _ = ASKED_MS.compare_exchange(0, now_ms() + 1, Ordering::Relaxed, Ordering::Relaxed);
+}
+
+/// The monotonic clock, by a call that a handler may make.
+fn now_ms() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writes to a value that outlives the call; this clock is always there.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    u64::try_from(now.tv_sec).unwrap_or(0) * 1000 + u64::try_from(now.tv_nsec).unwrap_or(0) / 1_000_000
 }
 
 /// SIGUSR1 and SIGTERM ask for a stop from here on instead of ending the process. Called before MPI starts, which takes
@@ -39,7 +49,8 @@ fn answer(handler: libc::sighandler_t) -> Result<(), Error> {
         // A read or write that the signal interrupts goes on by itself.
         action.sa_flags = libc::SA_RESTART;
         // SAFETY: the handler is the default or a function of the type that a plain handler has, which lives as long as
-        // the process and only stores to an atomic; the action outlives the call, and no earlier one is asked for.
+        // the process, reads a clock and stores to an atomic; the action outlives the call, and no earlier one is asked
+        // for.
         let outcome = unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) };
         if outcome != 0 {
             return Err(Error::Signals { source: io::Error::last_os_error() });
@@ -51,5 +62,12 @@ fn answer(handler: libc::sighandler_t) -> Result<(), Error> {
 /// Whether a signal has asked this rank to stop.
 #[must_use]
 pub fn asked_to_stop() -> bool {
-    ASKED.load(Ordering::Relaxed)
+    asked_since().is_some()
+}
+
+/// How long ago the first signal asked this rank to stop; `None` if none has.
+#[must_use]
+pub fn asked_since() -> Option<Duration> {
+    let asked = ASKED_MS.load(Ordering::Relaxed).checked_sub(1)?;
+    Some(Duration::from_millis(now_ms().saturating_sub(asked)))
 }

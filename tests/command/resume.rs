@@ -118,12 +118,14 @@ fn a_file_or_a_signal_to_any_rank_stops_a_run_in_order_and_it_goes_on_to_the_sam
     let go_on = "as asked; go on with `longstraw train --resume`";
     train(&room, "run", &[], &sets).ended(0, &["stopped after update 0 of 6", go_on]);
     assert!(!room.path().join("run/stop").exists(), "it stops one run");
+    assert!(!room.path().join("run/requeue").exists(), "whoever puts a file there wants a stop");
     let receipt = room.read_json("run/receipt.json");
     assert_eq!((&receipt["passed"], &receipt["stopped"]), (&Value::Bool(false), &Value::Bool(true)));
     for (made, rank, name) in [(1, 1, "-USR1"), (3, 0, "-TERM")] {
         let mut running = start(&room, "run", &["--resume"], &sets);
         signal(&room, &mut running, "run", made, rank, name);
         running.end().ended(0, &["stopped after update ", go_on]);
+        assert!(room.path().join("run/requeue").exists(), "a signal before the end wants another start");
         let receipt = room.read_json("run/receipt.json");
         let steps = receipt["steps"].as_u64().unwrap();
         assert!((made as u64..6).contains(&steps), "it stopped in the middle: {steps}");
@@ -134,6 +136,34 @@ fn a_file_or_a_signal_to_any_rank_stops_a_run_in_order_and_it_goes_on_to_the_sam
     train(&room, "run", &["--resume"], &sets).ended(0, &["going on from "]);
     assert_eq!(complete(&room, "run", 6), complete(&room, "whole", 6));
     assert_eq!(numbers(&room, "run"), numbers(&room, "whole"));
+}
+
+#[test]
+fn a_step_whose_end_would_come_too_late_is_dropped_by_all_ranks_and_runs_again_once() {
+    // Two ranks on one prompt, and two prompts side by side, of which one sees the signal first.
+    for (sides, cp_size) in [(2, 2), (4, 2)] {
+        let (room, size) = (slow(), format!("parallel.cp_size={cp_size}"));
+        let whole = ["run.steps=4", &size];
+        let hasty = [&whole[..], &["run.grace_sec=0"]].concat();
+        let ranks = |arguments: &[&str]| room.ranks(sides, arguments);
+        ranks(&arguments("whole", &[], &whole)).ended(0, &[]);
+        let call = arguments("run", &[], &hasty);
+        let mut running = room.start(&Call { ranks: sides, program: LONGSTRAW, arguments: &call, variables: &[] });
+        signal(&room, &mut running, "run", 2, sides - 1, "-USR1");
+        let said = running.end();
+        said.ended(
+            0,
+            &["update 3 is dropped ", "run.grace_sec", "its prompts run again", "stopped after update 2 of 4"],
+        );
+        assert_eq!((updates(&room, "run"), checkpoints(&room, "run")), (2, vec!["step_2".to_owned()]));
+        let receipt = room.read_json("run/receipt.json");
+        assert_eq!((&receipt["passed"], &receipt["stopped"]), (&Value::Bool(false), &Value::Bool(true)));
+        assert!(room.path().join("run/requeue").exists(), "it wants to be started again");
+        ranks(&arguments("run", &["--resume"], &whole)).ended(0, &["step_2: update 3 is next"]);
+        assert!(!room.path().join("run/requeue").exists(), "it has been");
+        assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
+        assert_eq!(numbers(&room, "run"), numbers(&room, "whole"), "the same prompts, each once");
+    }
 }
 
 #[test]
