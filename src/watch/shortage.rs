@@ -195,7 +195,7 @@ mod tests {
         board.set_rank(Rank(3));
         board.set_layers(8);
         board.enter(phase);
-        board.layer(LayerIndex(layer));
+        board.layer(LayerIndex(layer)).expect("nothing is asked");
         board
     }
 
