@@ -115,7 +115,7 @@ impl Sizes<'_> {
 
     pub(super) fn answers(&self) -> Vec<Addend> {
         let (width, layers, model) = (self.shape.width, self.layers, self.model);
-        let gathered = self.shape.most(|layer| if layer.mix.border().1 > 0 { 0 } else { layer.mix.widths().ask });
+        let gathered = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 });
         let (group, answer, all) = (self.config.grpo.group_size, self.answer, self.config.context.answer_len.0);
         let head = self.config.memory.head_block.0.min(answer.max(1));
         let mut sum = vec![
@@ -128,19 +128,21 @@ impl Sizes<'_> {
             ),
             within(
                 Phase::Replay,
-                "gathered answer rows",
-                product(&[all, gathered, 4 * model + 4 * self.acc]),
-                format!("{all} rows of one answer × eight {gathered} wide"),
-                "choose a shorter context.answer_len",
-            ),
-            within(
-                Phase::Replay,
                 "head scratch",
                 product(&[head, self.shape.vocabulary, 4 * self.acc]),
                 format!("{head} rows × vocabulary {}", self.shape.vocabulary),
                 "choose a smaller memory.head_block",
             ),
         ];
+        if gathered > 0 {
+            sum.push(within(
+                Phase::Replay,
+                "gathered answer rows",
+                product(&[all, gathered, 4 * model + 4 * self.acc]),
+                format!("{all} rows of one answer × eight {gathered} wide"),
+                "choose a shorter context.answer_len",
+            ));
+        }
         sum.push(self.scratch(Phase::Replay, answer.max(1), all, true, 0));
         if self.travels {
             sum.push(self.state_gradient(Phase::Replay));

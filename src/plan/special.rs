@@ -141,7 +141,7 @@ impl Sizes<'_> {
                 format!("{micro} rows × ({ask} and {output} wide)"),
                 "choose a smaller memory.micro_block",
             ));
-            if phase != Phase::Replay && !alone {
+            if !alone {
                 sum.push(within(
                     phase,
                     "gathered latents",
@@ -150,15 +150,15 @@ impl Sizes<'_> {
                     "choose a shorter context.prompt_len",
                 ));
             }
-        }
-        if self.travels {
-            sum.push(within(
-                Phase::Sweep,
-                "gradient of gathered latents",
-                product(&[prompt, carries]),
-                format!("{prompt} positions × {carries} B, one layer's"),
-                "set grpo.gradient = \"response\"",
-            ));
+            if graph && self.travels && !alone {
+                sum.push(within(
+                    phase,
+                    "gradient of gathered latents",
+                    product(&[prompt, carries]),
+                    format!("{prompt} positions × {carries} B, one layer's"),
+                    "set grpo.gradient = \"response\"",
+                ));
+            }
         }
         if self.beside && !alone {
             sum.push(addend(

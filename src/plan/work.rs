@@ -16,9 +16,9 @@
 
 use crate::config::RunConfig;
 use crate::failure::Phase;
-use crate::model::shape::{Layer, Mix, Segment, Shape};
+use crate::model::shape::{INDEX_BYTES, Layer, Mix, Segment, Shape};
 use crate::pages::Residency;
-use crate::units::float;
+use crate::units::{float, from_index};
 
 use super::sizes::{adapter_elements, widths};
 use super::special::DELTA_CHUNK;
@@ -190,7 +190,8 @@ impl<'a> Work<'a> {
         if keeping.tail == Residency::Host {
             asked.bytes_out += self.tail_bytes();
         }
-        self.travel(&mut asked, false);
+        self.travel(&mut asked, false, |_| true);
+        self.to_experts(&mut asked, self.rows, once);
         asked
     }
 
@@ -203,6 +204,8 @@ impl<'a> Work<'a> {
         let hidden = self.hidden();
         asked.bytes_in += self.staged() + hidden + self.group() * self.gathered();
         asked.bytes_out += hidden + self.group() * self.gathered();
+        self.travel(&mut asked, false, latent);
+        self.to_experts(&mut asked, self.answer_rows(), once);
         asked
     }
 
@@ -217,6 +220,9 @@ impl<'a> Work<'a> {
         // Pages come up the layers and down; gathered rows forward twice, and once with twice the tensors back.
         asked.bytes_in += 2.0 * self.staged() + 3.0 * hidden + 4.0 * gathered;
         asked.bytes_out += 2.0 * hidden + 4.0 * gathered;
+        self.travel(&mut asked, false, latent);
+        self.travel(&mut asked, self.travels(), latent);
+        self.to_experts(&mut asked, self.answer_rows(), runs);
         asked
     }
 
@@ -227,7 +233,7 @@ impl<'a> Work<'a> {
             return Asked::default();
         }
         let travels = self.travels();
-        let every = if travels { float(crate::units::from_index(keeping.every)).max(1.0) } else { 1.0 };
+        let every = if travels { float(from_index(keeping.every)).max(1.0) } else { 1.0 };
         let again = (every - 1.0) / every;
         let mixed = if travels && keeping.attention { 0.0 } else { 1.0 };
         let runs = Runs {
@@ -243,8 +249,9 @@ impl<'a> Work<'a> {
         }
         if travels {
             asked.bytes_in += again * self.staged();
-            self.travel(&mut asked, true);
+            self.travel(&mut asked, true, |_| true);
         }
+        self.to_experts(&mut asked, self.tail, runs);
         asked
     }
 
@@ -264,21 +271,25 @@ impl<'a> Work<'a> {
         if self.choice.keeping.pages == Residency::Host { self.rows * self.state() } else { 0.0 }
     }
 
+    /// Rows of all answers on a rank.
+    fn answer_rows(&self) -> f64 {
+        self.group() * self.answer().count / self.sharers
+    }
+
     /// Hidden states of a rank's answers in all layers.
     fn hidden(&self) -> f64 {
-        let rows = self.group() * self.answer().count / self.sharers;
-        rows * float(self.shape.width) * float(self.shape.depth()) * self.model
+        self.answer_rows() * float(self.shape.width) * float(self.shape.depth()) * self.model
     }
 
     /// What of the tail waits in host memory.
     fn tail_bytes(&self) -> f64 {
         let keeping = self.choice.keeping;
-        let every = if self.travels() { float(crate::units::from_index(keeping.every)).max(1.0) } else { 1.0 };
+        let every = if self.travels() { float(from_index(keeping.every)).max(1.0) } else { 1.0 };
         let inputs = float(self.shape.width) * self.model * (float(self.shape.depth()) / every).ceil();
         let outputs = float(self.shape.sum(|layer| layer.mix.widths().output)) * self.model
             + float(self.shape.sum(|layer| layer.mix.widths().beside)) * self.acc;
         let sets = self.shape.sum(|layer| layer.mix.chooses().map_or(0, |index| index.top));
-        let sets = float(sets) * float(crate::model::shape::INDEX_BYTES);
+        let sets = float(sets) * float(INDEX_BYTES);
         let kept = |kept: bool, bytes: f64| if kept && self.travels() { bytes } else { 0.0 };
         self.tail * (inputs + kept(keeping.attention, outputs) + kept(self.choice.index_sets, sets))
     }
@@ -289,19 +300,20 @@ impl<'a> Work<'a> {
         if self.sharers <= 1.0 {
             return 0.0;
         }
-        let asking = |layer: &Layer| if layer.mix.border().1 > 0 { 0 } else { layer.mix.widths().ask };
-        let output = |layer: &Layer| if layer.mix.border().1 > 0 { 0 } else { layer.mix.widths().output };
+        let asking = |layer: &Layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 };
+        let output = |layer: &Layer| if layer.mix.travels() { layer.mix.widths().output } else { 0 };
         let row = float(self.shape.sum(asking)) * self.model + float(self.shape.sum(output)) * self.acc;
         self.answer().count * row
     }
 
-    /// Page runs that pass through a rank's host memory, or latents that every rank gathers; back with their gradients.
-    fn travel(&self, asked: &mut Asked, back: bool) {
+    /// Page runs of layers that pass through a rank's host memory, or latents that every rank gathers; on the way `back`
+    /// with their gradients.
+    fn travel(&self, asked: &mut Asked, back: bool, layers: impl Fn(&&Layer) -> bool) {
         if self.sharers <= 1.0 {
             return;
         }
         let all = (self.sharers - 1.0) * self.rows;
-        for layer in &self.shape.layers {
+        for layer in self.shape.layers.iter().filter(layers) {
             let widths = layer.mix.widths();
             let state = float(widths.state) * self.model;
             let sums = if back { float(widths.carries) * self.acc } else { 0.0 };
@@ -310,6 +322,20 @@ impl<'a> Work<'a> {
             asked.bytes_out += if layer.mix.travels() { all * (state + sums) } else { self.rows * state + all * sums };
         }
     }
+
+    /// Rows that leave for experts on other ranks, and what comes back; likewise their gradients.
+    fn to_experts(&self, asked: &mut Asked, rows: f64, runs: Runs) {
+        let spread = float(self.config.parallel.ep_size.max(1));
+        let row = float(self.shape.sum(|layer| layer.chosen)) * float(self.shape.width) * self.model;
+        let bytes = 2.0 * (runs.b[0] + runs.b[1]) * rows * row * (1.0 - 1.0 / spread);
+        asked.bytes_in += bytes;
+        asked.bytes_out += bytes;
+    }
+}
+
+/// Whether latents of a layer are gathered for answers too, whose rows then stay.
+fn latent(layer: &&Layer) -> bool {
+    matches!(layer.mix, Mix::Latent { .. })
 }
 
 /// Operations of `rows` in a layer's mixer.
