@@ -199,7 +199,7 @@ impl Table {
                 (Some(true), _) => "yes".to_owned(),
                 (Some(false), knob) => format!("no, {}", knob.as_deref().unwrap_or_default()),
             };
-            let seconds = row.seconds.map_or("-".to_owned(), |seconds| format!("{seconds:.0}"));
+            let seconds = row.seconds.map_or("-".to_owned(), |seconds| format!("{seconds:.1}"));
             format!(
                 "{:<10} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  {fits}",
                 row.gate,

@@ -292,10 +292,11 @@ pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Ro
             tried.push(choice(Keeping { every, ..stated }));
         }
     }
-    // Computing again costs more than bringing pages over, so the first choice that fits is taken in this order: fewer
-    // layers left out, then attention kept, then index sets kept, then pages on the device.
+    // Computing again costs more than bringing pages over, so the first choice that fits is taken in this order: index sets
+    // kept, since choosing again takes a score of every pair of the prompt's positions; then fewer layers left out, then
+    // attention kept, then pages on the device.
     tried.sort_by_key(|&Choice { keeping, index_sets }| {
-        (keeping.every, !keeping.attention, !index_sets, keeping.pages == Residency::Host)
+        (!index_sets, keeping.every, !keeping.attention, keeping.pages == Residency::Host)
     });
     let plans = || tried.iter().map(|&choice| with(choice));
     plans().find(|plan| plan.refuse(room).is_ok()).unwrap_or_else(|| {

@@ -308,12 +308,12 @@ impl<'a> Work<'a> {
 
     /// Page runs of layers that pass through a rank's host memory, or latents that every rank gathers; on the way `back`
     /// with their gradients.
-    fn travel(&self, asked: &mut Asked, back: bool, layers: impl Fn(&&Layer) -> bool) {
+    fn travel(&self, asked: &mut Asked, back: bool, layers: impl Fn(&Layer) -> bool) {
         if self.sharers <= 1.0 {
             return;
         }
         let all = (self.sharers - 1.0) * self.rows;
-        for layer in self.shape.layers.iter().filter(layers) {
+        for layer in self.shape.layers.iter().filter(|layer| layers(layer)) {
             let widths = layer.mix.widths();
             let state = float(widths.state) * self.model;
             let sums = if back { float(widths.carries) * self.acc } else { 0.0 };
@@ -334,7 +334,7 @@ impl<'a> Work<'a> {
 }
 
 /// Whether latents of a layer are gathered for answers too, whose rows then stay.
-fn latent(layer: &&Layer) -> bool {
+fn latent(layer: &Layer) -> bool {
     matches!(layer.mix, Mix::Latent { .. })
 }
 
@@ -361,7 +361,8 @@ fn mixing(layer: &Layer, rows: Rows, runs: Runs, asked: &mut Asked) {
         Mix::Delta { value_heads, key_dim, value_dim, .. } => {
             let (key, value, chunk) = (float(key_dim), float(value_dim), float(DELTA_CHUNK));
             let row = 6.0 * key * value + chunk * (5.0 * key + 3.0 * value);
-            asked.products += (forward + 2.0 * backward) * rows.count * float(value_heads) * row;
+            // What the chunks computed is not kept, so a backward has a forward of its own, whatever is kept of the output.
+            asked.products += (forward.max(backward) + 2.0 * backward) * rows.count * float(value_heads) * row;
         }
     }
 }

@@ -69,10 +69,16 @@ fn owners(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
     if let Some(types) = words(keys, "indexer_types", layers, &["shared", "full"], wanted) {
         return types.into_iter().map(|kind| kind == 1).collect();
     }
-    if let Some(pattern) = keys.value("index_topk_pattern") {
-        let letters = pattern.as_str().map(|text| text.chars().map(|letter| letter == 'F').collect::<Vec<bool>>());
-        if let Some(letters) = letters.filter(|letters| letters.len() == layers) {
-            return letters;
+    let pattern = keys.value("index_topk_pattern");
+    if pattern.is_some_and(Value::is_array)
+        && let Some(types) = words(keys, "index_topk_pattern", layers, &["shared", "full"], wanted)
+    {
+        return types.into_iter().map(|kind| kind == 1).collect();
+    }
+    if let Some(pattern) = pattern.filter(|pattern| !pattern.is_array()) {
+        let letters = pattern.as_str().unwrap_or_default();
+        if letters.len() == layers && letters.chars().all(|letter| "FS".contains(letter)) {
+            return letters.chars().map(|letter| letter == 'F').collect();
         }
         keys.refuse("index_topk_pattern", pattern, "a word of one letter a layer, F or S");
     }

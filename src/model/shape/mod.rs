@@ -424,3 +424,73 @@ fn words(keys: &mut Keys<'_>, key: &str, layers: usize, known: &[&str], wanted: 
     }
     Some(found)
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, Value, json};
+
+    use super::*;
+
+    fn config(text: &str) -> Map<String, Value> {
+        serde_json::from_str(text).unwrap()
+    }
+
+    fn read(config: &Map<String, Value>) -> Result<Shape, Vec<super::super::keys::Problem>> {
+        let mut keys = Keys::of_text_model(config);
+        let named = keys.value_here_or_outside("model_type").and_then(Value::as_str).unwrap();
+        let shape = (find(named).unwrap().read)(&mut keys);
+        if keys.problems.is_empty() { Ok(shape) } else { Err(keys.problems) }
+    }
+
+    const SPARSE: &str = include_str!("../../../configs/shapes/glm-5.2/config.json");
+    const HYBRID: &str = include_str!("../../../configs/shapes/qwen3.6-27b/config.json");
+
+    #[test]
+    fn lists_of_layers_follow_from_the_other_keys_where_they_are_absent() {
+        let stated = config(SPARSE);
+        let whole = read(&stated).unwrap();
+        let owners = |shape: &Shape| -> Vec<usize> {
+            let owns = |(layer, what): (usize, &Layer)| what.mix.chooses().map(|_| layer);
+            shape.layers.iter().enumerate().filter_map(owns).collect()
+        };
+        let expected: Vec<usize> = [0, 1].into_iter().chain((2..78).step_by(4)).collect();
+        assert_eq!(owners(&whole), expected);
+        let mut bare = stated.clone();
+        bare.retain(|key, _| !["indexer_types", "mlp_layer_types", "first_k_dense_replace"].contains(&key.as_str()));
+        assert_eq!(read(&bare).unwrap(), whole);
+        bare.insert("index_topk_pattern".into(), json!("F".repeat(78)));
+        assert_eq!(owners(&read(&bare).unwrap()).len(), 78);
+
+        let mut hybrid = config(HYBRID);
+        let whole = read(&hybrid).unwrap();
+        assert_eq!(whole.layers.iter().filter(|layer| layer.mix.travels()).count(), 16);
+        hybrid["text_config"].as_object_mut().unwrap().remove("layer_types");
+        assert_eq!(read(&hybrid).unwrap(), whole);
+    }
+
+    #[test]
+    fn parameters_are_those_of_the_published_models() {
+        assert_eq!(read(&config(SPARSE)).unwrap().parameter_count(), 743_377_019_904);
+        assert_eq!(read(&config(HYBRID)).unwrap().parameter_count(), 26_895_998_464);
+        let dense = config(include_str!("../../../configs/shapes/qwen3-8b/config.json"));
+        let spec = Spec::from_config(&dense, None, Path::new("config.json")).unwrap();
+        assert_eq!(Shape::of(&spec).parameter_count(), spec.parameter_count());
+        assert_eq!(spec.parameter_count(), 8_190_735_360);
+    }
+
+    #[test]
+    fn a_list_that_does_not_fit_its_layers_is_refused_and_the_largest_sizes_do_not_overflow() {
+        let mut sparse = config(SPARSE);
+        sparse.insert("num_hidden_layers".into(), json!(77));
+        let problems = read(&sparse).unwrap_err();
+        assert!(
+            problems.iter().any(|problem| problem.to_string().contains("78 entries for 77 layers")),
+            "{problems:?}"
+        );
+        let mut widest = config(r#"{ "model_type": "glm_moe_dsa", "num_hidden_layers": 16384 }"#);
+        for key in ["hidden_size", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "kv_lora_rank"] {
+            widest.insert(key.into(), json!(SIZE_MAX));
+        }
+        assert!(read(&widest).unwrap().parameter_count() > 1 << 60);
+    }
+}
