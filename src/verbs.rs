@@ -2,6 +2,7 @@
 
 mod arguments;
 mod measure;
+mod plan;
 
 use std::path::PathBuf;
 
@@ -12,8 +13,6 @@ use longstraw::convert::{self, convert};
 use longstraw::data::{Tokenizer, keychain};
 use longstraw::failure::{Exit, Failure};
 use longstraw::gate;
-use longstraw::model::spec::Spec;
-use longstraw::plan::{self, Room};
 use longstraw::report::{print_result, say};
 use longstraw::tensor::boundary::count_allocations;
 use longstraw::trainer;
@@ -24,6 +23,7 @@ use longstraw::world::{Launcher, World, heed_signals};
 pub(crate) use arguments::hoist;
 use arguments::{at_least_one, gate_name};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
+use plan::{PlanFlags, plan};
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
 #[derive(Debug, Parser)]
@@ -82,7 +82,7 @@ enum Verb {
         #[arg(long)]
         json: bool,
     },
-    /// The rank layout, page counts and memory of a rank; needs no MPI and no GPU
+    /// The rank layout, page counts, memory of a rank and predicted seconds; needs no MPI and no GPU
     Plan(PlanFlags),
     /// Run a reference case at this world size and compare every number
     Parity(ParityFlags),
@@ -108,25 +108,6 @@ enum Verb {
         #[command(subcommand)]
         kind: DataVerb,
     },
-}
-
-#[derive(Args, Debug)]
-struct PlanFlags {
-    /// Ranks of the world (default: `parallel.cp_size`, else 1)
-    #[arg(long, value_parser = at_least_one)]
-    ranks: Option<u64>,
-    /// An HF folder, or just its config.json
-    #[arg(long, value_name = "FOLDER")]
-    model: Option<PathBuf>,
-    /// Refuse what does not fit a device of this size
-    #[arg(long, value_name = "GIB")]
-    device_gib: Option<u64>,
-    /// Refuse what does not fit this much host memory, all ranks together
-    #[arg(long, value_name = "GIB")]
-    host_gib: Option<u64>,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -273,39 +254,6 @@ fn print_report<T: serde::Serialize>(world: &World, json: bool, report: &T, text
         (0, false) => print_result(text),
         _ => {}
     }
-}
-
-fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
-    let loaded = config::load(&overrides(flags))?;
-    let config = &loaded.run;
-    let ranks = plan_flags.ranks.or(config.parallel.cp_size).unwrap_or(1);
-    let problems = config.check(Some(ranks));
-    if !problems.is_empty() {
-        return Err(config::Error::Refused { problems }.into());
-    }
-    let absent = loaded.check_laptop_model().err().filter(|_| plan_flags.model.is_none());
-    let configured = config.model.path.as_deref().filter(|_| absent.is_none());
-    let model = plan_flags.model.as_deref().or(configured);
-    let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
-    let spec = model.map(|folder| Spec::read(folder, scaling.as_ref())).transpose()?;
-    let room = Room {
-        ranks_here: ranks,
-        device: plan_flags.device_gib.map(plan::gib),
-        host: plan_flags.host_gib.map(plan::gib),
-        host_only: config.run.device == config::DeviceChoice::Cpu,
-    };
-    let plan = plan::of(config, ranks, spec.as_ref(), &room);
-    if plan_flags.json {
-        print_json(&plan);
-    } else {
-        print_result(&plan.text(config));
-    }
-    let context = spec.as_ref().and_then(|spec| plan::context_note(config, spec));
-    for note in loaded.notes().into_iter().chain(context).chain(absent.map(|absent| absent.to_string())) {
-        say(&note);
-    }
-    plan.refuse(&room)?;
-    Ok(Exit::Done)
 }
 
 fn keychain(kind: DataVerb) -> Result<Exit, Failure> {

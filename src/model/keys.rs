@@ -43,6 +43,18 @@ pub enum Problem {
         /// The one spelled most alike.
         nearest: String,
     },
+    /// The family is planned and not trained.
+    #[error(
+        "`{key}` is \"{found}\": this build plans that family (longstraw plan) and does not compute it yet; it computes {known}"
+    )]
+    OnlyPlanned {
+        /// The key.
+        key: String,
+        /// The type in the file.
+        found: String,
+        /// The types longstraw computes.
+        known: String,
+    },
     /// A valid value whose maths is not built.
     #[error("`{key}` is {found}, which longstraw does not compute; it computes {supported}")]
     Unsupported {

@@ -1,7 +1,7 @@
 //! Decoders: what a checkpoint is, how it is loaded, and the maths of one block.
 //!
-//! Upstream names (config keys, tensor names) stop in `keys`, `spec` and `family`; a family is one file there. A block is
-//! segment A, a mixer and segment B; phases drive blocks through `pass` and know nothing of what is inside.
+//! Upstream names (config keys, tensor names) stop in `keys`, `spec`, `family` and `shape`; a family is one file there. A
+//! block is segment A, a mixer and segment B; phases drive blocks through `pass` and know nothing of what is inside.
 
 pub mod adapter_file;
 pub mod attention;
@@ -15,6 +15,7 @@ pub mod mixer;
 pub mod pass;
 pub mod problems;
 pub mod rope;
+pub mod shape;
 pub mod shards;
 pub mod spec;
 pub mod weights;

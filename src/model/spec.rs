@@ -11,6 +11,7 @@ use super::family::{self, Family};
 use super::keys::{Keys, Problem};
 use super::problems::Problems;
 use super::rope::RopeSpec;
+use super::shape;
 use crate::failure::{Classified, Exit};
 use crate::units::{LayerIndex, Tokens};
 
@@ -187,15 +188,8 @@ impl Spec {
     /// # Errors
     /// When the file cannot be read, or holds anything whose maths is not built: everything wrong in one message.
     pub fn read(path: &Path, rope_scaling: Option<&Value>) -> Result<Spec, Error> {
-        let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
-        let text = match fs::read(&file) {
-            Ok(text) => text,
-            Err(source) => return Err(Error::Unreadable { file, source }),
-        };
-        match serde_json::from_slice(&text) {
-            Ok(config) => Spec::from_config(&config, rope_scaling, &file),
-            Err(source) => Err(Error::NotJson { file, source }),
-        }
+        let (file, config) = parsed(path)?;
+        Spec::from_config(&config, rope_scaling, &file)
     }
 
     /// The spec of a parsed config; `file` is the name that messages give it.
@@ -237,17 +231,7 @@ impl Spec {
     /// When a target names no linear layer of the family, or the list is empty.
     pub fn adapted(&self, targets: Option<&[String]>) -> Result<Vec<Linear>, Error> {
         let Some(targets) = targets else { return Ok(self.linear_layers()) };
-        let names = self.projections();
-        if targets.is_empty() {
-            return Err(Error::NoTarget { model_type: self.model_type, known: names.join(", ") });
-        }
-        for target in targets {
-            if !names.iter().any(|name| name == target) {
-                let nearest = nearest(target, &names).unwrap_or_default();
-                let known = names.join(", ");
-                return Err(Error::Target { target: target.clone(), model_type: self.model_type, known, nearest });
-            }
-        }
+        check_targets(self.model_type, &self.projections(), Some(targets))?;
         let mut linears = self.linear_layers();
         linears.retain(|linear| targets.iter().any(|target| target == linear.projection));
         Ok(linears)
@@ -285,22 +269,59 @@ impl Spec {
     /// A sentence for the user when `positions` lie beyond what the checkpoint was made for, else nothing.
     #[must_use]
     pub fn context_note(&self, positions: Tokens) -> Option<String> {
-        let native = self.max_positions;
-        let positions = positions.0;
-        if positions <= native {
-            return None;
+        context_note(self.max_positions, self.rope.stretched_positions(), positions)
+    }
+}
+
+/// A config.json as it stands in a file, and the file's name. `path` is that of a folder or of the file.
+pub(super) fn parsed(path: &Path) -> Result<(PathBuf, Map<String, Value>), Error> {
+    let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
+    let text = match fs::read(&file) {
+        Ok(text) => text,
+        Err(source) => return Err(Error::Unreadable { file, source }),
+    };
+    match serde_json::from_slice(&text) {
+        Ok(config) => Ok((file, config)),
+        Err(source) => Err(Error::NotJson { file, source }),
+    }
+}
+
+/// Refuses targets that are not among the `names` of a family's linear layers, and an empty list of them.
+pub(super) fn check_targets(
+    model_type: &'static str,
+    names: &[&'static str],
+    targets: Option<&[String]>,
+) -> Result<(), Error> {
+    let Some(targets) = targets else { return Ok(()) };
+    let known = || names.join(", ");
+    if targets.is_empty() {
+        return Err(Error::NoTarget { model_type, known: known() });
+    }
+    match targets.iter().find(|target| !names.contains(&target.as_str())) {
+        None => Ok(()),
+        Some(target) => {
+            let nearest = nearest(target, names).unwrap_or_default();
+            Err(Error::Target { target: target.clone(), model_type, known: known(), nearest })
         }
-        match self.rope.stretched_positions() {
-            Some(stretched) if count_as_number(positions) <= stretched => None,
-            Some(stretched) => Some(format!(
-                "{positions} positions: the checkpoint's native context ends at {native} and its rope scaling at \
-                 {stretched:.0}; the run is exact, but the model was never trained there"
-            )),
-            None => Some(format!(
-                "{positions} positions: the checkpoint's native context ends at {native}; the run is exact, but the model \
-                 was never trained there ([model] rope_scaling can stretch it)"
-            )),
-        }
+    }
+}
+
+/// A sentence for the user when `positions` lie beyond the `native` context and the one it was stretched to.
+pub(super) fn context_note(native: u64, stretched: Option<f64>, positions: Tokens) -> Option<String> {
+    let positions = positions.0;
+    if positions <= native {
+        return None;
+    }
+    match stretched {
+        Some(stretched) if count_as_number(positions) <= stretched => None,
+        Some(stretched) => Some(format!(
+            "{positions} positions: the checkpoint's native context ends at {native} and its rope scaling at \
+             {stretched:.0}; the run is exact, but the model was never trained there"
+        )),
+        None => Some(format!(
+            "{positions} positions: the checkpoint's native context ends at {native}; the run is exact, but the model \
+             was never trained there ([model] rope_scaling can stretch it)"
+        )),
     }
 }
 
@@ -317,8 +338,13 @@ fn find_family(keys: &mut Keys<'_>) -> Option<&'static dyn Family> {
     }
     let found = keys.word("model_type", "");
     let family = family::find(found);
-    if family.is_none() && keys.problems.is_empty() {
-        let known: Vec<&'static str> = family::model_types();
+    let known: Vec<&'static str> = family::model_types();
+    // A wrapper names the family outside where the text model's own table does not.
+    let outside = keys.value_here_or_outside("model_type").and_then(Value::as_str).unwrap_or(found);
+    if family.is_none() && keys.problems.is_empty() && shape::only_planned(outside) {
+        let (key, found) = (keys.name("model_type"), outside.to_owned());
+        keys.problems.push(Problem::OnlyPlanned { key, found, known: known.join(", ") });
+    } else if family.is_none() && keys.problems.is_empty() {
         keys.problems.push(Problem::ModelType {
             key: keys.name("model_type"),
             found: found.to_owned(),

@@ -1,18 +1,26 @@
-//! The plan: the rank layout and the memory budget of a rank, as a sum with a reason for each addend.
+//! The plan: the rank layout and the memory budget of a rank, as a sum with a reason for each addend, and the seconds of a
+//! group by phase.
 //!
 //! No GPU and no MPI are needed. The sum is written here once; what a run measures is a second number, compared in the
 //! receipt, never the same formula twice.
 
+pub mod ladder;
+mod phases;
+pub mod seconds;
 mod sizes;
+mod special;
+mod text;
+mod work;
 
 use serde::Serialize;
 
 use crate::config::{RunConfig, When};
 use crate::failure::{Classified, Exit, Phase};
 use crate::handoff::Keeping;
+use crate::model::shape::Shape;
 use crate::model::spec::Spec;
 use crate::pages::Residency;
-use crate::units::{Bytes, Pages, Tokens};
+use crate::units::{Bytes, Pages};
 use crate::watch::{Purpose, Purse};
 
 pub use crate::watch::available_memory;
@@ -21,8 +29,10 @@ pub use crate::watch::available_memory;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// More memory than there is.
-    #[error("{who} {needed} of {what} memory and {available} are there; from the largest part down: {parts}")]
+    #[error("{at}{who} {needed} of {what} memory and {available} are there; from the largest part down: {parts}")]
     DoesNotFit {
+        /// The gate it is of, with a colon behind it; empty for a plan by itself.
+        at: String,
         /// Who needs it.
         who: String,
         /// Which memory.
@@ -34,6 +44,14 @@ pub enum Error {
         /// The largest addends, each with what brings it down.
         parts: String,
     },
+}
+
+impl Error {
+    /// The same, said of a gate.
+    fn of_gate(self, gate: &str) -> Error {
+        let Error::DoesNotFit { who, what, needed, available, parts, .. } = self;
+        Error::DoesNotFit { at: format!("{gate}: "), who, what, needed, available, parts }
+    }
 }
 
 impl Classified for Error {
@@ -94,11 +112,21 @@ pub struct Group {
     pub bytes: Bytes,
 }
 
+/// What a configuration leaves open.
+#[derive(Clone, Copy, Debug)]
+struct Choice {
+    keeping: Keeping,
+    /// Whether the prompt's index sets wait for the way back; otherwise keys are chosen again.
+    index_sets: bool,
+}
+
 /// The layout, and the sum where the model is known.
 #[derive(Clone, Debug, Serialize)]
 pub struct Plan {
     /// Ranks of the world.
     pub ranks: u64,
+    /// Ranks that share a machine's host memory.
+    pub ranks_per_node: u64,
     /// Ranks that share a prompt.
     pub cp_size: u64,
     /// Pages of the longest prompt.
@@ -107,15 +135,26 @@ pub struct Plan {
     pub pages_per_rank: Pages,
     /// What is kept where for the way back.
     pub keeping: Keeping,
+    /// Whether index sets of a prompt that is swept wait for the way back; absent where no layer chooses keys.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub index_sets: Option<bool>,
     /// A rank's memory; empty while the model is not known.
     pub addends: Vec<Addend>,
+    /// Seconds of a group by phase, where they were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<seconds::Seconds>,
+}
+
+/// A sum that stays at the largest number instead of wrapping round.
+fn total<'a>(addends: impl IntoIterator<Item = &'a Addend>) -> Bytes {
+    Bytes(addends.into_iter().fold(0, |sum: u64, addend| sum.saturating_add(addend.bytes.0)))
 }
 
 impl Plan {
     /// Bytes of a rank in one place: what stays, and the most that a phase adds.
     #[must_use]
     pub fn sum(&self, place: Place) -> Bytes {
-        self.alive(&[place]).iter().map(|addend| addend.bytes).sum()
+        total(self.alive(&[place]))
     }
 
     /// What is alive in the given places when most is.
@@ -131,7 +170,7 @@ impl Plan {
     pub fn peak_phase(&self, places: &[Place]) -> Option<Phase> {
         let of = |phase: Phase| -> Bytes {
             let here = |addend: &&Addend| addend.phase == Some(phase) && places.contains(&addend.place);
-            self.addends.iter().filter(here).map(|addend| addend.bytes).sum()
+            total(self.addends.iter().filter(here))
         };
         let phases = self.addends.iter().filter_map(|addend| addend.phase);
         phases.filter(|&phase| of(phase) > Bytes(0)).max_by_key(|&phase| of(phase))
@@ -162,7 +201,7 @@ impl Plan {
         let mut addends = self.alive(places);
         addends.sort_by_key(|addend| std::cmp::Reverse(addend.bytes));
         let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(ranks));
-        let needed = all(addends.iter().map(|addend| addend.bytes).sum());
+        let needed = all(total(addends.iter().copied()));
         if needed <= available {
             return Ok(());
         }
@@ -177,73 +216,7 @@ impl Plan {
             parts.push(format!("{name}, {bytes} a rank ({reason}): {knob}"));
         }
         let who = if ranks == 1 { "one rank needs".into() } else { format!("{ranks} ranks on this machine need") };
-        Err(Error::DoesNotFit { who, what, needed, available, parts: parts.join("; ") })
-    }
-
-    /// The plan in words.
-    #[must_use]
-    pub fn text(&self, config: &RunConfig) -> String {
-        let context = &config.context;
-        let mut lines = vec![
-            format!(
-                "{} ranks, {} share a prompt, {} prompts side by side",
-                self.ranks,
-                self.cp_size,
-                self.ranks / self.cp_size.max(1)
-            ),
-            format!(
-                "prompt {} + answer {} = {} positions, pages of {}",
-                context.prompt_len, context.answer_len, context.max_seq_len, context.page_size
-            ),
-            format!("{} pages, {} pages a rank", self.pages, self.pages_per_rank),
-            format!("gradient {}, group of {}", config.grpo.gradient, config.grpo.group_size),
-        ];
-        if self.addends.is_empty() {
-            lines.push(
-                "memory unknown: no model is set; name its folder with --model FOLDER or --set model.path=FOLDER"
-                    .into(),
-            );
-            return lines.join("\n");
-        }
-        lines.push(self.choice(config));
-        for (title, place) in [("device", Place::Device), ("host", Place::Host)] {
-            let peak = self.peak_phase(&[place]);
-            let at = peak.map(|phase| format!(", what stays and what {phase} adds")).unwrap_or_default();
-            lines.push(format!("{title} memory of a rank: {}{at}", self.sum(place)));
-            for addend in self.addends.iter().filter(|addend| addend.place == place) {
-                let phase = addend.phase.map(|phase| format!("{phase}: ")).unwrap_or_default();
-                let label = format!("{phase}{}", addend.name);
-                lines.push(format!("  {:>12}  {label:<37}  {}", addend.bytes.to_string(), addend.reason));
-            }
-        }
-        let node = Bytes(self.sum(Place::Host).0.saturating_mul(self.ranks));
-        lines.push(format!("host memory of all {} ranks: {node}", self.ranks));
-        lines.join("\n")
-    }
-}
-
-impl Plan {
-    /// What is kept where, and what it costs, in words.
-    fn choice(&self, config: &RunConfig) -> String {
-        let place = |residency| if residency == Residency::Host { "host" } else { "device" };
-        if !config.memory.prompt_no_grad {
-            return "the conventional schedule: whole sequences, each on one rank, answer by answer".into();
-        }
-        let Keeping { pages, tail, every, attention } = self.keeping;
-        let pages = format!("pages in {} memory", place(pages));
-        if config.tail(config.context.prompt_len) <= config.memory.micro_block {
-            return pages;
-        }
-        let inputs = match every {
-            1 => "every layer's tail inputs".into(),
-            _ => format!("tail inputs of one layer in {every} (costs {}/{every} of a prompt forward)", every - 1),
-        };
-        let attention = match (attention, every) {
-            (true, _) => "attention outputs kept",
-            (false, 1) => "attention outputs computed again (costs one attention pass over the prompt)",
-            (false, _) => "attention outputs computed again (costs two attention passes over the prompt)",
-        };
-        format!("{pages}, {inputs} in {} memory, {attention}", place(tail))
+        Err(Error::DoesNotFit { at: String::new(), who, what, needed, available, parts: parts.join("; ") })
     }
 }
 
@@ -277,37 +250,58 @@ impl Plan {
 /// room: what a configuration says, and otherwise the least memory on the device and no layer left out.
 #[must_use]
 pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room) -> Plan {
-    let with = |keeping: Keeping| Plan {
+    of_shape(config, ranks, spec.map(Shape::of).as_ref(), room)
+}
+
+/// The same of any shape, be it trained or only planned. Where layers choose keys, the prompt's index sets are kept where
+/// there is room.
+#[must_use]
+pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Room) -> Plan {
+    let choosing = shape.is_some_and(|shape| shape.layers.iter().any(|layer| layer.mix.chooses().is_some()));
+    let with = |choice: Choice| Plan {
         ranks,
+        ranks_per_node: if room.ranks_here == 0 { ranks } else { room.ranks_here.min(ranks) },
         cp_size: config.cp_size(ranks),
         pages: config.prompt_pages(),
         pages_per_rank: config.pages_per_rank(ranks),
-        keeping,
-        addends: spec
-            .map(|spec| sizes::Sizes::of(config, ranks, spec, keeping, !room.host_only).addends())
+        keeping: choice.keeping,
+        index_sets: choosing.then_some(choice.index_sets),
+        addends: shape
+            .map(|shape| sizes::Sizes::of(config, ranks, shape, choice, !room.host_only).addends())
             .unwrap_or_default(),
+        seconds: None,
     };
     let known = room.device.is_some() || room.host.is_some();
-    let Some(spec) = spec.filter(|_| known) else { return with(sizes::stated(config, Residency::Host)) };
+    let least = || Choice { keeping: sizes::stated(config, Residency::Host), index_sets: false };
+    let Some(shape) = shape.filter(|_| known) else { return with(least()) };
     let memory = &config.memory;
-    let most = if memory.inputs_every == 0 { spec.layers.max(1) } else { 1 };
+    let most = if memory.inputs_every == 0 { shape.layers.len().max(1) } else { 1 };
+    let swept = choosing && config.tail(config.context.prompt_len) > memory.micro_block;
     let mut tried = Vec::new();
-    for pages in [Residency::Device, Residency::Host] {
+    for (pages, index_sets) in [Residency::Device, Residency::Host].into_iter().flat_map(|at| [(at, true), (at, false)])
+    {
+        if index_sets && !swept {
+            continue;
+        }
         for step in 1..=most {
             let stated = sizes::stated(config, pages);
             let every = if memory.inputs_every == 0 { step } else { stated.every };
             let attention = memory.keep_attention == When::Auto && step == 1;
-            tried.extend(attention.then_some(Keeping { every, attention, ..stated }));
-            tried.push(Keeping { every, ..stated });
+            let choice = |keeping: Keeping| Choice { keeping, index_sets };
+            tried.extend(attention.then_some(choice(Keeping { every, attention, ..stated })));
+            tried.push(choice(Keeping { every, ..stated }));
         }
     }
-    // Computing again costs more than bringing pages over, so the first choice that fits is taken in this order: fewer
-    // layers left out, then attention kept, then pages on the device.
-    tried.sort_by_key(|keeping| (keeping.every, !keeping.attention, keeping.pages == Residency::Host));
-    let plans = || tried.iter().map(|&keeping| with(keeping));
+    // Computing again costs more than bringing pages over, so the first choice that fits is taken in this order: index sets
+    // kept, since choosing again takes a score of every pair of the prompt's positions; then fewer layers left out, then
+    // attention kept, then pages on the device.
+    tried.sort_by_key(|&Choice { keeping, index_sets }| {
+        (!index_sets, keeping.every, !keeping.attention, keeping.pages == Residency::Host)
+    });
+    let plans = || tried.iter().map(|&choice| with(choice));
     plans().find(|plan| plan.refuse(room).is_ok()).unwrap_or_else(|| {
         let sum = |plan: &Plan| plan.sum(Place::Host).0.saturating_add(plan.sum(Place::Device).0);
-        plans().min_by_key(sum).unwrap_or_else(|| with(sizes::stated(config, Residency::Host)))
+        plans().min_by_key(sum).unwrap_or_else(|| with(least()))
     })
 }
 
@@ -320,5 +314,5 @@ pub fn gib(count: u64) -> Bytes {
 /// The longest sequence, for a note about a context window that ends before it.
 #[must_use]
 pub fn context_note(config: &RunConfig, spec: &Spec) -> Option<String> {
-    spec.context_note(Tokens(config.context.max_seq_len.0))
+    spec.context_note(config.context.max_seq_len)
 }

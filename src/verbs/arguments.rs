@@ -63,6 +63,16 @@ pub(super) fn at_least_one(text: &str) -> Result<u64, String> {
     text.parse().ok().filter(|&count: &u64| count > 0).ok_or_else(|| "should be a number of at least 1".into())
 }
 
+/// A rate above 0.
+pub(super) fn rate(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0).ok_or_else(|| "should be above 0".into())
+}
+
+/// A share of a whole.
+pub(super) fn share(text: &str) -> Result<f64, String> {
+    rate(text).ok().filter(|share| *share <= 1.0).ok_or_else(|| "should be above 0 and at most 1".into())
+}
+
 /// `POSITIONS` or `POSITIONS:PROMPTS`.
 pub(super) fn length(text: &str) -> Result<study::Length, String> {
     let (positions, prompts) = text.split_once(':').unwrap_or((text, "1"));

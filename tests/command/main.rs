@@ -16,6 +16,7 @@ mod launch;
 mod lines;
 mod memory;
 mod parity;
+mod plan;
 mod refusals;
 mod resume;
 mod room;

@@ -1,0 +1,230 @@
+//! The gates' lengths, and the plan of each as one table.
+
+use serde::Serialize;
+
+use super::seconds::{self, Rates};
+use super::{Error, Place, Plan, Room, of_shape};
+use crate::config::{Gradient, RunConfig};
+use crate::handoff::Keeping;
+use crate::model::shape::Shape;
+use crate::units::{Bytes, Pages, Tokens};
+
+/// A gate's length and group.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Rung {
+    /// The gate.
+    pub gate: &'static str,
+    /// Positions of prompt and answer.
+    pub positions: Tokens,
+    /// Answers of its prompt.
+    pub group: u64,
+}
+
+const fn rung(gate: &'static str, positions: u64, group: u64) -> Rung {
+    Rung { gate, positions: Tokens(positions), group }
+}
+
+/// Positions of an answer in every gate.
+pub const ANSWER: Tokens = Tokens(8192);
+
+/// The gates that run a step at a length of their own, from the shortest up.
+pub const LADDER: [Rung; 9] = [
+    rung("gate2_32k", 32_768, 2),
+    rung("gate3_128k", 131_072, 2),
+    rung("gate3_256k", 262_144, 2),
+    rung("gate3_512k", 524_288, 2),
+    rung("gate3_1m", 1_048_576, 2),
+    rung("gate3_2m", 2_097_152, 2),
+    rung("gate4_g1", 2_097_152, 1),
+    rung("gate5_g2", 2_097_152, 2),
+    rung("gate6_g8", 2_097_152, 8),
+];
+
+impl Rung {
+    /// Positions of the prompt.
+    #[must_use]
+    pub fn prompt(&self) -> Tokens {
+        Tokens(self.positions.0 - ANSWER.0)
+    }
+
+    /// `config` at this gate's length and group.
+    #[must_use]
+    pub fn of(&self, config: &RunConfig, gradient: Gradient) -> RunConfig {
+        let mut config = config.clone();
+        config.context.max_seq_len = self.positions;
+        config.context.prompt_len = self.prompt();
+        config.context.answer_len = ANSWER;
+        config.context.cp_pages_per_gpu = None;
+        config.grpo.group_size = self.group;
+        config.grpo.gradient = gradient;
+        config
+    }
+}
+
+/// A gate's plan in one row. Bytes of a rank are those of the rank that holds most.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// The gate.
+    pub gate: &'static str,
+    /// Positions of prompt and answer.
+    pub positions: Tokens,
+    /// Answers.
+    pub group: u64,
+    /// Pages of the prompt.
+    pub pages: Pages,
+    /// Pages of a rank.
+    pub pages_per_rank: Pages,
+    /// Device memory of a rank.
+    pub device_bytes: Bytes,
+    /// Host memory of a rank.
+    pub host_bytes: Bytes,
+    /// Host memory of a node.
+    pub node_host_bytes: Bytes,
+    /// What is kept where for the way back.
+    pub keeping: Keeping,
+    /// Predicted seconds of a group.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<f64>,
+    /// Whether it stays within the room; absent where nothing is known of the room.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fits: Option<bool>,
+    /// What brings down the largest part of the memory that is too small.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub knob: Option<String>,
+}
+
+/// All gates.
+#[derive(Debug, Serialize)]
+pub struct Table {
+    /// The family.
+    pub model_type: &'static str,
+    /// Whether this build trains it.
+    pub trained: bool,
+    /// Gradient mode of every gate.
+    pub gradient: String,
+    /// Ranks of the world.
+    pub ranks: u64,
+    /// Ranks that share a machine's host memory.
+    pub ranks_per_node: u64,
+    /// What seconds were counted with; absent where they were not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rates: Option<Rates>,
+    /// A row a gate.
+    pub gates: Vec<Row>,
+    /// The first gate that does not fit.
+    #[serde(skip)]
+    refused: Option<Error>,
+}
+
+/// The plan of every gate, for a world of `ranks`.
+#[must_use]
+pub fn table(
+    config: &RunConfig,
+    ranks: u64,
+    shape: &Shape,
+    room: &Room,
+    gradient: Gradient,
+    rates: Option<Rates>,
+) -> Table {
+    let mut refused = None;
+    let mut row = |rung: &Rung| {
+        let config = rung.of(config, gradient);
+        let plan = of_shape(&config, ranks, Some(shape), room);
+        let outcome = plan.refuse(room);
+        let known = room.device.is_some() || room.host.is_some();
+        let knob = outcome.as_ref().err().and_then(|error| knob(&plan, error));
+        let fits = known.then_some(outcome.is_ok());
+        if let (None, Err(error)) = (&refused, outcome) {
+            refused = Some(error.of_gate(rung.gate));
+        }
+        Row {
+            gate: rung.gate,
+            positions: rung.positions,
+            group: rung.group,
+            pages: plan.pages,
+            pages_per_rank: plan.pages_per_rank,
+            device_bytes: plan.sum(Place::Device),
+            host_bytes: plan.sum(Place::Host),
+            node_host_bytes: Bytes(plan.sum(Place::Host).0.saturating_mul(plan.ranks_per_node)),
+            keeping: plan.keeping,
+            seconds: rates.and_then(|rates| seconds::predict(&config, &plan, shape, rates)).map(|all| all.total),
+            fits,
+            knob,
+        }
+    };
+    let gates = LADDER.iter().map(&mut row).collect();
+    Table {
+        model_type: shape.model_type,
+        trained: shape.trained,
+        gradient: gradient.to_string(),
+        ranks,
+        ranks_per_node: if room.ranks_here == 0 { ranks } else { room.ranks_here.min(ranks) },
+        rates,
+        gates,
+        refused,
+    }
+}
+
+/// What brings down the largest part of the memory that an error is about.
+fn knob(plan: &Plan, error: &Error) -> Option<String> {
+    let Error::DoesNotFit { what, .. } = error;
+    let place = if *what == "device" { Place::Device } else { Place::Host };
+    let largest = plan.alive(&[place]).into_iter().max_by_key(|addend| addend.bytes)?;
+    Some(format!("{what} memory: {}, {}: {}", largest.name, largest.bytes, largest.knob))
+}
+
+impl Table {
+    /// Refuses the first gate that does not fit.
+    ///
+    /// # Errors
+    /// As [`Plan::refuse`], with the gate's name before it.
+    pub fn refuse(self) -> Result<(), Error> {
+        self.refused.map_or(Ok(()), Err)
+    }
+
+    /// The table in words.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let (ranks, here) = (self.ranks, self.ranks_per_node);
+        let mut lines = vec![
+            format!("gradient {}, {ranks} ranks, {here} on a node", self.gradient),
+            format!(
+                "{:<10} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  fits",
+                "gate", "positions", "group", "pages", "a rank", "device", "host", "node's host", "seconds"
+            ),
+        ];
+        lines.extend(self.gates.iter().map(|row| {
+            let fits = match (row.fits, &row.knob) {
+                (None, _) => "not compared".to_owned(),
+                (Some(true), _) => "yes".to_owned(),
+                (Some(false), knob) => format!("no, {}", knob.as_deref().unwrap_or_default()),
+            };
+            let seconds = row.seconds.map_or("-".to_owned(), |seconds| format!("{seconds:.1}"));
+            format!(
+                "{:<10} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  {fits}",
+                row.gate,
+                row.positions.to_string(),
+                row.group,
+                row.pages.to_string(),
+                row.pages_per_rank.to_string(),
+                row.device_bytes.to_string(),
+                row.host_bytes.to_string(),
+                row.node_host_bytes.to_string(),
+                seconds
+            )
+        }));
+        lines.join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_gate_has_the_pages_that_the_ladder_promises() {
+        let pages = LADDER.map(|rung| rung.prompt().pages(Tokens(64)).0);
+        assert_eq!(pages, [384, 1920, 3968, 8064, 16_256, 32_640, 32_640, 32_640, 32_640]);
+        assert_eq!(pages.map(|pages| pages.div_ceil(8)), [48, 240, 496, 1008, 2032, 4080, 4080, 4080, 4080]);
+    }
+}

@@ -1,0 +1,194 @@
+//! Addends that dense decoders do not have: states at a border, index sets, gathered latents, experts.
+//!
+//! No family that has them is trained yet, so these follow what the design lays down, and no run has been compared with
+//! them: docs/memory.md says which is which.
+
+use super::sizes::{Sizes, addend, place_of, product, within};
+use super::{Addend, Place};
+use crate::failure::Phase;
+use crate::model::shape::{INDEX_BYTES, Layer, Mix};
+use crate::units::Bytes;
+
+/// Positions that the chunked form of a delta rule takes at one time.
+pub(super) const DELTA_CHUNK: u64 = 64;
+
+/// Queries whose index scores, and whose chosen latents, lie side by side.
+const CHOOSING: u64 = 64;
+
+/// Phases that run rows of a layer, and whether with a graph.
+const RUNNING: [(Phase, bool); 3] = [(Phase::Capture, false), (Phase::Replay, true), (Phase::Sweep, true)];
+
+impl Sizes<'_> {
+    /// Phases in which layers run: the sweep has rows of its own only where the tail is long.
+    fn running(&self) -> impl Iterator<Item = (Phase, bool)> {
+        let travels = self.travels;
+        RUNNING.into_iter().filter(move |&(phase, _)| phase != Phase::Sweep || travels)
+    }
+
+    /// States of a delta rule at the end of the prompt, where answers start, and at the tail's start; and what its chunks
+    /// compute in, with every rank's transitions.
+    pub(super) fn borders(&self) -> Vec<Addend> {
+        let of = |layer: &Layer| {
+            let (inputs, state) = layer.mix.border();
+            inputs * self.model + state * self.acc
+        };
+        let (bytes, layers) = (self.shape.sum(of), self.shape.sum(|layer| u64::from(of(layer) > 0)));
+        if bytes == 0 {
+            return Vec::new();
+        }
+        let (prompt, tail) = (self.config.context.prompt_len, self.config.tail(self.config.context.prompt_len));
+        let borders = 1 + u64::from(tail.0 > 0 && tail < prompt);
+        let mut sum = vec![addend(
+            "states at a border",
+            place_of(self.keeping.pages),
+            product(&[bytes, borders]),
+            format!("{borders} × {bytes} B of recurrent states and convolution inputs of {layers} layers"),
+            "nothing: it does not grow with the prompt",
+        )];
+        let micro = self.config.memory.micro_block.0;
+        let chunks = 2 * self.config.cp_size(self.ranks);
+        for (phase, graph) in self.running() {
+            let scratch = |layer: &Layer| match layer.mix {
+                Mix::Delta { value_heads, key_dim, value_dim, .. } => {
+                    let row = (4 * DELTA_CHUNK + 3 * key_dim + 3 * value_dim) * if graph { 2 } else { 1 };
+                    let rows = product(&[micro, row]).0;
+                    let transitions = product(&[chunks, key_dim, key_dim + value_dim]).0;
+                    product(&[value_heads, rows.saturating_add(transitions)]).0
+                }
+                _ => 0,
+            };
+            sum.push(within(
+                phase,
+                "delta-rule scratch",
+                product(&[self.shape.most(scratch), self.acc]),
+                format!("{micro} rows in chunks of {DELTA_CHUNK}, and transitions of {chunks} runs"),
+                "choose a smaller memory.micro_block",
+            ));
+        }
+        sum
+    }
+
+    /// Sets of chosen keys: answers' for the whole group, the prompt's where they are kept, and one layer's on the device.
+    pub(super) fn index_sets(&self) -> Vec<Addend> {
+        let top = self.shape.most(|layer| layer.mix.chooses().map_or(0, |index| index.top));
+        let owners = self.shape.sum(|layer| u64::from(layer.mix.chooses().is_some()));
+        if owners == 0 {
+            return Vec::new();
+        }
+        let (set, group) = (top * INDEX_BYTES, self.config.grpo.group_size);
+        let mut sum = vec![addend(
+            "answers' index sets",
+            Place::Host,
+            product(&[group, self.answer, owners, set]),
+            format!("{group} answers × {} rows × {owners} layers × {set} B", self.answer),
+            "choose a smaller grpo.group_size, or a shorter context.answer_len",
+        )];
+        if self.travels && self.choice.index_sets {
+            sum.push(addend(
+                "prompt's index sets",
+                place_of(self.keeping.tail),
+                product(&[self.tail, owners, set]),
+                format!("{} positions × {owners} layers × {set} B", self.tail),
+                "leave the plan less host memory: it chooses them again then",
+            ));
+        }
+        let prompt = self.config.context.prompt_len.0;
+        for (phase, graph) in self.running() {
+            let rows = match phase {
+                Phase::Capture => self.rows,
+                Phase::Sweep => self.tail,
+                _ => self.answer,
+            };
+            sum.push(within(
+                phase,
+                "a layer's index sets",
+                product(&[rows, set]),
+                format!("{rows} positions × {set} B, until the next layer that chooses"),
+                "use more ranks (parallel.cp_size)",
+            ));
+            let latent = self.shape.most(|layer| layer.mix.widths().carries) * self.model * if graph { 3 } else { 1 };
+            sum.push(within(
+                phase,
+                "choosing",
+                Bytes(product(&[CHOOSING, 2, prompt, self.acc]).0.saturating_add(CHOOSING * top * latent)),
+                format!("{CHOOSING} queries × ({prompt} scores and their order; {top} latents)"),
+                "choose a shorter context.prompt_len",
+            ));
+        }
+        sum
+    }
+
+    /// Latents of the whole prompt, which every rank gathers layer by layer, what gradient they collect in the sweep, and
+    /// a block's queries and outputs, as wide as a latent for every head.
+    pub(super) fn latents(&self) -> Vec<Addend> {
+        let latent = |layer: &Layer| matches!(layer.mix, Mix::Latent { .. });
+        let of = |what: fn(&Layer) -> u64| self.shape.most(|layer| if latent(layer) { what(layer) } else { 0 });
+        let state = of(|layer| layer.mix.widths().state) * self.model;
+        if state == 0 {
+            return Vec::new();
+        }
+        let (prompt, micro) = (self.config.context.prompt_len.0, self.config.memory.micro_block.0);
+        let carries = of(|layer| layer.mix.widths().carries) * self.acc;
+        let (ask, output) = (of(|layer| layer.mix.widths().ask), of(|layer| layer.mix.widths().output));
+        let alone = self.config.cp_size(self.ranks) == 1;
+        let mut sum = Vec::new();
+        for (phase, graph) in self.running() {
+            let row = (ask + output) * (self.model + self.acc) * if graph { 2 } else { 1 };
+            sum.push(within(
+                phase,
+                "latent queries and outputs",
+                product(&[micro, row]),
+                format!("{micro} rows × ({ask} and {output} wide)"),
+                "choose a smaller memory.micro_block",
+            ));
+            if !alone {
+                sum.push(within(
+                    phase,
+                    "gathered latents",
+                    product(&[prompt, state]),
+                    format!("{prompt} positions × {state} B, one layer's"),
+                    "choose a shorter context.prompt_len",
+                ));
+            }
+            if graph && self.travels && !alone {
+                sum.push(within(
+                    phase,
+                    "gradient of gathered latents",
+                    product(&[prompt, carries]),
+                    format!("{prompt} positions × {carries} B, one layer's"),
+                    "set grpo.gradient = \"response\"",
+                ));
+            }
+        }
+        if self.beside && !alone {
+            sum.push(addend(
+                "messages between ranks",
+                Place::Host,
+                product(&[prompt, state + if self.travels { carries } else { 0 }]),
+                format!("{prompt} positions' latents of a layer, and their gradients"),
+                "choose a shorter context.prompt_len",
+            ));
+        }
+        sum
+    }
+
+    /// Rows on their way to experts and back, if each expert gets its even share of them.
+    pub(super) fn experts(&self) -> Vec<Addend> {
+        let chosen = self.shape.most(|layer| layer.chosen);
+        if chosen == 0 {
+            return Vec::new();
+        }
+        let micro = self.config.memory.micro_block.0;
+        let rows = |(phase, graph): (Phase, bool)| {
+            let copies = if graph { 4 } else { 2 };
+            within(
+                phase,
+                "rows at experts",
+                product(&[micro, chosen, self.shape.width, self.model, copies]),
+                format!("{micro} rows × {chosen} experts × {} wide × {copies}, evenly spread", self.shape.width),
+                "choose a smaller memory.micro_block",
+            )
+        };
+        self.running().map(rows).collect()
+    }
+}
