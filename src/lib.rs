@@ -13,6 +13,7 @@ pub mod watch;
 pub mod config;
 
 // Row 2.
+pub mod endpoint;
 pub mod tensor;
 pub mod world;
 

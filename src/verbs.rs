@@ -2,6 +2,7 @@
 
 mod arguments;
 mod measure;
+mod service;
 
 use std::path::PathBuf;
 
@@ -23,6 +24,7 @@ use longstraw::world::{Launcher, World, heed_signals};
 use arguments::at_least_one;
 pub(crate) use arguments::hoist;
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
+use service::ping;
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
 #[derive(Debug, Parser)]
@@ -71,6 +73,12 @@ enum Verb {
     },
     /// The rank layout, page counts and memory of a rank; needs no MPI and no GPU
     Plan(PlanFlags),
+    /// Whether the endpoint and its key answer: the list of models and one tiny message; needs no MPI and no GPU
+    Ping {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
     /// Run a reference case at this world size and compare every number
     Parity(ParityFlags),
     /// One update on random weights and tokens at given lengths: time by phase, bytes, and the conventional schedule beside
@@ -155,7 +163,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     let Command { mut config, verb } = command;
     config.set = set;
     let verb = verb.unwrap_or(Verb::Train { json: false, resume: false });
-    if !matches!(verb, Verb::Train { .. } | Verb::Plan(_)) && config.given() {
+    if !matches!(verb, Verb::Train { .. } | Verb::Plan(_) | Verb::Ping { .. }) && config.given() {
         let words = "this verb reads no configuration: --config, --settings, --set and --run-dir change nothing here";
         say_once(&Command::command().error(ErrorKind::ArgumentConflict, words));
         return Ok(Exit::Config);
@@ -163,6 +171,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     match verb {
         Verb::Train { json, resume } => train(config, resume, json),
         Verb::Plan(flags) => plan(config, &flags),
+        Verb::Ping { json } => ping(config, json),
         Verb::Parity(flags) => parity(&flags),
         Verb::Bench(flags) => bench(flags),
         Verb::Study(flags) => study(flags),
