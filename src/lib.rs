@@ -45,6 +45,7 @@ pub mod report;
 // Row 8.
 pub mod conventional;
 pub mod convert;
+pub mod doctor;
 pub mod parity;
 pub mod plan;
 pub mod trainer;

@@ -24,7 +24,7 @@ use longstraw::world::{Launcher, World, heed_signals};
 use arguments::at_least_one;
 pub(crate) use arguments::hoist;
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
-use service::ping;
+use service::{doctor, ping};
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
 #[derive(Debug, Parser)]
@@ -75,6 +75,12 @@ enum Verb {
     Plan(PlanFlags),
     /// Whether the endpoint and its key answer: the list of models and one tiny message; needs no MPI and no GPU
     Ping {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Look at MPI, devices, memory, model, run directory and key before anything long; one line each, with what to do
+    Doctor {
         /// Print one JSON object
         #[arg(long)]
         json: bool,
@@ -163,7 +169,8 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     let Command { mut config, verb } = command;
     config.set = set;
     let verb = verb.unwrap_or(Verb::Train { json: false, resume: false });
-    if !matches!(verb, Verb::Train { .. } | Verb::Plan(_) | Verb::Ping { .. }) && config.given() {
+    let reads = matches!(verb, Verb::Train { .. } | Verb::Plan(_) | Verb::Ping { .. } | Verb::Doctor { .. });
+    if !reads && config.given() {
         let words = "this verb reads no configuration: --config, --settings, --set and --run-dir change nothing here";
         say_once(&Command::command().error(ErrorKind::ArgumentConflict, words));
         return Ok(Exit::Config);
@@ -172,6 +179,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
         Verb::Train { json, resume } => train(config, resume, json),
         Verb::Plan(flags) => plan(config, &flags),
         Verb::Ping { json } => ping(config, json),
+        Verb::Doctor { json } => Ok(doctor(config, json)),
         Verb::Parity(flags) => parity(&flags),
         Verb::Bench(flags) => bench(flags),
         Verb::Study(flags) => study(flags),

@@ -1,12 +1,13 @@
-//! The verbs that look before anything is started: the endpoint.
+//! The verbs that look before anything is started: at the endpoint, and at the machine.
 
 use longstraw::config::{self, Environment};
+use longstraw::doctor::{self, Report};
 use longstraw::endpoint::Endpoint;
 use longstraw::endpoint::ping::{self, Several};
 use longstraw::failure::{Exit, Failure};
 use longstraw::report::print_result;
 
-use super::{ConfigFlags, overrides, print_json};
+use super::{ConfigFlags, overrides, print_json, print_report, world};
 
 /// Asks the endpoint; a fault is printed with what came before it.
 pub(super) fn ping(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
@@ -23,4 +24,26 @@ pub(super) fn ping(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
         print_result(&ping.text());
     }
     ping.error.map_or(Ok(Exit::Done), |error| Err(error.into()))
+}
+
+/// Looks at everything that a run would need, on every rank; ends as the first failure would.
+pub(super) fn doctor(flags: ConfigFlags, json: bool) -> Exit {
+    let environment = Environment::process();
+    let world = match world(&environment) {
+        Ok(world) => world,
+        Err(failure) => {
+            let report = Report::without_world(&failure);
+            if json {
+                print_json(&report);
+            } else {
+                print_result(&report.text());
+            }
+            return failure.exit();
+        }
+    };
+    let report = doctor::examine(&config::load(&overrides(flags)), &environment, &world);
+    print_report(&world, json, &report, &report.text());
+    // A launcher ends a job at its first non-zero exit, so nobody leaves before the lines are out.
+    world.all.barrier();
+    report.exit()
 }
