@@ -81,13 +81,9 @@ pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, se
     let there = host.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
     let (on_device, on_host) = (plan.sum(Place::Device), plan.sum(Place::Host));
     let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(seat.here));
-    let detail = match device {
-        None => format!("{} of {there} of host memory for {} ranks", all(on_device + on_host), seat.here),
-        Some(free) => {
-            let host = all(on_host);
-            format!("{on_device} of {free} on the device, {host} of {there} of host memory for {} ranks", seat.here)
-        }
-    };
+    let (host, here) = (if device.is_none() { all(on_device + on_host) } else { all(on_host) }, seat.here);
+    let device = device.map(|free| format!("{on_device} of {free} on each device, ")).unwrap_or_default();
+    let detail = format!("{device}{host} of {there} of host memory; ranks on this machine: {here}");
     Finding::ok("memory", format!("the plan takes {detail}"))
 }
 

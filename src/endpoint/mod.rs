@@ -364,14 +364,14 @@ mod tests {
     #[test]
     fn a_proxy_keeps_its_parts_and_is_never_asked_for_this_machine() {
         let environment = Environment::of([
-            ("https_proxy", "http://me:secret@proxy.example.com:3128"),
+            ("https_proxy", "http://me:open-sesame@proxy.example.com:3128"),
             ("NO_PROXY", "inside.example.com, .local"),
         ]);
         assert!(environment.proxy("http://a.example.com").is_none());
         let address = environment.proxy("https://a.example.com").expect("it is set");
-        assert!(!format!("{address:?}").contains("secret"));
+        assert!(!format!("{address:?}").contains("open-sesame"));
         let proxy = through(&address).expect("an address");
-        assert_eq!((proxy.host(), proxy.port(), proxy.password()), ("proxy.example.com", 3128, Some("secret")));
+        assert_eq!((proxy.host(), proxy.port(), proxy.password()), ("proxy.example.com", 3128, Some("open-sesame")));
         let around = |uri: &str| proxy.is_no_proxy(&uri.parse().expect("an address"));
         assert!(around("https://inside.example.com/") && around("https://a.local/") && around("http://127.0.0.1:1/"));
         assert!(!around("https://outside.example.com/"));

@@ -106,7 +106,7 @@ impl Ping {
     fn models(&mut self, listed: Result<Answered<Vec<String>>, Error>) {
         match listed {
             Ok(Answered { value: models, attempts, took }) => {
-                self.note("models_listed", true, (took, attempts), format!("{} models", models.len()));
+                self.note("models_listed", true, (took, attempts), format!("{} listed", models.len()));
                 let known = models.contains(&self.default_model);
                 let detail = if known {
                     format!("{} is among them", self.default_model)
@@ -197,7 +197,7 @@ mod tests {
         assert_eq!(
             ping.text(),
             "http://x, model judge-large\n\
-             ok    models_listed         2 models (1.50 s, 2 attempts)\n\
+             ok    models_listed         2 listed (1.50 s, 2 attempts)\n\
              note  default_model_listed  judge-large is not among them; the nearest listed one is judge-larg"
         );
     }

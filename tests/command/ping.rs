@@ -62,7 +62,7 @@ fn a_list_of_several_pages_is_read_to_its_end() {
     let first = json(200, r#"{"data": [{"id": "other"}], "has_more": true}"#);
     let (said, heard) = answered(vec![first, models(), reply()]);
     said.ended(0, &[]);
-    assert!(said.out.contains("3 models"), "{said}");
+    assert!(said.out.contains("3 listed"), "{said}");
     assert!(heard[1].starts_with("GET /v1/models?after_id=other HTTP/1.1"), "{heard:?}");
 }
 
