@@ -106,7 +106,8 @@ pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> R
 }
 
 /// Whether this machine has an NVIDIA driver.
-fn driver() -> bool {
+#[must_use]
+pub fn driver() -> bool {
     ["/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"].iter().any(|path| Path::new(path).exists())
 }
 
@@ -122,7 +123,8 @@ pub fn sharers(world: &World, device: Device) -> u64 {
 }
 
 /// The folder of the libtorch that this process runs with: the GPU library lies beside it, if anywhere.
-fn libraries() -> PathBuf {
+#[must_use]
+pub fn libraries() -> PathBuf {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let cpu = maps.split_whitespace().find(|word| word.ends_with("/libtorch_cpu.so"));
     cpu.and_then(|path| Path::new(path).parent()).map(Path::to_path_buf).unwrap_or_default()

@@ -13,6 +13,7 @@ pub mod watch;
 pub mod config;
 
 // Row 2.
+pub mod endpoint;
 pub mod tensor;
 pub mod world;
 
@@ -44,6 +45,7 @@ pub mod report;
 // Row 8.
 pub mod conventional;
 pub mod convert;
+pub mod doctor;
 pub mod parity;
 pub mod plan;
 pub mod trainer;

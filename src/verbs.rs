@@ -3,6 +3,7 @@
 mod arguments;
 mod measure;
 mod plan;
+mod service;
 
 use std::path::PathBuf;
 
@@ -24,6 +25,7 @@ pub(crate) use arguments::hoist;
 use arguments::{at_least_one, gate_name};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 use plan::{PlanFlags, plan};
+use service::{doctor, ping};
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
 #[derive(Debug, Parser)]
@@ -84,6 +86,18 @@ enum Verb {
     },
     /// The rank layout, page counts, memory of a rank and predicted seconds; needs no MPI and no GPU
     Plan(PlanFlags),
+    /// Whether the endpoint and its key answer: the list of models and one tiny message; needs no MPI and no GPU
+    Ping {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Look at MPI, devices, memory, model, run directory and key before anything long; one line each, with what to do
+    Doctor {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
     /// Run a reference case at this world size and compare every number
     Parity(ParityFlags),
     /// One update on random weights and tokens at given lengths: time by phase, bytes, and the conventional schedule beside
@@ -149,7 +163,11 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     let Command { mut config, verb } = command;
     config.set = set;
     let verb = verb.unwrap_or(Verb::Train { json: false, resume: false });
-    if !matches!(verb, Verb::Train { .. } | Verb::Gate { .. } | Verb::Plan(_)) && config.given() {
+    let reads = matches!(
+        verb,
+        Verb::Train { .. } | Verb::Gate { .. } | Verb::Plan(_) | Verb::Ping { .. } | Verb::Doctor { .. }
+    );
+    if !reads && config.given() {
         let words = "this verb reads no configuration: --config, --settings, --set and --run-dir change nothing here";
         say_once(&Command::command().error(ErrorKind::ArgumentConflict, words));
         return Ok(Exit::Config);
@@ -158,6 +176,8 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
         Verb::Train { json, resume } => train(config, resume, json),
         Verb::Gate { gate, force, json } => pass(config, gate, force, json),
         Verb::Plan(flags) => plan(config, &flags),
+        Verb::Ping { json } => ping(config, json),
+        Verb::Doctor { json } => Ok(doctor(config, json)),
         Verb::Parity(flags) => parity(&flags),
         Verb::Bench(flags) => bench(flags),
         Verb::Study(flags) => study(flags),

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use super::address;
 use super::choices::{Aggregation, Gradient, RewardFn};
 use super::problem::{Fault, Problem};
 use super::supported::SUPPORTED;
@@ -264,11 +265,20 @@ impl Check<'_> {
             let why = "capital letters, digits and _; what stands there is not shown, it may be a key";
             self.should("endpoint.api_key_env", &[], "the name of an environment variable", why);
         }
-        if let Some(base) = &e.api_base
-            && !is_plain_address(base)
+        if let Some(base) = &e.api_base {
+            self.base(base);
+        }
+        for (key, path) in
+            [("endpoint.endpoints.chat", &e.endpoints.chat), ("endpoint.endpoints.models", &e.endpoints.models)]
         {
-            let why = "it is not shown, it may hold a key";
-            self.should("endpoint.api_base", &[], "an address http://… or https://… without user or password", why);
+            if !address::is_path(path) {
+                self.should(
+                    key,
+                    &[],
+                    "a path that begins with /, without query",
+                    "it is appended to endpoint.api_base",
+                );
+            }
         }
         self.at_least_one("endpoint.timeout_sec", e.timeout_sec, "a request takes time; 120 is the default");
         let inside = e.retry_backoff.is_finite() && e.retry_backoff > 0.0;
@@ -278,6 +288,29 @@ impl Check<'_> {
             let most = (RETRY_WAIT_SEC_MAX.ln() / e.retry_backoff.ln()).floor();
             let why = format!("the last wait, {:?} to the power {}, exceeds an hour", e.retry_backoff, e.max_retries);
             self.should("endpoint.max_retries", &["endpoint.retry_backoff"], format!("{most} or less"), why);
+        }
+    }
+
+    /// The base address is one, and holds nothing that the paths under it hold too.
+    fn base(&mut self, base: &str) {
+        if !address::is_plain(base) {
+            let why = "it is not shown, it may hold a key";
+            self.should("endpoint.api_base", &[], "an address http://… or https://… without user or password", why);
+            return;
+        }
+        let paths = &self.run.endpoint.endpoints;
+        let (clean, twice) = address::cleaned(base, [&paths.chat, &paths.models]);
+        let with = ["endpoint.endpoints.chat", "endpoint.endpoints.models"];
+        if let Some(path) = twice {
+            let why = format!("the path {path} begins with what the address ends with, and would follow it");
+            self.should("endpoint.api_base", &with, clean, why);
+        } else if clean != base.trim_end_matches('/') {
+            self.should(
+                "endpoint.api_base",
+                &with,
+                clean,
+                "paths are appended to it, so a query or a fragment has no place",
+            );
         }
     }
 
@@ -300,12 +333,6 @@ fn is_variable_name(name: &str) -> bool {
     plain && !name.is_empty() && !name.starts_with(|c: char| c.is_ascii_digit())
 }
 
-fn is_plain_address(base: &str) -> bool {
-    let rest = base.strip_prefix("https://").or_else(|| base.strip_prefix("http://"));
-    let host = rest.map(|r| r.split(['/', '?', '#']).next().unwrap_or_default());
-    host.is_some_and(|h| !h.is_empty() && !h.contains('@')) && !base.contains(char::is_whitespace)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -325,14 +352,6 @@ mod tests {
             assert!(!is_variable_name(name), "{name}");
         }
         assert!(is_variable_name("TAOTOKEN_API_KEY"));
-    }
-
-    #[test]
-    fn an_address_has_a_host_and_no_password() {
-        for base in ["example.com", "https://", "https://me:secret@example.com", "ftp://example.com", "http://a b"] {
-            assert!(!is_plain_address(base), "{base}");
-        }
-        assert!(is_plain_address("http://127.0.0.1:8080/api"));
     }
 
     #[test]

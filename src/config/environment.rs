@@ -36,6 +36,15 @@ impl fmt::Display for Secret {
     }
 }
 
+/// The proxy that addresses of one kind are reached through.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ProxyAddress {
+    /// The proxy's address; it may hold a password.
+    pub address: Secret,
+    /// Hosts that are reached without it.
+    pub except: Vec<String>,
+}
+
 /// How many tasks the launcher says it started.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LauncherTasks {
@@ -97,6 +106,17 @@ impl Environment {
     #[must_use]
     pub fn omp_num_threads(&self) -> Option<u64> {
         self.get("OMP_NUM_THREADS")?.parse().ok()
+    }
+
+    /// The proxy for `base`, from the variables that other clients read too: `HTTPS_PROXY` or `HTTP_PROXY` by the kind of
+    /// address, else `ALL_PROXY`, in capitals or not; `NO_PROXY` lists exceptions.
+    #[must_use]
+    pub fn proxy(&self, base: &str) -> Option<ProxyAddress> {
+        let either = |name: &str| self.get(name).or_else(|| self.get(&name.to_lowercase()));
+        let own = if base.starts_with("https://") { "HTTPS_PROXY" } else { "HTTP_PROXY" };
+        let address = Secret(either(own).or_else(|| either("ALL_PROXY"))?.to_owned());
+        let except = either("NO_PROXY").unwrap_or_default().split(',').map(|host| host.trim().to_owned());
+        Some(ProxyAddress { address, except: except.filter(|host| !host.is_empty()).collect() })
     }
 
     /// Whether the order of gates is waived: `LONGSTRAW_FORCE` set to anything but 0.

@@ -5,6 +5,7 @@
 //! whole is checked, so that a refusal lists every problem at once. The result is a [`RunConfig`], which must be equal on
 //! all ranks and has a digest, and a [`RankConfig`], which need not. Nothing else in the project reads the environment.
 
+mod address;
 mod check;
 mod choices;
 mod document;
@@ -30,7 +31,7 @@ pub use choices::{
     ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When,
 };
 pub use document::document;
-pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, Secret};
+pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
 pub use gates::Gate;
 pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
@@ -176,6 +177,17 @@ impl RunConfig {
         self.endpoint.api_base.as_deref().ok_or(Error::Unset {
             key: "endpoint.api_base",
             how: "put api_base into settings.json, or name it with --set endpoint.api_base=https://…",
+        })
+    }
+
+    /// The model that the endpoint is asked for.
+    ///
+    /// # Errors
+    /// [`Error::Unset`] where no source names one; it says how to.
+    pub fn default_model(&self) -> Result<&str, Error> {
+        self.endpoint.default_model.as_deref().ok_or(Error::Unset {
+            key: "endpoint.default_model",
+            how: "put default_model into settings.json, or name it with --set endpoint.default_model=MODEL",
         })
     }
 

@@ -211,7 +211,10 @@ pub enum Error {
         path: PathBuf,
     },
     /// The environment variable that should hold the endpoint's key is empty or absent.
-    #[error("the environment variable {variable} (named by api_key_env) is not set: it holds the endpoint's key")]
+    #[error(
+        "the environment variable {variable} (named by api_key_env) is not set: it holds the endpoint's key; \
+         export it in the shell or the job that starts longstraw, never in a file"
+    )]
     NoApiKey {
         /// Its name.
         variable: String,
@@ -226,7 +229,11 @@ pub enum Error {
 
 impl Classified for Error {
     fn exit(&self) -> Exit {
-        Exit::Config
+        match self {
+            // What has to do with the key ends like every other fault of the service.
+            Error::NoApiKey { .. } | Error::BadApiKey { .. } => Exit::Endpoint,
+            _ => Exit::Config,
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <atomic>
@@ -92,6 +93,8 @@ int longstraw_backward(at::Tensor** outputs, at::Tensor** gradients, size_t coun
 }
 
 uint64_t longstraw_storage_bytes(at::Tensor* tensor) { return tensor->storage().nbytes(); }
+
+const char* longstraw_torch_version() { return TORCH_VERSION; }
 
 void longstraw_count_install() {
   if (base == nullptr) {

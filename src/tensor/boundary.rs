@@ -1,6 +1,6 @@
 //! Safe faces of the C++ boundary.
 
-use std::ffi::{c_char, c_int};
+use std::ffi::{CStr, c_char, c_int};
 
 use tch::Tensor;
 
@@ -20,6 +20,7 @@ unsafe extern "C" {
         capacity: usize,
     ) -> c_int;
     fn longstraw_storage_bytes(tensor: *mut torch_tensor) -> u64;
+    fn longstraw_torch_version() -> *const c_char;
     fn longstraw_count_install();
     fn longstraw_count_tag(tag: c_int);
     fn longstraw_count_live(tag: c_int) -> i64;
@@ -89,6 +90,13 @@ pub struct Counted {
     pub live: Bytes,
     /// The most that were alive since the last reset.
     pub peak: Bytes,
+}
+
+/// The version of libtorch that this binary was compiled against.
+#[must_use]
+pub fn torch_version() -> &'static str {
+    // SAFETY: no arguments; the callee returns a string literal, which is terminated and lives as long as the process.
+    unsafe { CStr::from_ptr(longstraw_torch_version()) }.to_str().unwrap_or("unknown")
 }
 
 /// Makes every later CPU allocation of libtorch counted. Call once, before the first tensor.

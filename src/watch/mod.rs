@@ -1,6 +1,7 @@
 //! Where each rank is, for failures and panics to name and for records to follow; the ledger of bytes by kind; and what
 //! to say when memory runs out.
 
+mod cgroup;
 mod ledger;
 mod shortage;
 
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::time::Instant;
 
+pub use cgroup::job_memory;
 pub use ledger::{Held, Holding, Holdings, Ledger, Measured, Meter, Part, Purpose, Purse};
 pub use shortage::{Shortage, available_memory};
 

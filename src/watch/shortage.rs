@@ -6,17 +6,19 @@
 use std::fmt::Write as _;
 
 use super::Place;
+use super::cgroup::job_memory;
 use super::ledger::{Holding, Holdings, Part, Purpose, Purse};
 use crate::failure::{Phase, Site};
 use crate::units::Bytes;
 
-/// Memory that this machine can still give, if it says so.
+/// Memory that this machine can still give to this process's job, if it says so.
 #[must_use]
 pub fn available_memory() -> Option<Bytes> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(Bytes(kib * 1024))
+    let machine = Bytes(kib * 1024);
+    Some(job_memory().map_or(machine, |job| job.min(machine)))
 }
 
 /// What an allocator's words say.

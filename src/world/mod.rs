@@ -4,6 +4,7 @@
 //! each call moves at most [`Axis::round_bytes`] from a rank and repeats until all is moved. A rank that fails prints
 //! its site and aborts the world: a rank that merely returned would leave the others waiting for ever.
 
+mod about;
 mod axis;
 mod stop;
 
@@ -15,6 +16,7 @@ use mpi::environment::Universe;
 use mpi::topology::{Color, Communicator, SimpleCommunicator};
 use mpi::traits::CommunicatorCollectives;
 
+pub use about::{host, library};
 pub use axis::Axis;
 pub use stop::{asked_since, asked_to_stop, heed_signals};
 

@@ -11,16 +11,25 @@ mod sample;
 
 mod abort;
 mod convert;
+<<<<<<< HEAD
 mod gate;
+=======
+mod doctor;
+>>>>>>> endpoint
 mod launch;
 mod lines;
 mod memory;
 mod parity;
+<<<<<<< HEAD
 mod plan;
+=======
+mod ping;
+>>>>>>> endpoint
 mod refusals;
 mod resume;
 mod room;
 mod secret;
+mod service;
 mod study;
 mod training;
 mod users;

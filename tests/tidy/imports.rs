@@ -5,8 +5,8 @@ use regex::Regex;
 use crate::source::Source;
 
 /// A module imports only from entries above its own. Rows 0, 3, 8 and 10 are cut into several entries: pages are pages of
-/// a layout, a run is refused by the plan, parity is judged by `conventional` where a case is silent, and the command's
-/// verbs are the main file's own.
+/// a layout, a run is refused by the plan, `doctor` asks the plan, parity is judged by `conventional` where a case is
+/// silent, and the command's verbs are the main file's own.
 const TABLE: [(u8, &[&str]); 17] = [
     (0, &["units"]),
     (0, &["failure"]),
@@ -19,8 +19,8 @@ const TABLE: [(u8, &[&str]); 17] = [
     (5, &["model"]),
     (6, &["capture", "score", "replay", "finalize", "optimizer", "rollout", "reward", "checkpoint"]),
     (7, &["report"]),
-    (8, &["plan", "doctor", "conventional", "convert"]),
-    (8, &["parity"]),
+    (8, &["plan", "conventional", "convert"]),
+    (8, &["parity", "doctor"]),
     (8, &["trainer"]),
     (9, &["gate", "bench", "study"]),
     (10, &["verbs"]),

@@ -1,0 +1,65 @@
+//! What an address of the endpoint may look like.
+
+/// Whether `base` is an address with a host and without user or password.
+pub(super) fn is_plain(base: &str) -> bool {
+    let rest = base.strip_prefix("https://").or_else(|| base.strip_prefix("http://"));
+    let host = rest.map(|r| r.split(['/', '?', '#']).next().unwrap_or_default());
+    host.is_some_and(|h| !h.is_empty() && !h.contains('@')) && !base.contains(char::is_whitespace)
+}
+
+/// Whether `path` can be appended to a base address.
+pub(super) fn is_path(path: &str) -> bool {
+    path.starts_with('/') && !path.contains(|c: char| c.is_whitespace() || c.is_control() || "?#".contains(c))
+}
+
+/// A plain address without query, fragment and closing slashes, and without a version at its end that one of `paths`
+/// begins with; that path comes back too.
+pub(super) fn cleaned<'a>(base: &'a str, paths: [&'a str; 2]) -> (&'a str, Option<&'a str>) {
+    let bare = base.split(['?', '#']).next().unwrap_or_default().trim_end_matches('/');
+    // Before a host there is nothing but the slashes of the scheme.
+    let version = |(before, last): &(&str, &str)| !before.ends_with('/') && is_version(last);
+    let Some((before, last)) = bare.rsplit_once('/').filter(version) else { return (bare, None) };
+    let first = |path: &&str| path.trim_start_matches('/').split('/').next() == Some(last);
+    match paths.into_iter().find(first) {
+        Some(path) => (before.trim_end_matches('/'), Some(path)),
+        None => (bare, None),
+    }
+}
+
+fn is_version(part: &str) -> bool {
+    part.strip_prefix('v').is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_has_a_host_and_no_password() {
+        for base in ["example.com", "https://", "https://me:secret@example.com", "ftp://example.com", "http://a b"] {
+            assert!(!is_plain(base), "{base}");
+        }
+        assert!(is_plain("http://127.0.0.1:8080/api"));
+    }
+
+    #[test]
+    fn a_query_and_a_version_that_stands_twice_are_taken_off() {
+        let paths = ["/v1/messages", "/v1/models"];
+        for base in ["https://a/api/v1", "https://a/api/v1/", "https://a/api/v1?beta=true"] {
+            assert_eq!(cleaned(base, paths), ("https://a/api", Some("/v1/messages")), "{base}");
+        }
+        assert_eq!(cleaned("https://a/api?x=1", paths), ("https://a/api", None));
+        assert_eq!(cleaned("https://a/api#x", paths), ("https://a/api", None));
+        assert_eq!(cleaned("https://a/v2/", paths), ("https://a/v2", None));
+        assert_eq!(cleaned("https://v1", paths), ("https://v1", None));
+        assert_eq!(cleaned("https://a/v1", ["/messages", "/v1/models"]), ("https://a", Some("/v1/models")));
+    }
+
+    #[test]
+    fn a_path_begins_with_a_slash_and_has_no_query() {
+        assert!(is_path("/v1/messages"));
+        for path in ["v1/messages", "/v1/messages?beta=true", "/v1 /m", "/v1#x"] {
+            assert!(!is_path(path), "{path}");
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Whether the service answers: the list of models, and one tiny message.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use strsim::normalized_damerau_levenshtein;
+
+use super::{Answered, Endpoint, Error, Fault, Message, Reply};
+use crate::failure::{Classified, Exit};
+
+/// Tokens of the reply: enough for a word.
+const REPLY_TOKENS_MAX: u64 = 16;
+const QUESTION: &str = "Reply with the one word: ready";
+
+/// One thing that was asked.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Check {
+    /// `models_listed`, `default_model_listed` or `message_answered`.
+    pub name: &'static str,
+    /// Whether it holds.
+    pub passed: bool,
+    /// Whether everything fails with it: a model that is not listed may answer all the same, under another of its names.
+    pub required: bool,
+    /// Seconds, waits between attempts included.
+    pub seconds: f64,
+    /// Attempts; 0 where nothing was sent.
+    pub attempts: u64,
+    /// What came, in words.
+    pub detail: String,
+}
+
+/// What came of all of it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Ping {
+    /// Every required check holds.
+    pub passed: bool,
+    /// The base address.
+    pub api_base: String,
+    /// The model that was asked.
+    pub default_model: String,
+    /// Seconds of all of it.
+    pub seconds: f64,
+    /// Attempts of all of it.
+    pub attempts: u64,
+    /// What was asked, in order; what follows a fault of the key or the host is left out.
+    pub checks: Vec<Check>,
+    /// Tokens of the message, as the service counts them.
+    pub input_tokens: Option<u64>,
+    /// Tokens of the reply, as the service counts them.
+    pub output_tokens: Option<u64>,
+    /// Why it did not pass: the first fault.
+    #[serde(skip)]
+    pub error: Option<Error>,
+}
+
+/// Several processes would each ask the service.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "ping is for one process: {variable} says that {tasks} were started, and each would ask the service; start it without \
+     mpirun, or with `srun --ntasks=1`"
+)]
+pub struct Several {
+    /// The launcher's variable.
+    pub variable: &'static str,
+    /// How many processes it names.
+    pub tasks: u64,
+}
+
+impl Classified for Several {
+    fn exit(&self) -> Exit {
+        Exit::Config
+    }
+}
+
+/// Asks `endpoint` for its models and sends `model` one tiny message. A fault is part of what comes back.
+#[must_use]
+pub fn run(endpoint: &Endpoint, model: &str) -> Ping {
+    let mut ping = Ping {
+        passed: false,
+        api_base: endpoint.base().to_owned(),
+        default_model: model.to_owned(),
+        seconds: 0.0,
+        attempts: 0,
+        checks: Vec::new(),
+        input_tokens: None,
+        output_tokens: None,
+        error: None,
+    };
+    let listed = endpoint.models();
+    let goes_on = !listed.as_ref().is_err_and(|error| ends_all(&error.fault));
+    ping.models(listed);
+    if goes_on {
+        let message = Message { model, max_tokens: REPLY_TOKENS_MAX, system: None, user: QUESTION };
+        ping.message(endpoint.message(&message));
+    }
+    ping.passed = ping.error.is_none();
+    ping
+}
+
+/// Whether a fault of the list says that a message would end in the same. Some services have no list, and answer.
+fn ends_all(fault: &Fault) -> bool {
+    !matches!(fault, Fault::NotThere { .. } | Fault::OtherJson { .. } | Fault::Rejected { .. })
+}
+
+impl Ping {
+    fn models(&mut self, listed: Result<Answered<Vec<String>>, Error>) {
+        match listed {
+            Ok(Answered { value: models, attempts, took }) => {
+                self.note("models_listed", true, (took, attempts), format!("{} listed", models.len()));
+                let known = models.contains(&self.default_model);
+                let detail = if known {
+                    format!("{} is among them", self.default_model)
+                } else {
+                    let near = |model: &&String| normalized_damerau_levenshtein(model, &self.default_model);
+                    let nearest = models.iter().max_by(|a, b| near(a).total_cmp(&near(b)));
+                    let nearest = nearest.map(|model| format!("; the nearest listed one is {model}"));
+                    format!("{} is not among them{}", self.default_model, nearest.unwrap_or_default())
+                };
+                self.note("default_model_listed", known, (Duration::ZERO, 0), detail);
+            }
+            Err(error) => self.fail("models_listed", error),
+        }
+    }
+
+    fn message(&mut self, answered: Result<Answered<Reply>, Error>) {
+        match answered {
+            Ok(Answered { value: Reply { input_tokens, output_tokens, stop_reason, .. }, attempts, took }) => {
+                let count = |tokens: Option<u64>| tokens.map_or_else(|| "?".to_owned(), |tokens| tokens.to_string());
+                let end = stop_reason.map(|reason| format!(", {reason}")).unwrap_or_default();
+                let detail = format!("{} tokens asked, {} replied{end}", count(input_tokens), count(output_tokens));
+                (self.input_tokens, self.output_tokens) = (input_tokens, output_tokens);
+                self.note("message_answered", true, (took, attempts), detail);
+            }
+            Err(error) => self.fail("message_answered", error),
+        }
+    }
+
+    fn note(&mut self, name: &'static str, passed: bool, (took, attempts): (Duration, u64), detail: String) {
+        let (seconds, required) = (took.as_secs_f64(), name != "default_model_listed");
+        self.seconds += seconds;
+        self.attempts += attempts;
+        self.checks.push(Check { name, passed, required, seconds, attempts, detail });
+    }
+
+    fn fail(&mut self, name: &'static str, error: Error) {
+        self.note(name, false, (error.took, error.attempts), error.fault.to_string());
+        self.error.get_or_insert(error);
+    }
+
+    /// One line for each check, and what to think of the whole.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let mut lines = vec![format!("{}, model {}", self.api_base, self.default_model)];
+        for Check { name, passed, required, seconds, attempts, detail } in &self.checks {
+            let verdict = match (passed, required) {
+                (true, _) => "ok",
+                (false, true) => "FAIL",
+                (false, false) => "note",
+            };
+            let effort = match attempts {
+                0 => String::new(),
+                1 => format!(" ({seconds:.2} s)"),
+                _ => format!(" ({seconds:.2} s, {attempts} attempts)"),
+            };
+            lines.push(format!("{verdict:<4}  {name:<20}  {detail}{effort}"));
+        }
+        lines.join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn blank() -> Ping {
+        Ping {
+            passed: false,
+            api_base: "http://x".into(),
+            default_model: "judge-large".into(),
+            seconds: 0.0,
+            attempts: 0,
+            checks: Vec::new(),
+            input_tokens: None,
+            output_tokens: None,
+            error: None,
+        }
+    }
+
+    #[test]
+    fn a_model_that_is_not_listed_is_a_note_with_the_nearest_name() {
+        let mut ping = blank();
+        let value = vec!["other".to_owned(), "judge-larg".to_owned()];
+        ping.models(Ok(Answered { value, attempts: 2, took: Duration::from_millis(1500) }));
+        assert_eq!((ping.checks[0].passed, ping.checks[1].passed, ping.checks[1].required), (true, false, false));
+        assert_eq!(ping.checks[1].detail, "judge-large is not among them; the nearest listed one is judge-larg");
+        assert!(ping.error.is_none());
+        assert_eq!(
+            ping.text(),
+            "http://x, model judge-large\n\
+             ok    models_listed         2 listed (1.50 s, 2 attempts)\n\
+             note  default_model_listed  judge-large is not among them; the nearest listed one is judge-larg"
+        );
+    }
+
+    #[test]
+    fn the_first_fault_is_the_one_that_is_told() {
+        let fault = |status| Fault::NotThere { status, said: String::new() };
+        let error = |status| Error { attempts: 1, ..Error::before("http://x", fault(status)) };
+        let mut ping = blank();
+        ping.fail("models_listed", error(404));
+        ping.fail("message_answered", error(405));
+        assert_eq!(ping.error.map(|error| *error.fault), Some(fault(404)));
+        assert_eq!((ping.attempts, ping.checks.len()), (2, 2));
+        assert!(!ends_all(&fault(404)) && ends_all(&Fault::WebPage));
+    }
+}

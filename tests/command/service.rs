@@ -1,0 +1,112 @@
+//! A service on this machine that answers by a script.
+
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// What a connection gets.
+#[derive(Clone, Debug)]
+pub(crate) enum Turn {
+    /// An answer with this status, headers (each with its line end) and body.
+    Say(u16, &'static str, String),
+    /// Nothing, for as long as the other side waits.
+    Hang,
+    /// The beginning of an answer.
+    Cut,
+}
+
+/// JSON with this status.
+pub(crate) fn json(status: u16, body: &str) -> Turn {
+    Turn::Say(status, "content-type: application/json\r\n", body.to_owned())
+}
+
+/// The list of models.
+pub(crate) fn models() -> Turn {
+    json(200, r#"{"data": [{"id": "judge-large"}, {"id": "judge-small"}], "has_more": false}"#)
+}
+
+/// A reply.
+pub(crate) fn reply() -> Turn {
+    let content = r#"[{"type": "text", "text": "ready"}]"#;
+    let usage = r#"{"input_tokens": 14, "output_tokens": 3}"#;
+    json(200, &format!(r#"{{"content": {content}, "stop_reason": "end_turn", "usage": {usage}}}"#))
+}
+
+/// A service that goes through a script, one connection a turn, and stays with the last turn.
+pub(crate) struct Service {
+    port: u16,
+    heard: Arc<Mutex<Vec<String>>>,
+}
+
+impl Service {
+    pub(crate) fn of(script: Vec<Turn>) -> Service {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let hears = Arc::clone(&heard);
+        // It ends with the process of the tests.
+        std::thread::spawn(move || {
+            for (index, stream) in listener.incoming().enumerate() {
+                let turn = script[index.min(script.len() - 1)].clone();
+                let hears = Arc::clone(&hears);
+                std::thread::spawn(move || serve(stream.unwrap(), &turn, &hears));
+            }
+        });
+        Service { port, heard }
+    }
+
+    /// The base address.
+    pub(crate) fn base(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    /// Every request so far, headers and body.
+    pub(crate) fn heard(&self) -> Vec<String> {
+        self.heard.lock().unwrap().clone()
+    }
+}
+
+/// An address at which nobody listens.
+pub(crate) fn nobody() -> String {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    format!("http://127.0.0.1:{port}")
+}
+
+fn serve(mut stream: TcpStream, turn: &Turn, hears: &Mutex<Vec<String>>) {
+    let request = request(&mut stream);
+    hears.lock().unwrap().push(request);
+    let answer = match turn {
+        Turn::Say(status, headers, body) => {
+            format!("HTTP/1.1 {status} X\r\n{headers}content-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
+        }
+        Turn::Hang => {
+            let _ = stream.set_read_timeout(Some(Duration::from_secs(30)));
+            let _ = stream.read(&mut [0]);
+            return;
+        }
+        Turn::Cut => {
+            "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{\"data\"".to_owned()
+        }
+    };
+    let _ = stream.write_all(answer.as_bytes());
+}
+
+/// A whole request: the body is as long as its headers say.
+fn request(stream: &mut TcpStream) -> String {
+    let (mut bytes, mut part) = (Vec::new(), [0; 4096]);
+    loop {
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length =
+                head.lines().find_map(|line| line.to_lowercase().strip_prefix("content-length:")?.trim().parse().ok());
+            if body.len() >= length.unwrap_or(0) {
+                return text;
+            }
+        }
+        match stream.read(&mut part) {
+            Ok(count) if count > 0 => bytes.extend_from_slice(&part[..count]),
+            _ => return text,
+        }
+    }
+}
