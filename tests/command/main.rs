@@ -11,6 +11,8 @@ mod sample;
 
 mod abort;
 mod convert;
+mod job;
+mod kills;
 mod launch;
 mod lines;
 mod memory;
@@ -22,3 +24,4 @@ mod secret;
 mod study;
 mod training;
 mod users;
+mod watchdog;
