@@ -84,14 +84,14 @@ impl Hearts {
         self.job
     }
 
-    /// Makes the folder, and removes what an earlier job's watchdog has said there. Rank 0 does so, before the others
-    /// write.
+    /// Makes the folder, and removes what a job that did not end in order has left there: heartbeats, perhaps of ranks
+    /// that this one has not, and the verdict. Rank 0 does so, before any rank writes.
     ///
     /// # Errors
     /// When the folder cannot be written.
     pub fn prepare(&self) -> io::Result<()> {
         fs::create_dir_all(&self.folder)?;
-        absent(fs::remove_file(self.verdict_file()))
+        fs::read_dir(&self.folder)?.try_for_each(|entry| absent(fs::remove_file(entry?.path())))
     }
 
     /// A rank's file.
@@ -200,6 +200,7 @@ pub(super) mod tests {
         assert!(hearts.first_to_say("rank 1 lags"));
         assert!(!hearts.first_to_say("rank 1 lags, says another"));
         assert_eq!(fs::read_to_string(run.path().join("heartbeat/verdict.txt")).unwrap(), "rank 1 lags\n");
+        hearts.write(&beat(7, Phase::Start, None)).unwrap();
         hearts.prepare().unwrap();
         for rank in 0..2 {
             hearts.write(&beat(rank, Phase::Start, None)).unwrap();

@@ -194,7 +194,11 @@ impl fmt::Display for Verdict {
         }
         match &self.why {
             Why::Silent { silent, also } => {
-                write!(f, "; its last heartbeat is {} s old: it is stopped, or its machine is", silent.as_secs())?;
+                write!(
+                    f,
+                    "; its last heartbeat is {} s old: it is stopped or dead, or its machine is",
+                    silent.as_secs()
+                )?;
                 if !also.is_empty() {
                     let ranks: Vec<String> = also.iter().map(ToString::to_string).collect();
                     write!(f, "; the same is true of rank {}", ranks.join(", "))?;
@@ -275,7 +279,7 @@ mod tests {
         assert_eq!(
             words,
             "rank 2, capture, layer 1 (host node, process 102) has not moved for 64 s, since 2026-01-02T03:04:05Z; its \
-             last heartbeat is 64 s old: it is stopped, or its machine is"
+             last heartbeat is 64 s old: it is stopped or dead, or its machine is"
         );
         assert_eq!(listened(29, true, RANK_1_COMPUTES).judge(&pace(seconds(61), true)), None, "58 s are no silence");
         assert_eq!(listened(99, false, RANK_1_COMPUTES).judge(&pace(seconds(500), true)), None, "all hearts beat");

@@ -58,7 +58,7 @@ fn hit(room: &Room, run_dir: &str, (rank, signal): (usize, libc::c_int), (phase,
     let said = job.ends_within(END);
     let seconds = start.elapsed().as_secs_f64();
     if signal == libc::SIGSTOP {
-        said.refused(4, &[&format!("longstraw: rank {rank}, "), "it is stopped, or its machine is"]);
+        said.refused(4, &[&format!("longstraw: rank {rank}, "), "it is stopped or dead, or its machine is"]);
     } else {
         assert!(said.code != 0 && said.err.contains("signal 9"), "{said}");
         assert!(said.err.contains(&format!("process rank {rank} ")), "{said}");

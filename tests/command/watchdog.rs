@@ -15,15 +15,17 @@ const STALL: [&str; 2] = ["--set", "run.stall_sec=5"];
 
 #[test]
 fn a_rank_stopped_in_capture_is_named_and_ends_the_job_with_every_process_of_it() {
-    let room = random_model(4096, 64, 2, "steps = 100\n");
+    let room = random_model(8192, 64, 2, "steps = 100\n");
     room.write("run/receipt.json", "{\"passed\": true}");
     let mut job = Job::start(&room, 3, "run", &STALL);
+    // The place that is told is that of the last heartbeat.
+    job.until("a heartbeat in capture", |job| job.heartbeat(1).filter(|beat| beat["phase"] == "capture"));
     let last = job.signal_at(1, libc::SIGSTOP, "capture, layer", 2);
     assert!(last.contains("capture, layer"), "it was stopped elsewhere: {last}");
     let process = job.process(1).to_owned();
     let said = job.ends_within(END);
     let who = format!("process {process}) has not moved for ");
-    said.refused(4, &["rank 1, capture", &who, "it is stopped, or its machine is", "longstraw train --resume"]);
+    said.refused(4, &["rank 1, capture", &who, "it is stopped or dead, or its machine is", "longstraw train --resume"]);
     nothing_passed(&room, "run");
     let verdict = room.read("run/heartbeat/verdict.txt");
     assert!(verdict.starts_with("rank 1, capture") && said.err.contains(verdict.trim()), "{verdict}");
@@ -40,7 +42,7 @@ fn a_rank_stopped_while_it_saves_is_named_and_the_run_goes_on_from_what_is_whole
     let last = job.signal_at(0, libc::SIGSTOP, "DEBUG save", 2);
     assert!(last.contains("DEBUG save"), "it was stopped elsewhere: {last}");
     let said = job.ends_within(END);
-    said.refused(4, &["rank 0, ", "it is stopped, or its machine is"]);
+    said.refused(4, &["rank 0, ", "it is stopped or dead, or its machine is"]);
     nothing_passed(&room, "run");
     let said = room.ranks(3, &["train", "--resume"]);
     said.ended(0, &["going on from run/checkpoints/step_1: update 2 is next"]);
