@@ -6,7 +6,7 @@ SHELL := bash
 # cargo spreads its own work; two of them only wait for each other.
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory
-.PHONY: help deps gpu bench test-gpu build model data run study test test-rust test-mpi ci ci-tools fmt fmt-check lint shellcheck tidy install clean
+.PHONY: help deps gpu bench test-gpu build model data run study test test-rust test-mpi test-kill ci ci-tools fmt fmt-check lint shellcheck tidy install clean
 
 LONGSTRAW := target/release/longstraw
 # Ranks of `make run` and `make study`, and what else the command is given: make run RANKS=4 ARGS='--set run.steps=3'
@@ -76,6 +76,9 @@ test-gpu: gpu ## the tests that need a GPU; writes gpu_test.json
 
 bench: build ## one update beside the conventional schedule (SmolLM2's shape; ARGS='--device cpu ...')
 	scripts/mpirun.sh 1 $(LONGSTRAW) bench configs/shapes/smollm2-135m --conventional $(ARGS)
+
+test-kill: deps ## 21 ranks killed or stopped at random, three in every phase, each run resumed (minutes; prints a table)
+	$(TEST_ENVIRONMENT) cargo test --release --locked --test command kills:: -- --ignored --nocapture
 
 test-mpi: deps
 	scripts/mpi_test.sh $(MPI_RANKS)

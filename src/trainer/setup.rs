@@ -136,6 +136,7 @@ impl Session {
         let (plan, keeping) = planned(config, world, &spec, device)?;
         let RankConfig { dir, log, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
+        world.watch(dir, loaded.rank.stall_sec)?;
         // What is quick to check comes first: weights may take minutes.
         let (data, held_out) = world.agree(open_data(config, &spec))?;
         let digests = [Some(&data), held_out.as_ref()].map(|data| data.map(Dataset::digest).unwrap_or_default());

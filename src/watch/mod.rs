@@ -1,19 +1,25 @@
-//! Where each rank is, for failures and panics to name and for records to follow; the ledger of bytes by kind; and what
-//! to say when memory runs out.
+//! Where each rank is, for failures and panics to name and for records to follow; heartbeats, deadlines, and who lags
+//! when a job stands still; the ledger of bytes by kind; and what to say when memory runs out.
 
 mod cgroup;
+mod deadline;
+mod heartbeat;
 mod ledger;
+mod peers;
 mod shortage;
 
 use std::cell::RefCell;
 use std::fmt::Debug;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 pub use cgroup::job_memory;
+pub use deadline::{Pace, Patience};
+pub use heartbeat::{Beat, Heard, Hearts};
 pub use ledger::{Held, Holding, Holdings, Ledger, Measured, Meter, Part, Purpose, Purse};
+pub use peers::{Peers, Verdict};
 pub use shortage::{Shortage, available_memory};
 
 use crate::failure::{Failure, Phase, Site};
@@ -30,6 +36,10 @@ struct Entries {
     layer: AtomicI64,
     /// The model's last layer; negative while no model is known.
     top: AtomicI64,
+    /// Borders passed so far.
+    borders: AtomicU64,
+    /// Calls in which this rank waits for others, one inside another.
+    waits: AtomicUsize,
 }
 
 impl Default for Entries {
@@ -39,7 +49,30 @@ impl Default for Entries {
             phase: AtomicUsize::new(0),
             layer: AtomicI64::new(-1),
             top: AtomicI64::new(-1),
+            borders: AtomicU64::new(0),
+            waits: AtomicUsize::new(0),
         }
+    }
+}
+
+/// A rank's place at one moment, as its watchdog looks at it from another thread.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Moment {
+    /// Where it is.
+    pub site: Site,
+    /// Borders passed so far: while they are the same, it has not moved.
+    pub borders: u64,
+    /// Whether it waits for other ranks.
+    pub waits: bool,
+}
+
+/// A rank waits for others for as long as this lives.
+#[derive(Debug)]
+pub struct Waiting(Place);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.0.waits.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -53,6 +86,20 @@ impl Place {
             phase: Phase::ALL.get(phase).copied().unwrap_or(Phase::Start),
             layer: usize::try_from(self.0.layer.load(Ordering::Relaxed)).ok().map(LayerIndex),
         }
+    }
+
+    /// The place at this moment. Its parts are read one after another; whoever needs more asks again a moment later.
+    #[must_use]
+    pub fn moment(&self) -> Moment {
+        let borders = self.0.borders.load(Ordering::Acquire);
+        Moment { site: self.site(), borders, waits: self.0.waits.load(Ordering::Relaxed) > 0 }
+    }
+
+    /// The rank goes into a call that ends only when other ranks come too.
+    #[must_use]
+    pub fn waits(&self) -> Waiting {
+        self.0.waits.fetch_add(1, Ordering::Relaxed);
+        Waiting(self.clone())
     }
 
     /// Whether it is in the last layer, behind which the head runs.
@@ -128,6 +175,7 @@ impl Board {
         self.tell(Border::Phase(phase));
         self.place.0.layer.store(-1, Ordering::Relaxed);
         self.place.0.phase.store(phase.index(), Ordering::Relaxed);
+        self.pass();
         tracing::debug!("{phase}");
     }
 
@@ -146,6 +194,7 @@ impl Board {
         question.map_or(Ok(()), |question| question())?;
         self.tell(Border::Layer(layer));
         self.place.0.layer.store(i64::try_from(layer.0).unwrap_or(-1), Ordering::Relaxed);
+        self.pass();
         tracing::debug!("{}, layer {layer}", self.site().phase);
         Ok(())
     }
@@ -153,6 +202,12 @@ impl Board {
     /// A step has ended, and what comes next is no part of one. Failures still name the last phase.
     pub fn rest(&self) {
         self.tell(Border::Rest);
+        self.pass();
+    }
+
+    /// Counted after the place is written, so that who sees the new count sees the new place.
+    fn pass(&self) {
+        self.place.0.borders.fetch_add(1, Ordering::Release);
     }
 
     /// Where this rank is now.
@@ -212,10 +267,27 @@ mod tests {
         board.enter(Phase::Finalize);
         assert_eq!(board.site().to_string(), "rank 5, finalize");
     }
-    #[derive(Debug, Default)]
-    struct Heard(Vec<Border>);
 
-    impl Recorder for Heard {
+    #[test]
+    fn every_border_moves_a_rank_and_waits_may_lie_in_one_another() {
+        let board = Board::default();
+        let borders = || board.place().moment().borders;
+        assert_eq!(borders(), 0);
+        board.enter(Phase::Capture);
+        board.layer(LayerIndex(0));
+        board.rest();
+        assert_eq!(borders(), 3);
+        let outer = board.place().waits();
+        drop(board.place().waits());
+        assert!(board.place().moment().waits);
+        drop(outer);
+        assert!(!board.place().moment().waits);
+    }
+
+    #[derive(Debug, Default)]
+    struct Ears(Vec<Border>);
+
+    impl Recorder for Ears {
         fn pass(&mut self, border: Border) {
             self.0.push(border);
         }
@@ -223,7 +295,7 @@ mod tests {
 
     #[test]
     fn recorders_hear_every_border_until_others_take_their_place() {
-        let (board, heard) = (Board::default(), Rc::new(RefCell::new(Heard::default())));
+        let (board, heard) = (Board::default(), Rc::new(RefCell::new(Ears::default())));
         board.enter(Phase::Start);
         board.followed_by(vec![Box::new(heard.clone())]);
         board.enter(Phase::Score);

@@ -9,6 +9,7 @@ use mpi::topology::{Communicator, SimpleCommunicator};
 use mpi::traits::{CommunicatorCollectives, Destination, Root, Source};
 
 use crate::units::Rank;
+use crate::watch::Place;
 
 /// Some ranks in a fixed order, and the collectives among them.
 pub struct Axis {
@@ -17,18 +18,21 @@ pub struct Axis {
     round_bytes: Cell<usize>,
     /// Another road between the same ranks, for the module that knows it.
     road: OnceCell<Box<dyn Any>>,
+    /// Told of every call that ends only when other ranks come too.
+    place: Place,
 }
 
 impl Axis {
-    pub(super) fn new(communicator: SimpleCommunicator) -> Self {
+    pub(super) fn new(communicator: SimpleCommunicator, place: Place) -> Self {
         let size = usize::try_from(communicator.size()).unwrap_or(1);
         // Receive displacements are C ints too, so the limit is shared by all ranks.
-        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)), road: OnceCell::new() }
+        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)), road: OnceCell::new(), place }
     }
 
     pub(super) fn split(&self, index: usize) -> Axis {
+        let _waiting = self.place.waits();
         let part = self.communicator.split_by_color(super::color(index));
-        Axis::new(part.expect("every rank names a color"))
+        Axis::new(part.expect("every rank names a color"), self.place.clone())
     }
 
     /// The same ranks on a communicator of their own; every rank takes part.
@@ -37,8 +41,10 @@ impl Axis {
         self.split(0)
     }
 
-    pub(super) fn communicator(&self) -> &SimpleCommunicator {
-        &self.communicator
+    /// The ranks of the axis that share this rank's machine.
+    pub(super) fn split_by_machine(&self) -> Axis {
+        let _waiting = self.place.waits();
+        Axis::new(self.communicator.split_shared(0), self.place.clone())
     }
 
     /// This rank's index on the axis.
@@ -77,6 +83,7 @@ impl Axis {
 
     /// Waits until every rank of the axis has come here.
     pub fn barrier(&self) {
+        let _waiting = self.place.waits();
         super::barrier(&self.communicator);
     }
 
@@ -97,7 +104,9 @@ impl Axis {
             let mut sent = solid(0);
             sent.extend_from_slice(&send[part[me].clone()]);
             let mut partition = PartitionMut::new(&mut received, &sizes[..], &displacements[..]);
+            let waiting = self.place.waits();
             self.communicator.all_gather_varcount_into(&sent[..], &mut partition);
+            drop(waiting);
             for (rank, range) in part.iter().enumerate() {
                 let start = ends[rank] - counts[rank] + range.start;
                 let from = index(displacements[rank]);
@@ -128,7 +137,9 @@ impl Axis {
             let mut received = solid(in_sizes.iter().map(|&size| index(size)).sum());
             let partition = Partition::new(&packed[..], &out_sizes[..], &out_at[..]);
             let mut target = PartitionMut::new(&mut received, &in_sizes[..], &in_at[..]);
+            let waiting = self.place.waits();
             self.communicator.all_to_all_varcount_into(&partition, &mut target);
+            drop(waiting);
             for (rank, range) in into.iter().enumerate() {
                 let start = receive_ends[rank] - receive_counts[rank] + range.start;
                 let from = index(in_at[rank]);
@@ -157,6 +168,7 @@ impl Axis {
                 .map(|part| self.communicator.process_at_rank(next).immediate_send(scope, part))
                 .collect();
             let result = work();
+            let _waiting = self.place.waits();
             for request in arriving {
                 request.wait();
             }
@@ -169,6 +181,7 @@ impl Axis {
 
     /// Rank 0's bytes, on every rank.
     pub fn broadcast(&self, bytes: &mut [u8]) {
+        let _waiting = self.place.waits();
         for part in bytes.chunks_mut(self.round_bytes()) {
             self.communicator.process_at_rank(0).broadcast_into(part);
         }
@@ -178,6 +191,7 @@ impl Axis {
     /// at most one round.
     #[must_use]
     pub fn gather_round(&self, send: &[u8]) -> Vec<u8> {
+        let _waiting = self.place.waits();
         let root = self.communicator.process_at_rank(0);
         if self.rank() == Rank(0) {
             let mut all = vec![0u8; send.len() * self.size()];
@@ -192,6 +206,7 @@ impl Axis {
     /// One number of every rank, on every rank.
     #[must_use]
     pub fn gather_numbers(&self, value: u64) -> Vec<u64> {
+        let _waiting = self.place.waits();
         let mut all = vec![0u64; self.size()];
         self.communicator.all_gather_into(&value, &mut all[..]);
         all
@@ -200,12 +215,14 @@ impl Axis {
     /// One float of every rank, on every rank.
     #[must_use]
     pub fn gather_floats(&self, value: f64) -> Vec<f64> {
+        let _waiting = self.place.waits();
         let mut all = vec![0f64; self.size()];
         self.communicator.all_gather_into(&value, &mut all[..]);
         all
     }
 
     pub(super) fn gather_codes(&self, value: i32) -> Vec<i32> {
+        let _waiting = self.place.waits();
         let mut all = vec![0i32; self.size()];
         self.communicator.all_gather_into(&value, &mut all[..]);
         all

@@ -7,9 +7,12 @@
 mod about;
 mod axis;
 mod stop;
+mod watchdog;
 
 use std::cell::Cell;
 use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use mpi::Threading;
 use mpi::environment::Universe;
@@ -22,7 +25,8 @@ pub use stop::{asked_since, asked_to_stop, heed_signals};
 
 use crate::failure::{Classified, Exit, Failure, out_of_memory};
 use crate::units::Rank;
-use crate::watch::{Board, Ledger, Place, Shortage};
+use crate::watch::{Board, Hearts, Ledger, Patience, Place, Shortage};
+use watchdog::Watchdog;
 
 /// What can be wrong with the world itself.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +75,14 @@ pub enum Error {
         /// Its value.
         other_value: String,
     },
+    /// No heartbeat can be written, or nobody can watch.
+    #[error("cannot keep a heartbeat in {}: {source}; choose another place with --run-dir", folder.display())]
+    Watch {
+        /// The run directory.
+        folder: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
     /// Another rank failed; that rank says why.
     #[error("rank {rank} failed")]
     Elsewhere {
@@ -85,6 +97,7 @@ impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
             Error::Uneven { .. } => Exit::Config,
+            Error::Watch { .. } => Exit::Data,
             Error::Elsewhere { exit, .. } => *exit,
             _ => Exit::Disagree,
         }
@@ -105,8 +118,10 @@ pub struct World {
     ledger: Ledger,
     /// Who says why, once all ranks have agreed to fail.
     speaker: Cell<Option<Rank>>,
-    // Last, because fields are dropped in order: communicators must be freed before MPI is finalized.
+    // Almost last, because fields are dropped in order: communicators must be freed before MPI is finalized.
     _universe: Universe,
+    // After it: a rank may also wait for ever in the end of MPI.
+    watchdog: Option<Watchdog>,
 }
 
 /// How many processes the launcher says it has started, and the variable that says so.
@@ -126,7 +141,7 @@ impl World {
     /// world is no multiple of `cp_size`.
     pub fn start(launcher: Option<Launcher>, board: Board) -> Result<Self, Failure> {
         let (universe, _) = mpi::initialize_with_threading(Threading::Funneled).ok_or(Error::Start)?;
-        let all = Axis::new(universe.world());
+        let all = Axis::new(universe.world(), board.place().clone());
         board.set_rank(all.rank());
         let ledger = Ledger::default();
         abort_on_panic(board.place().clone(), ledger.clone());
@@ -134,7 +149,37 @@ impl World {
             return Err(Error::Alone { variable, tasks }.into());
         }
         let cp = all.split(0);
-        Ok(World { all, cp, dp_index: 0, dp_size: 1, board, ledger, speaker: Cell::new(None), _universe: universe })
+        Ok(World {
+            all,
+            cp,
+            dp_index: 0,
+            dp_size: 1,
+            board,
+            ledger,
+            speaker: Cell::new(None),
+            _universe: universe,
+            watchdog: None,
+        })
+    }
+
+    /// From here to the end of MPI a watchdog on each rank keeps a heartbeat in `run_dir` and ends the job when a rank
+    /// stands still. `stall_sec` is `run.stall_sec`. Every rank takes part.
+    ///
+    /// # Errors
+    /// When a heartbeat cannot be written on any rank.
+    pub fn watch(&mut self, run_dir: &Path, stall_sec: u64) -> Result<(), Failure> {
+        self.watchdog = None;
+        // Unlike the numbers of processes, times do not come again after a machine has started anew.
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let job = self.all.gather_numbers(u64::try_from(now.as_nanos()).unwrap_or_default())[0];
+        let hearts = Hearts::of(run_dir, job);
+        let wrong = |source| Failure::from(Error::Watch { folder: run_dir.to_owned(), source });
+        let prepared = if self.all.rank() == Rank(0) { hearts.prepare() } else { Ok(()) };
+        self.agree(prepared.map_err(wrong))?;
+        let (place, ranks) = (self.board.place(), self.all.size());
+        let watchdog = Watchdog::start(hearts, place, ranks, Patience::of(stall_sec));
+        self.watchdog = Some(self.agree(watchdog.map_err(wrong))?);
+        Ok(())
     }
 
     /// Cuts the world into groups of `cp_size` consecutive ranks.
@@ -257,7 +302,7 @@ impl World {
     /// The ranks of this machine.
     #[must_use]
     pub fn machine(&self) -> Axis {
-        Axis::new(self.all.communicator().split_shared(0))
+        self.all.split_by_machine()
     }
 
     /// Ranks on this machine, for the share of cores a rank may use, and this rank's index among them.
@@ -265,6 +310,13 @@ impl World {
     pub fn on_this_machine(&self) -> (Rank, usize) {
         let machine = self.machine();
         (machine.rank(), machine.size())
+    }
+}
+
+impl Drop for World {
+    /// What is left is the end of MPI, in which ranks wait for each other.
+    fn drop(&mut self) {
+        std::mem::forget(self.board.place().waits());
     }
 }
 

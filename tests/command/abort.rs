@@ -2,12 +2,10 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
-
 use super::checkpoints::Draft;
+use super::job::{all_end, random_model};
 use super::room::{Call, LONGSTRAW, Room, Running, Said};
 use super::training::{config, lines, record};
 
@@ -16,16 +14,7 @@ const END: Duration = Duration::from_secs(5);
 
 /// A model of random weights that takes seconds for a prompt and six answers of these lengths.
 fn slow(prompt: usize, answer: usize) -> Room {
-    let shape = json!({
-        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 65536,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
-    });
-    let lengths = format!("max_seq_len = {}\nprompt_len = {prompt}\nanswer_len = {answer}\n", prompt + answer);
-    let config = "[grpo]\ngroup_size = 6\ngradient = \"response\"\n\
-                  [model]\npath = \"shape\"\ndtype = \"float32\"\nrandom_init = true\n\
-                  [run]\ndir = \"run\"\nsteps = 100\nlog_level = \"debug\"\n";
-    Room::with(&[("shape/config.json", &shape.to_string()), ("config.toml", &format!("[context]\n{lengths}{config}"))])
+    random_model(prompt, answer, 6, "steps = 100\n")
 }
 
 fn log(room: &Room, rank: usize) -> String {
@@ -62,15 +51,8 @@ fn killed_at(room: &Room, words: &str, phase: &str) {
     assert!(said.code != 0 && said.err.contains("signal 9"), "{said}");
     let log = log(room, 2);
     assert!(log.lines().last().unwrap().contains(phase), "it was killed in another phase:\n{log}");
-    for process in processes {
-        assert!(!is_ours(&process), "process {process} lives on");
-    }
+    all_end(&processes, Instant::now(), END);
     assert!(!room.path().join("run/receipt.json").exists(), "a job that was killed leaves no receipt");
-}
-
-/// Whether a process still runs longstraw; one that has ended and waits to be collected does not.
-fn is_ours(process: &str) -> bool {
-    fs::read(Path::new("/proc").join(process).join("cmdline")).is_ok_and(|line| line.starts_with(LONGSTRAW.as_bytes()))
 }
 
 #[test]

@@ -11,20 +11,16 @@ mod sample;
 
 mod abort;
 mod convert;
-<<<<<<< HEAD
-mod gate;
-=======
 mod doctor;
->>>>>>> endpoint
+mod gate;
+mod job;
+mod kills;
 mod launch;
 mod lines;
 mod memory;
 mod parity;
-<<<<<<< HEAD
-mod plan;
-=======
 mod ping;
->>>>>>> endpoint
+mod plan;
 mod refusals;
 mod resume;
 mod room;
@@ -33,3 +29,4 @@ mod service;
 mod study;
 mod training;
 mod users;
+mod watchdog;

@@ -226,7 +226,8 @@ impl Running {
         self.said()
     }
 
-    fn said(&self) -> Said {
+    /// What it has said so far.
+    pub(crate) fn said(&self) -> Said {
         let read = |file: &Path| String::from_utf8_lossy(&fs::read(file).unwrap()).into_owned();
         let code = self.end.and_then(|status| status.code()).unwrap_or(-1);
         Said { code, out: read(&self.out), err: read(&self.err) }

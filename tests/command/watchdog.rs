@@ -1,0 +1,101 @@
+//! A rank that is stopped, or stuck, is named and ends the job; one that is slow is not.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::job::{Job, nothing_passed, random_model};
+
+/// Patience of 5 s, and what the launcher needs to end a job on a busy machine.
+const END: Duration = Duration::from_secs(15);
+const STALL: [&str; 2] = ["--set", "run.stall_sec=5"];
+
+#[test]
+fn a_rank_stopped_in_capture_is_named_and_ends_the_job_with_every_process_of_it() {
+    let room = random_model(8192, 64, 2, "steps = 100\n");
+    room.write("run/receipt.json", "{\"passed\": true}");
+    let mut job = Job::start(&room, 3, "run", &STALL);
+    // The place that is told is that of the last heartbeat.
+    job.until("a heartbeat in capture", |job| job.heartbeat(1).filter(|beat| beat["phase"] == "capture"));
+    let last = job.signal_at(1, libc::SIGSTOP, "capture, layer", 2);
+    assert!(last.contains("capture, layer"), "it was stopped elsewhere: {last}");
+    let process = job.process(1).to_owned();
+    let said = job.ends_within(END);
+    let who = format!("process {process}) has not moved for ");
+    said.refused(4, &["rank 1, capture", &who, "it is stopped or dead, or its machine is", "longstraw train --resume"]);
+    nothing_passed(&room, "run");
+    let verdict = room.read("run/heartbeat/verdict.txt");
+    assert!(verdict.starts_with("rank 1, capture") && said.err.contains(verdict.trim()), "{verdict}");
+    let logs = [0, 2].map(|rank| room.read(&format!("run/logs/rank_{rank}.log")));
+    assert!(logs.iter().any(|log| log.contains("ERROR rank 1, capture")), "{logs:?}");
+}
+
+#[test]
+fn a_rank_stopped_while_it_saves_is_named_and_the_run_goes_on_from_what_is_whole() {
+    let more = "steps = 3\n[lora]\nrank = 64\n[checkpoint]\nevery = 1\n";
+    let room = random_model(256, 32, 2, more);
+    let mut job = Job::start(&room, 3, "run", &STALL);
+    // Rank 0 writes, so it is the one that can be met there; the others wait for it.
+    let last = job.signal_at(0, libc::SIGSTOP, "DEBUG save", 2);
+    assert!(last.contains("DEBUG save"), "it was stopped elsewhere: {last}");
+    let said = job.ends_within(END);
+    said.refused(4, &["rank 0, ", "it is stopped or dead, or its machine is"]);
+    nothing_passed(&room, "run");
+    let said = room.ranks(3, &["train", "--resume"]);
+    said.ended(0, &["going on from run/checkpoints/step_1: update 2 is next"]);
+    assert_eq!(room.read_json("run/receipt.json")["passed"], true);
+    assert!(!room.path().join("run/heartbeat").exists(), "a run that ends in order leaves no heartbeats");
+}
+
+#[test]
+fn a_rank_whose_disk_holds_it_is_told_from_one_that_is_stopped() {
+    let room = random_model(256, 32, 2, "steps = 100\n");
+    let metrics = room.path().join("run/metrics.jsonl");
+    room.write("run/keep", "");
+    assert!(Command::new("mkfifo").arg(&metrics).status().unwrap().success());
+    // A pipe that is full takes no more until somebody reads, as a disk that has gone away.
+    let mut pipe = OpenOptions::new().read(true).write(true).open(&metrics).unwrap();
+    pipe.write_all(&vec![b' '; 65_536]).unwrap();
+    let said = Job::start(&room, 3, "run", &STALL).ends_within(4 * END);
+    said.refused(4, &["rank 0, update (host ", "; 5 s were allowed. It runs and waits for no other rank: its disk"]);
+    nothing_passed(&room, "run");
+}
+
+#[test]
+fn heartbeats_say_where_ranks_are_and_a_run_that_moves_outlives_its_patience_many_times() {
+    let room = random_model(2048, 64, 2, "steps = 100000\n");
+    let mut job = Job::start(&room, 3, "run", &STALL);
+    let start = Instant::now();
+    let mut seen = Vec::new();
+    while start.elapsed() < Duration::from_secs(12) {
+        let before = job.heartbeat(2);
+        let beat = job.until("the next heartbeat", |job| job.heartbeat(2).filter(|beat| Some(beat) != before.as_ref()));
+        seen.push(beat);
+    }
+    let number = |beat: &serde_json::Value, key: &str| beat[key].as_f64().unwrap();
+    for beat in &seen {
+        assert_eq!((&beat["rank"], beat["pid"].to_string().as_str()), (&json!(2), job.process(2)), "{beat}");
+        assert_eq!(beat["job"], seen[0]["job"]);
+        let phases = ["start", "capture", "score", "replay", "sweep", "finalize", "update"];
+        assert!(phases.iter().any(|phase| beat["phase"] == *phase), "{beat}");
+        assert!(beat["layer"].is_null() || number(beat, "layer") < 6.0, "{beat}");
+        assert!(number(beat, "seconds_here") < 5.0 && number(beat, "deadline_seconds") >= 5.0, "{beat}");
+        assert!(beat["waits"].is_boolean() && beat["host"].as_str().is_some_and(|host| !host.is_empty()), "{beat}");
+        let times = ["entered", "written"].map(|key| beat[key].as_str().unwrap());
+        assert!(times[0] <= times[1] && times[1].ends_with('Z'), "{beat}");
+    }
+    for pair in seen.windows(2) {
+        assert!(number(&pair[0], "count") < number(&pair[1], "count"), "{pair:?}");
+        assert!(number(&pair[0], "borders") <= number(&pair[1], "borders"), "{pair:?}");
+    }
+    let (first, last) = (&seen[0], &seen[seen.len() - 1]);
+    assert!(number(last, "borders") > number(first, "borders") + 20.0, "{first} {last}");
+    // Five seconds are cut into twelve beats; a busy machine may be late with some.
+    assert!((10..=30).contains(&seen.len()), "{} heartbeats in 12 s", seen.len());
+    room.write("run/stop", "");
+    job.ends_within(END).ended(0, &["as asked; go on with"]);
+    assert!(!room.path().join("run/heartbeat").exists(), "a run that ends in order leaves no heartbeats");
+}
