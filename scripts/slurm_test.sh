@@ -366,6 +366,58 @@ a_time_limit_interrupts_training_and_the_adapter_is_the_uninterrupted_ones() {
     equal "$(of_receipt adapter_digest)" "$(RUN=$whole of_receipt adapter_digest)" "adapters"
 }
 
+# A small ladder: the tiny model, lengths divided by 64, an endpoint on this machine. ladder LAUNCHER NODES GPUS_PER_NODE
+ladder() {
+    trains "$1" "$2" "$3" 1
+    export SITE_GATE_SCALE=64 SITE_SETTINGS=$here/settings.json LADDER_KEY=key-of-the-test
+    # The service ends with this claim's shell, which holds the other end of its standard input.
+    exec 9> >(exec tests/slurm/service.py "$here" "$LADDER_KEY")
+    until_is yes 20 settings_written
+}
+
+settings_written() { if [ -e "$here/settings.json" ]; then echo yes; else echo no; fi; }
+
+of_gate() { RUN=$here/runs/gates/$1 of_receipt "${@:2}"; } # GATE KEY...
+
+the_ladder_of_gates_is_climbed_by_one_command() {
+    local id name
+    ladder srun 1 8
+    slurm/submit gates >"$here/chain"
+    while read -r id name; do
+        ended "$id" "COMPLETED 0:0"
+        equal "$(of_gate "$name" gate passed)" "$name True" "receipt of $name"
+        [ "$name" = gate1_key ] || equal "$(of_gate "$name" ranks)" 8 "ranks of $name"
+    done <"$here/chain"
+    equal "$(wc -l <"$here/chain")" 11 gates
+    equal "$(of_gate gate6_g8 group_size)" 8 "answers of gate6_g8"
+    # The key is in no file that the ladder has left.
+    equal "$(grep -rl "$LADDER_KEY" "$here" | wc -l)" 0 "files that hold the key"
+}
+
+gate2_passes_on_two_nodes_with_either_launcher() {
+    local launcher id name
+    for launcher in "${LAUNCHERS[@]}"; do
+        ladder "$launcher" 2 4
+        ended "$(slurm/submit gate1_key)" "COMPLETED 0:0"
+        ended "$(slurm/submit gate2_32k)" "COMPLETED 0:0"
+        equal "$(of_gate gate2_32k passed ranks)" "True 8" "receipt under $launcher"
+    done
+}
+
+a_planted_fault_fails_its_gate_and_is_named() {
+    local ids
+    ladder srun 1 8
+    # Without a learning rate no adapter moves.
+    SITE_ARGS="--set optimizer.lr=0.0" slurm/submit gates >"$here/chain"
+    mapfile -t ids < <(awk '{print $1}' "$here/chain")
+    ended "${ids[0]}" "COMPLETED 0:0"
+    ended "${ids[1]}" "FAILED 8:0"
+    grep -q lora_b_moved "$here/runs/slurm/gate2_32k-${ids[1]}.out"
+    equal "$(of_gate gate2_32k passed)" False "receipt of gate2_32k"
+    ended "${ids[10]}" "CANCELLED 0:0"
+    [ ! -e "$here/runs/gates/gate3_128k" ]
+}
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 claim() { # FUNCTION

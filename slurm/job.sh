@@ -3,7 +3,8 @@
 # the job's exit code. A template goes to the project's folder, sources this file and calls `run_job NAME`.
 #
 # The rule of the exit code: 0 when the launcher left with 0 and the receipt says passed; 75 when all ranks left with 0
-# after a stop and rank 0 left the file `requeue` in the run directory (the job is requeued); 8 when the ranks left with
+# after a stop and rank 0 left the file `requeue` in the run directory (the job is requeued), or when the receipt says that
+# the run was stopped otherwise; 8 when the ranks left with
 # 0 and the receipt does not say passed, or a gate's new receipt says that a check failed; else what the launcher said.
 # A rank's own code is not used as a message: a launcher that ends the other ranks may report theirs in its place.
 
@@ -143,6 +144,10 @@ run_job() { # NAME
     if [ -e "$directory/requeue" ]; then
         rm -f "$directory/requeue"
         requeue "$name"
+    fi
+    if new_receipt "$name" "$directory/.started" && says "$name" stopped true; then
+        say "stopped as asked, and saved; submit $name again to go on"
+        exit 75
     fi
     if ! passed "$name" "$directory/.started"; then
         say "not passed: $directory/receipt.json does not say so, although all ranks left with 0"
