@@ -23,6 +23,7 @@ die() {
 write_configuration() { # NODES
     local nodes=$1 node gpu
     mkdir -p "$dir/state" "$dir/log" "$dir/run" "$dir/dev"
+    : >"$dir/.slurm_ci"
     install -d -m 0711 "$dir/munge"
     (umask 077 && head -c 128 /dev/urandom >"$dir/munge/key")
     # Slurm wants character devices; these are what /dev/null is.
@@ -108,6 +109,7 @@ up() { # NODES
         command -v "$command" >/dev/null || die "$command is not installed: run  scripts/setup.sh slurm"
     done
     down
+    [ ! -e "$dir" ] || [ -e "$dir/.slurm_ci" ] || die "$dir is no folder of this script; name another one: SLURM_CI_DIR"
     rm -rf "$dir"
     write_configuration "$nodes"
     munged --key-file="$dir/munge/key" --socket="$dir/munge/socket" --pid-file="$dir/munge/pid" \

@@ -11,6 +11,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 pattern=${1:-}
 
+# One cluster at a time. Daemons must not inherit the lock.
+exec 8>/tmp/longstraw_slurm_test.lock
+flock -w 1800 8 || {
+    echo "slurm_test: another run has held /tmp/longstraw_slurm_test.lock for 30 minutes" >&2
+    exit 1
+}
 work=$(mktemp -d /tmp/longstraw_slurm_test.XXXXXX)
 export SLURM_CI_DIR=${SLURM_CI_DIR:-/tmp/longstraw_slurm}
 export SLURM_CONF=$SLURM_CI_DIR/slurm.conf
@@ -52,7 +58,7 @@ equal() { # FOUND WANTED WHAT
 }
 
 ended() { # JOB WANTED: waits for the job, whose state and exit code must be these
-    equal "$(scripts/slurm_ci.sh wait "$1" 240 || true)" "$2" "job $1"
+    equal "$(scripts/slurm_ci.sh wait "$1" 600 || true)" "$2" "job $1"
 }
 
 events() { # NAME EVENT: how often ranks have logged it
@@ -199,12 +205,14 @@ ranks_that_leave_without_a_new_receipt_have_not_passed() {
 
 a_stop_reaches_every_rank_and_the_job_comes_back() {
     local launcher id
+    # Slurm's own signal ahead of a time limit, and the one that comes ahead of a preemption.
+    local -A signals=([srun]=USR1 [mpirun]=TERM)
     for launcher in "${LAUNCHERS[@]}"; do
         on "$launcher" 2 4
         echo wait >"$here/train"
         id=$(slurm/submit train)
         until_is 8 60 events train waits
-        scancel --batch --signal=USR1 "$id"
+        scancel --batch "--signal=${signals[$launcher]}" "$id"
         start_again "$id"
         ended "$id" "COMPLETED 0:0"
         equal "$(restarts "$id")" 1 "starts after the first"
@@ -442,7 +450,7 @@ claim() { # FUNCTION
     fi
 }
 
-scripts/slurm_ci.sh up 2 || {
+scripts/slurm_ci.sh up 2 8>&- || {
     echo "slurm_test: no Slurm comes up on this machine, so nothing was tested" >&2
     exit 1
 }

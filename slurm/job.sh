@@ -2,10 +2,12 @@
 # The body of every template: starts the ranks, hands on the signals that ask for a stop, and turns what comes out into
 # the job's exit code. A template goes to the project's folder, sources this file and calls `run_job NAME`.
 #
-# The rule of the exit code: 0 when the launcher left with 0 and the receipt says passed; 75 when all ranks left with 0
-# after a stop and rank 0 left the file `requeue` in the run directory (the job is requeued), or when the receipt says that
-# the run was stopped otherwise; 8 when the ranks left with
-# 0 and the receipt does not say passed, or a gate's new receipt says that a check failed; else what the launcher said.
+# The rule of the exit code:
+#   0   the launcher left with 0, and the receipt that this start has written says passed
+#   75  all ranks left with 0 after a stop. Rank 0 has left the file `requeue` in the run directory: the job comes back;
+#       or the receipt says that the run was stopped otherwise: it does not
+#   8   the ranks left with 0 and the receipt does not say passed, or a gate's new receipt says that a check failed
+#   else what the launcher said
 # A rank's own code is not used as a message: a launcher that ends the other ranks may report theirs in its place.
 
 launcher_pid=
