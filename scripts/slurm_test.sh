@@ -305,6 +305,8 @@ trains() {
     training_config "$4"
 }
 
+has_lines() { if [ -s "$1" ]; then echo yes; else echo no; fi; }
+
 training_config() { # STEPS
     cat >"$SITE_CONFIG" <<CONFIG
 [context]
@@ -354,8 +356,7 @@ a_time_limit_interrupts_training_and_the_adapter_is_the_uninterrupted_ones() {
     local id first steps whole=$work/whole
     trains srun 1 8 1000000
     id=$(SITE_SIGNAL_SECONDS=60 slurm/submit train)
-    until_is RUNNING 60 state "$id"
-    # Far from the signal's 60 s too, so that the ranks have begun before it comes.
+    until_is yes 120 has_lines "$here/runs/train/metrics.jsonl"
     scontrol update "JobId=$id" EndTime=now+62seconds
     requeued "$id"
     first=$(sed 's/[^0-9]//g' "$here/runs/train/latest")
@@ -380,10 +381,8 @@ ladder() {
     export SITE_GATE_SCALE=64 SITE_SETTINGS=$here/settings.json LADDER_KEY=key-of-the-test
     # The service ends with this claim's shell, which holds the other end of its standard input.
     exec 9> >(exec tests/slurm/service.py "$here" "$LADDER_KEY")
-    until_is yes 20 settings_written
+    until_is yes 20 has_lines "$here/settings.json"
 }
-
-settings_written() { if [ -e "$here/settings.json" ]; then echo yes; else echo no; fi; }
 
 of_gate() { RUN=$here/runs/gates/$1 of_receipt "${@:2}"; } # GATE KEY...
 
