@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 fn main() {
-    for watched in ["src/tensor/boundary.cpp", "src/tensor/gpu.cpp", "src/tensor/count.h", "build.rs"] {
+    for watched in ["src/tensor", "build.rs"] {
         println!("cargo:rerun-if-changed={watched}");
     }
     println!("cargo:rerun-if-env-changed=LIBTORCH");
@@ -22,6 +22,7 @@ fn main() {
         .include(include.join("torch/csrc/api/include"))
         .file("src/tensor/boundary.cpp")
         .file("src/tensor/gpu.cpp")
+        .file("src/tensor/link.cpp")
         .opt_level(2)
         .warnings(false)
         .compile("longstraw_boundary");

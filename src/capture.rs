@@ -3,6 +3,7 @@
 
 use tch::{Device, Tensor};
 
+use crate::exchange::is_direct;
 use crate::failure::Failure;
 use crate::handoff::{Captured, Keeping, MixedPool, Work};
 use crate::layout::{Piece, Run, Span};
@@ -56,7 +57,7 @@ pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failu
             }
         }
     }
-    if pass.seat.axis.size() > 1 {
+    if pass.seat.axis.size() > 1 && !is_direct(pass.seat.axis, pass.decoder.device()) {
         // Runs that leave and arrive, and with a long tail the sums that travel with them.
         for (plane, run) in planes.iter().flat_map(|plane| layout.chunks_of(rank).map(move |run| (plane, run))) {
             let sums = if pass.travels(&tail) { plane.bytes().0 / element_bytes(plane.kind) * acc } else { 0 };

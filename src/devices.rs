@@ -48,6 +48,12 @@ pub enum Error {
         /// The GPU's address.
         gpu: String,
     },
+    /// Tensors should go from GPU to GPU, and cannot.
+    #[error(
+        "run.direct = true and there is no road from GPU to GPU: every rank needs a GPU of its own, and libnccl.so.2 \
+         must lie where libtorch's GPU build finds it; \"auto\" goes through host memory then"
+    )]
+    NoRoad,
 }
 
 impl Classified for Error {

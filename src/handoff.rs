@@ -77,6 +77,12 @@ pub struct Keeping {
     pub attention: bool,
 }
 
+impl Default for Keeping {
+    fn default() -> Self {
+        Keeping::HOST
+    }
+}
+
 impl Keeping {
     /// Everything in host memory, every layer's inputs, no attention output.
     pub const HOST: Keeping = Keeping { pages: Residency::Host, tail: Residency::Host, every: 1, attention: false };

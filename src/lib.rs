@@ -50,4 +50,5 @@ pub mod trainer;
 
 // Row 9.
 pub mod bench;
+pub mod gate;
 pub mod study;

@@ -7,10 +7,11 @@ use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
-use longstraw::config::{self, Environment, Loaded, Overrides};
+use longstraw::config::{self, Environment, Gate, Loaded, Overrides};
 use longstraw::convert::{self, convert};
 use longstraw::data::{Tokenizer, keychain};
 use longstraw::failure::{Exit, Failure};
+use longstraw::gate;
 use longstraw::model::spec::Spec;
 use longstraw::plan::{self, Room};
 use longstraw::report::{print_result, say};
@@ -20,8 +21,8 @@ use longstraw::units::Tokens;
 use longstraw::watch::Board;
 use longstraw::world::{Launcher, World, heed_signals};
 
-use arguments::at_least_one;
 pub(crate) use arguments::hoist;
+use arguments::{at_least_one, gate_name};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
@@ -68,6 +69,18 @@ enum Verb {
         /// Go on from the newest checkpoint in the run directory that is whole; without one, start anew
         #[arg(long)]
         resume: bool,
+    },
+    /// A validation run that is held to checks and leaves a receipt; each gate runs behind the one below it
+    Gate {
+        /// From `gate2_32k` and `gate3_128k` … `gate3_2m` to `gate4_g1`, `gate5_g2`, `gate6_g8` and `gate7_online`
+        #[arg(value_name = "NAME", value_parser = gate_name)]
+        gate: Gate,
+        /// Run although the gate below has not passed (`LONGSTRAW_FORCE=1` does the same)
+        #[arg(long)]
+        force: bool,
+        /// Print the receipt as one JSON object
+        #[arg(long)]
+        json: bool,
     },
     /// The rank layout, page counts and memory of a rank; needs no MPI and no GPU
     Plan(PlanFlags),
@@ -155,13 +168,14 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     let Command { mut config, verb } = command;
     config.set = set;
     let verb = verb.unwrap_or(Verb::Train { json: false, resume: false });
-    if !matches!(verb, Verb::Train { .. } | Verb::Plan(_)) && config.given() {
+    if !matches!(verb, Verb::Train { .. } | Verb::Gate { .. } | Verb::Plan(_)) && config.given() {
         let words = "this verb reads no configuration: --config, --settings, --set and --run-dir change nothing here";
         say_once(&Command::command().error(ErrorKind::ArgumentConflict, words));
         return Ok(Exit::Config);
     }
     match verb {
         Verb::Train { json, resume } => train(config, resume, json),
+        Verb::Gate { gate, force, json } => pass(config, gate, force, json),
         Verb::Plan(flags) => plan(config, &flags),
         Verb::Parity(flags) => parity(&flags),
         Verb::Bench(flags) => bench(flags),
@@ -228,6 +242,21 @@ fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit, Failure> 
         }
         Err(failure) => Ok(world.leave(failure)),
     }
+}
+
+/// Signals end a gate at once: it has nothing to save, and is run again from its start.
+fn pass(flags: ConfigFlags, gate: Gate, force: bool, json: bool) -> Result<Exit, Failure> {
+    let environment = Environment::process();
+    let mut world = world(&environment)?;
+    let loaded = world.agree(config::load_gate(&overrides(flags), gate).map_err(Failure::from));
+    let outcome = loaded.and_then(|loaded| {
+        let receipt = gate::run(gate, &loaded, force || environment.force(), &mut world)?;
+        if json && world.all.rank().0 == 0 {
+            print_json(&receipt);
+        }
+        world.agree(gate::verdict(&receipt, &loaded.rank.dir).map_err(Failure::from))
+    });
+    Ok(outcome.map_or_else(|failure| world.leave(failure), |()| Exit::Done))
 }
 
 fn print_json<T: serde::Serialize>(value: &T) {

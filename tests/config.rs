@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use longstraw::config::{
-    DEFAULT_TOML, Dtype, Environment, Error, Gradient, Loaded, Overrides, Problem, RewardFn, RunConfig, SUPPORTED,
-    Source, document, load_in,
+    DEFAULT_TOML, Dtype, Environment, Error, Gate, Gradient, Loaded, Overrides, Problem, RewardFn, RunConfig,
+    SUPPORTED, Source, document, load_gate_in, load_in,
 };
 use longstraw::failure::{Classified, Exit, Failure};
 use longstraw::units::{Pages, Tokens};
@@ -128,7 +128,7 @@ fn every_wrong_value_is_refused_with_the_right_one() {
         ("grpo.constant_divisor=8", "grpo.constant_divisor should be left out"),
         ("grpo.gradient={ last = 2088961 }", "grpo.gradient should be { last = 2088960 } at most"),
         ("grpo.gradient=full", "grpo.gradient should be \"exact\", \"response\" or { last = N }, not \"full\""),
-        ("grpo.reward_fn=judge", "grpo.reward_fn should be \"synthetic\" or \"data\", not \"judge\""),
+        ("grpo.reward_fn=judge", "grpo.reward_fn should be \"synthetic\", \"data\" or \"one\", not \"judge\""),
         ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
         ("optimizer.lr=nan", "optimizer.lr should be a finite number from 0: it is NaN"),
         ("optimizer.lr=-1e-5", "optimizer.lr should be a finite number from 0: it is -1e-5"),
@@ -318,6 +318,69 @@ fn later_sources_go_before_earlier_ones() {
     assert_eq!(sources.len(), 3 + 5 + 3);
     let run = load(&files, &variables, &[]).expect("accepted").run;
     assert_eq!(run.grpo.group_size, 4);
+}
+
+/// The users' files with a gate's values in between.
+fn gate(gate: Gate, variables: &[(&str, &str)], flags: &[&str]) -> Result<Loaded, Error> {
+    let files = folder(&[("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)]);
+    load_gate_in(files.path(), &Environment::of(variables.iter().copied()), &set(flags), gate)
+}
+
+#[test]
+fn each_gate_has_its_length_and_pages_at_every_scale() {
+    let rows = [
+        (Gate::Short, 32_768, 384, 2),
+        (Gate::K128, 131_072, 1_920, 2),
+        (Gate::K256, 262_144, 3_968, 2),
+        (Gate::K512, 524_288, 8_064, 2),
+        (Gate::M1, 1_048_576, 16_256, 2),
+        (Gate::M2, 2_097_152, 32_640, 2),
+        (Gate::One, 2_097_152, 32_640, 1),
+        (Gate::Two, 2_097_152, 32_640, 2),
+        (Gate::Eight, 2_097_152, 32_640, 8),
+        (Gate::Online, 32_768, 384, 2),
+    ];
+    for (which, length, pages, group) in rows {
+        for scale in [1, 8, 64] {
+            let Loaded { run, rank, .. } = gate(which, &[], &[&format!("gate.scale={scale}")]).expect("accepted");
+            let context = &run.context;
+            assert_eq!((context.max_seq_len, context.answer_len), (Tokens(length / scale), Tokens(8192 / scale)));
+            assert_eq!(context.prompt_len, Tokens((length - 8192) / scale));
+            assert_eq!((run.prompt_pages(), run.pages_per_rank(8)), (Pages(pages), Pages(pages / 8)), "{which:?}");
+            assert_eq!((run.grpo.group_size, run.optimizer.grad_accum), (group, 1));
+            assert_eq!(rank.dir, Path::new("runs/gates").join(which.name()));
+            // Each rank owns at least two pages in both its chunks.
+            assert!(pages / 16 >= 2);
+        }
+    }
+}
+
+#[test]
+fn a_gate_goes_before_files_and_behind_variables_and_flags() {
+    let loaded = gate(Gate::Two, &[], &[]).expect("accepted");
+    assert_eq!((loaded.run.grpo.gradient, loaded.run.run.steps), (Gradient::Response, 1));
+    assert_eq!(loaded.run.context.cp_pages_per_gpu, None, "a file's count is of another length");
+    let sources: Vec<String> = loaded.sources.iter().map(ToString::to_string).collect();
+    assert!(sources.ends_with(&["built-in gates".into(), "built-in gate5_g2".into(), "built-in gate5_g2".into()]));
+    let variables = [("LONGSTRAW_GRPO__GROUP_SIZE", "3"), ("LONGSTRAW_GRPO__GRADIENT", "exact")];
+    let flags = ["grpo.group_size=4", "context.cp_pages_per_gpu=4080", "run.dir=elsewhere", "data.path=mine.jsonl"];
+    let Loaded { run, rank, .. } = gate(Gate::Two, &variables, &flags).expect("accepted");
+    assert_eq!((run.grpo.group_size, run.grpo.gradient), (4, Gradient::Exact));
+    assert_eq!((rank.dir, run.data.path), (PathBuf::from("elsewhere"), Some(PathBuf::from("mine.jsonl"))));
+    assert_eq!(gate(Gate::One, &[], &[]).expect("accepted").run.grpo.reward_fn, RewardFn::One);
+    let found = problems(gate(Gate::Two, &[], &["context.cp_pages_per_gpu=48"]));
+    assert_eq!(found.len(), 1);
+    assert!(found[0].contains("context.cp_pages_per_gpu should be 4080"), "{found:?}");
+}
+
+#[test]
+fn a_scale_that_does_not_divide_every_length_is_refused_with_one_that_does() {
+    let found = problems(gate(Gate::Short, &[], &["gate.scale=100"]));
+    assert_eq!(found.len(), 1);
+    assert!(found[0].starts_with("--set: gate.scale should be 64: it divides max_seq_len 32768"), "{found:?}");
+    assert!(problems(gate(Gate::Short, &[], &["gate.scale=0"]))[0].contains("gate.scale should be at least 1"));
+    // A run that is no gate is not scaled.
+    assert_eq!(users(&["gate.scale=64"]).expect("accepted").run.context.page_size, Tokens(64));
 }
 
 #[test]

@@ -14,6 +14,7 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::conventional;
+use crate::exchange;
 use crate::failure::{Classified, Exit, Failure, Phase};
 use crate::handoff::{Keeping, Work};
 use crate::layout::PromptLayout;
@@ -138,6 +139,8 @@ pub struct Report {
     pub answer: Tokens,
     /// Where the model computed.
     pub device: String,
+    /// Whether tensors went from GPU to GPU between ranks; else through host memory.
+    pub direct: bool,
     /// What was kept where for the way back.
     pub keeping: Keeping,
     /// Rows of a segment.
@@ -288,6 +291,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         answer: options.answer,
         device: format!("{:?}", options.device),
         keeping: options.keeping,
+        direct: exchange::is_direct(&world.cp, options.device),
         micro_block: options.micro_block,
         rates,
         work,

@@ -40,7 +40,7 @@ impl Loaded {
     pub fn notes(&self) -> Vec<String> {
         let (grpo, optimizer, steps) = (&self.run.grpo, &self.run.optimizer, self.run.run.steps);
         let mut notes = Vec::new();
-        if grpo.group_size == 1 {
+        if grpo.group_size == 1 && grpo.reward_fn != RewardFn::One {
             let how = if grpo.normalize_adv { "normalised or not, " } else { "" };
             notes.push(format!("grpo.group_size = 1: {how}the advantage of a lone answer is 0, so nothing is learnt"));
         }

@@ -57,6 +57,8 @@ pub enum RewardFn {
     Synthetic,
     /// The data set.
     Data,
+    /// Every answer has the reward 1 and the advantage +1, whatever the others have.
+    One,
 }
 
 /// How token losses become one number.

@@ -7,8 +7,9 @@ use figment::Figment;
 use figment::value::{Dict, Value};
 use serde::Deserialize;
 
-use super::choices::DeviceChoice;
+use super::choices::{DeviceChoice, When};
 use super::environment::Environment;
+use super::gates::{self, Gate};
 use super::problem::{Error, Fault, Problem, Source};
 use super::schema::{self, Need};
 use super::source::{Gathered, Layer, nest};
@@ -50,6 +51,33 @@ pub fn load(overrides: &Overrides) -> Result<Loaded, Error> {
 /// # Errors
 /// As [`load`].
 pub fn load_in(directory: &Path, environment: &Environment, overrides: &Overrides) -> Result<Loaded, Error> {
+    finish(gathered(directory, environment, overrides, None), environment, None)
+}
+
+/// The configuration of a gate: its own values go before those of files and behind those of the environment and of flags;
+/// then `gate.scale` divides lengths and page size.
+///
+/// # Errors
+/// As [`load`], and for a scale that does not divide them.
+pub fn load_gate(overrides: &Overrides, gate: Gate) -> Result<Loaded, Error> {
+    load_gate_in(Path::new(""), &Environment::process(), overrides, gate)
+}
+
+/// The same for another directory and environment.
+///
+/// # Errors
+/// As [`load_gate`].
+pub fn load_gate_in(
+    directory: &Path,
+    environment: &Environment,
+    overrides: &Overrides,
+    gate: Gate,
+) -> Result<Loaded, Error> {
+    finish(gathered(directory, environment, overrides, Some(gate)), environment, Some(gate))
+}
+
+/// All sources in order.
+fn gathered(directory: &Path, environment: &Environment, overrides: &Overrides, gate: Option<Gate>) -> Gathered {
     let mut gathered = Gathered::default();
     gathered.builtin("defaults", DEFAULT_TOML);
     match chosen(directory, overrides.config.as_deref(), "config.toml") {
@@ -60,6 +88,14 @@ pub fn load_in(directory: &Path, environment: &Environment, overrides: &Override
         gathered.settings(&path);
     }
     let key_variable = api_key_variable(&gathered.layers);
+    if let Some(gate) = gate {
+        for path in gates::LEFT_OUT {
+            gathered.leave_out(path);
+        }
+        gathered.builtin("gates", gates::EVERY_TOML);
+        gathered.builtin(gate.name(), gate.toml());
+        gathered.gate_dir(gate.name());
+    }
     for (name, text) in environment.keys(&key_variable) {
         gathered.variable(name, text);
     }
@@ -69,7 +105,7 @@ pub fn load_in(directory: &Path, environment: &Environment, overrides: &Override
     if let Some(path) = &overrides.run_dir {
         gathered.run_dir(path);
     }
-    finish(gathered, environment)
+    gathered
 }
 
 /// The compiled-in laptop run alone.
@@ -77,7 +113,7 @@ pub(super) fn laptop() -> Result<Loaded, Error> {
     let mut gathered = Gathered::default();
     gathered.builtin("defaults", DEFAULT_TOML);
     gathered.builtin("laptop run", LAPTOP_TOML);
-    finish(gathered, &Environment::default())
+    finish(gathered, &Environment::default(), None)
 }
 
 /// A file named on the command line, else the usual one where it exists.
@@ -124,6 +160,7 @@ struct WholeRun {
     steps: u64,
     device: DeviceChoice,
     share_device: bool,
+    direct: When,
     deterministic: bool,
     trace: bool,
     grace_sec: u64,
@@ -134,7 +171,7 @@ struct WholeRun {
 impl Whole {
     fn split(self, environment: &Environment, sources: Vec<Source>) -> Loaded {
         let Whole { run: own, .. } = self;
-        let WholeRun { dir, seed, steps, device, share_device, deterministic, trace, .. } = own;
+        let WholeRun { dir, seed, steps, device, share_device, direct, deterministic, trace, .. } = own;
         let WholeRun { grace_sec, stall_sec, log_level, .. } = own;
         let run = RunConfig {
             parallel: self.parallel,
@@ -145,7 +182,7 @@ impl Whole {
             lora: self.lora,
             model: self.model,
             data: self.data,
-            run: RunTable { seed, steps, device, deterministic, trace },
+            run: RunTable { seed, steps, device, direct, deterministic, trace },
             rollout: self.rollout,
             reward: self.reward,
             checkpoint: self.checkpoint,
@@ -158,7 +195,7 @@ impl Whole {
 }
 
 /// Merges what was gathered, and checks the whole as far as its parts are right.
-fn finish(mut gathered: Gathered, environment: &Environment) -> Result<Loaded, Error> {
+fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<Gate>) -> Result<Loaded, Error> {
     let stand_ins = missing(&mut gathered);
     let whole: Whole = match merged(&gathered.layers).join(&stand_ins).extract() {
         Ok(whole) => whole,
@@ -168,8 +205,11 @@ fn finish(mut gathered: Gathered, environment: &Environment) -> Result<Loaded, E
         }
     };
     let sources: Vec<Source> = gathered.layers.iter().map(|layer| layer.source.clone()).collect();
-    let loaded = whole.split(environment, sources);
+    let mut loaded = whole.split(environment, sources);
+    let scale = loaded.run.gate.scale;
+    let uneven = gate.and_then(|_| gates::scale_down(&mut loaded.run.context, scale));
     let mut found = if gathered.unread { Vec::new() } else { loaded.run.check(None) };
+    found.extend(uneven);
     found.retain(|p| !gathered.is_spoilt(&p.key) && !p.with.iter().any(|key| gathered.is_spoilt(key)));
     let found: Vec<Problem> = found.into_iter().map(|p| said_by(p, &gathered.layers)).collect();
     if found.is_empty() && gathered.problems.is_empty() {

@@ -1,7 +1,7 @@
 //! The configuration: which keys there are, where their values come from, and whether they go together.
 //!
 //! Sources in order, later ones first in rank: compiled-in defaults, config.toml (or the compiled-in laptop run),
-//! settings.json, environment, flags. Each is walked to its end against the list of keys, then all are merged and the
+//! settings.json, the gate's own file where a gate is run, environment, flags. Each is walked to its end against the list of keys, then all are merged and the
 //! whole is checked, so that a refusal lists every problem at once. The result is a [`RunConfig`], which must be equal on
 //! all ranks and has a digest, and a [`RankConfig`], which need not. Nothing else in the project reads the environment.
 
@@ -9,6 +9,7 @@ mod check;
 mod choices;
 mod document;
 mod environment;
+mod gates;
 mod json;
 mod load;
 mod problem;
@@ -30,7 +31,8 @@ pub use choices::{
 };
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, Secret};
-pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_in};
+pub use gates::Gate;
+pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{

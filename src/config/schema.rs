@@ -121,7 +121,7 @@ pub(super) const TABLES: &[Table] = &[
         path: "grpo",
         keys: &[
             required("group_size", Kind::Count),
-            key("reward_fn", Kind::Choice(&["synthetic", "data"])),
+            key("reward_fn", Kind::Choice(&["synthetic", "data", "one"])),
             key("normalize_adv", Kind::Switch),
             key("gradient", Kind::Gradient),
             key("clip_low", Kind::Number),
@@ -164,6 +164,7 @@ pub(super) const TABLES: &[Table] = &[
             key("steps", Kind::Count),
             key("device", Kind::Choice(&["auto", "cpu", "cuda"])),
             key("share_device", Kind::Switch),
+            key("direct", Kind::When),
             key("deterministic", Kind::Switch),
             key("trace", Kind::Switch),
             key("grace_sec", Kind::Count),

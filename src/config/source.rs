@@ -109,6 +109,16 @@ impl Gathered {
         self.walk(Source::RunDir, nest("run.dir", Value::from(path.to_string_lossy().into_owned())));
     }
 
+    /// Adds the folder that a gate writes into.
+    pub(super) fn gate_dir(&mut self, name: &'static str) {
+        self.walk(Source::Builtin(name), nest("run.dir", Value::from(format!("runs/gates/{name}"))));
+    }
+
+    /// Takes away what the sources so far say of a key.
+    pub(super) fn leave_out(&mut self, path: &str) {
+        self.layers.iter_mut().for_each(|layer| remove(&mut layer.dict, path));
+    }
+
     fn single(&mut self, source: Source, path: &str, text: &str) {
         let value = value_of(schema::key_at(path).map(|k| k.kind), text.trim());
         self.walk(source, nest(path, value));

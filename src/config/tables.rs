@@ -180,6 +180,8 @@ pub struct RunTable {
     pub steps: u64,
     /// Where the model computes.
     pub device: DeviceChoice,
+    /// Whether tensors go from GPU to GPU without the host between.
+    pub direct: When,
     /// Kernels that repeat bit for bit on a GPU.
     pub deterministic: bool,
     /// A trace of phases and layers is written.

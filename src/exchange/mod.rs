@@ -1,12 +1,15 @@
 //! Collectives over tensors: rows gathered, rows returned, runs round the ring, gradients summed.
 //!
 //! Every function is entered by every rank of the axis, with zero rows where it has none. Sums and merges go in rank
-//! order, page runs in ring order, never in order of arrival, so results repeat bit for bit.
+//! order, page runs in ring order, never in order of arrival, so results repeat bit for bit. Tensors on GPUs go from one
+//! to the other where [`connect`] has found a road, else through host memory; the bits are the same.
 
+mod direct;
 mod ring;
 
 use tch::{Device, Kind, Tensor};
 
+pub use direct::{connect, is_direct};
 pub use ring::{Travel, ring, ring_home};
 
 use crate::tensor::{element_bytes, views};
@@ -38,6 +41,9 @@ pub fn gather_rows(axis: &Axis, x: &Tensor, counts: &[Tokens]) -> Tensor {
     if axis.size() == 1 {
         return x.detach();
     }
+    if let Some(link) = direct::road(axis, x.device()) {
+        return direct::gather_rows(link, axis, x, counts);
+    }
     let row = row_bytes(x);
     let sizes: Vec<_> = counts.iter().map(|count| count.index() * row).collect();
     let sent = outgoing(x);
@@ -51,6 +57,9 @@ pub fn gather_rows(axis: &Axis, x: &Tensor, counts: &[Tokens]) -> Tensor {
 pub fn return_rows(axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor> {
     if axis.size() == 1 {
         return vec![parts.detach()];
+    }
+    if let Some(link) = direct::road(axis, parts.device()) {
+        return direct::return_rows(link, axis, parts, counts);
     }
     let row = row_bytes(parts);
     let own = counts[axis.rank().0];

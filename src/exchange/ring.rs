@@ -8,9 +8,10 @@
 
 use tch::{Device, Tensor};
 
-use super::outgoing;
+use super::{direct, outgoing};
 use crate::layout::Run;
 use crate::tensor::boundary::storage_bytes;
+use crate::tensor::link::Link;
 use crate::tensor::{gpu, views};
 use crate::units::{Rank, as_dim};
 use crate::watch::{Held, Ledger, Purpose, Purse};
@@ -18,46 +19,89 @@ use crate::world::Axis;
 
 /// A run on its way, with its bytes counted while this rank holds it.
 struct Travelling {
-    /// As messages take it, in host memory.
+    /// As messages take it: in host memory, or on the GPU where the road goes from GPU to GPU.
     wire: Vec<Tensor>,
     held: Vec<Held>,
 }
 
-impl Travelling {
-    /// This rank's own run sets out.
-    fn own(planes: &[Tensor], alone: bool) -> Travelling {
-        // A rank that is alone sends nothing: nothing needs to lie in host memory.
-        let wire = |plane: &Tensor| if alone { plane.shallow_clone() } else { pinned(plane) };
-        Travelling { wire: planes.iter().map(wire).collect(), held: Vec::new() }
+/// How the ring of one axis turns, for runs that are computed with on one device.
+struct Turn<'a> {
+    axis: &'a Axis,
+    ledger: &'a Ledger,
+    /// Where runs are computed with.
+    device: Device,
+    /// From GPU to GPU, if there is such a road.
+    link: Option<&'a Link>,
+}
+
+impl<'a> Turn<'a> {
+    fn of(axis: &'a Axis, ledger: &'a Ledger, own: &[Tensor]) -> Turn<'a> {
+        let device = own.first().map_or(Device::Cpu, Tensor::device);
+        let link = direct::road(axis, device);
+        if axis.size() > 1 && link.is_none() {
+            // The host is about to write into pinned memory by itself: a block that was let go may still be read or
+            // written by what was asked of the device before. (Work of the device among itself is ordered by its streams.)
+            gpu::synchronize(device).unwrap_or_else(|error| panic!("{error}"));
+        }
+        Turn { axis, ledger, device, link }
     }
 
-    /// The run where it is computed with. On a CPU that is where it arrived.
-    fn here(&mut self, device: Device, ledger: &Ledger) -> Vec<Tensor> {
-        let here: Vec<Tensor> = self.wire.iter().map(|plane| plane.to_device(device)).collect();
-        if device != Device::Cpu {
-            self.held.push(foreign(ledger, Purse::Device, &here));
+    /// A run or sums of this rank as they leave for another one; from a GPU through pinned memory, which they leave at the
+    /// bus's own rate, or as they are.
+    fn leaving(&self, planes: &[Tensor]) -> Vec<Tensor> {
+        let wire = |plane: &Tensor| match (self.device, self.link) {
+            // A rank that is alone sends nothing: nothing needs to lie in host memory.
+            _ if self.axis.size() == 1 => plane.shallow_clone(),
+            (Device::Cpu, _) => outgoing(plane),
+            (_, Some(_)) => plane.detach().contiguous(),
+            (_, None) => {
+                let mut held = page_locked(plane);
+                held.copy_(&plane.detach());
+                held
+            }
+        };
+        planes.iter().map(wire).collect()
+    }
+
+    /// Buffers for the run that comes next.
+    fn arriving(&self, like: &[Tensor], rows: i64) -> Travelling {
+        let plane = |plane: &Tensor| {
+            let mut shape = plane.size();
+            shape[0] = rows;
+            let device = if self.link.is_some() { self.device } else { Device::Cpu };
+            let empty = Tensor::empty(shape, (plane.kind(), device));
+            if self.device == Device::Cpu || self.link.is_some() { empty } else { page_locked(&empty) }
+        };
+        let planes: Vec<Tensor> = like.iter().map(plane).collect();
+        let through_host = self.device != Device::Cpu && self.link.is_none();
+        let purse = if through_host { Purse::Host } else { Purse::Device };
+        let held = vec![foreign(self.ledger, purse, &planes)];
+        Travelling { wire: planes, held }
+    }
+
+    /// One step: `leaving` goes to the next rank and `arriving` fills from the previous one while `work` runs.
+    fn step(&self, leaving: &[Tensor], arriving: &mut Travelling, work: impl FnOnce()) {
+        let (me, size) = (self.axis.rank().0, self.axis.size());
+        let Some(link) = self.link else {
+            let leaving: Vec<&[u8]> = leaving.iter().map(views::view).collect();
+            let into = arriving.wire.iter_mut().map(views::view_mut).collect();
+            return self.axis.ring_step(&leaving, into, work);
+        };
+        let (next, previous) = (Rank((me + 1) % size), Rank((me + size - 1) % size));
+        let send = direct::parcels(leaving, next);
+        let done = direct::exchange(link, send, direct::parcels(&arriving.wire, previous));
+        work();
+        direct::wait(&done);
+    }
+
+    /// A run that has arrived, where it is computed with. On a CPU, and from another GPU, that is where it arrived.
+    fn here(&self, arrived: &mut Travelling) -> Vec<Tensor> {
+        let here: Vec<Tensor> = arrived.wire.iter().map(|plane| plane.to_device(self.device)).collect();
+        if self.device != Device::Cpu && self.link.is_none() {
+            arrived.held.push(foreign(self.ledger, Purse::Device, &here));
         }
         here
     }
-}
-
-/// A run as it leaves for another rank: from a GPU through pinned memory, which it leaves at the bus's own rate.
-fn pinned(x: &Tensor) -> Tensor {
-    if x.device() == Device::Cpu {
-        return outgoing(x);
-    }
-    let mut held = page_locked(x);
-    held.copy_(&x.detach());
-    held
-}
-
-/// Waits for the device before the host writes into pinned memory by itself: a block that was let go may still be read or
-/// written by what was asked of the device before. (Work of the device among itself is ordered by its streams.)
-fn quiet(device: Device, ranks: usize) -> Device {
-    if ranks > 1 {
-        gpu::synchronize(device).unwrap_or_else(|error| panic!("{error}"));
-    }
-    device
 }
 
 /// Pinned memory of the shape of `like`.
@@ -79,8 +123,8 @@ pub fn ring<E>(
     mut visit: impl FnMut(&Run, &[Tensor]) -> Result<(), E>,
 ) -> Result<(), E> {
     let (me, size) = (axis.rank().0, axis.size());
-    let device = quiet(device_of(&own), size);
-    let mut holding = Travelling::own(&own, size == 1);
+    let turn = Turn::of(axis, ledger, &own);
+    let mut holding = Travelling { wire: turn.leaving(&own), held: Vec::new() };
     let mut here = own;
     let mut outcome = Ok(());
     for step in 0..size {
@@ -95,10 +139,9 @@ pub fn ring<E>(
             break;
         }
         let next_rows = as_dim(run_of(Rank((me + 2 * size - step - 1) % size)).rows().0);
-        let mut next = arriving(&holding.wire, next_rows, device, ledger);
-        let leaving: Vec<&[u8]> = holding.wire.iter().map(views::view).collect();
-        axis.ring_step(&leaving, next.wire.iter_mut().map(views::view_mut).collect(), || compute(&here));
-        here = next.here(device, ledger);
+        let mut next = turn.arriving(&holding.wire, next_rows);
+        turn.step(&holding.wire, &mut next, || compute(&here));
+        here = turn.here(&mut next);
         holding = next;
     }
     outcome
@@ -117,8 +160,8 @@ pub fn ring_home(
     mut visit: impl FnMut(&Run, &[Tensor], &[Tensor]),
 ) -> Vec<Tensor> {
     let (me, size) = (axis.rank().0, axis.size());
-    let device = quiet(device_of(&own), size);
-    let mut holding = Travelling::own(&own, size == 1);
+    let turn = Turn::of(axis, ledger, &own);
+    let mut holding = Travelling { wire: turn.leaving(&own), held: Vec::new() };
     let (mut here, mut sums) = (own, home);
     // Bytes of foreign sums, counted while this rank holds them.
     let mut held = Vec::new();
@@ -134,31 +177,23 @@ pub fn ring_home(
             compute(&here);
         } else {
             let rows = as_dim((shape.run_of)(next).rows().0);
-            let mut arriving_next = arriving(&holding.wire, rows, device, ledger);
-            let leaving: Vec<&[u8]> = holding.wire.iter().map(views::view).collect();
-            let into = arriving_next.wire.iter_mut().map(views::view_mut).collect();
-            axis.ring_step(&leaving, into, || compute(&here));
-            here = arriving_next.here(device, ledger);
-            holding = arriving_next;
+            let mut arriving = turn.arriving(&holding.wire, rows);
+            turn.step(&holding.wire, &mut arriving, || compute(&here));
+            here = turn.here(&mut arriving);
+            holding = arriving;
         }
         if size == 1 {
             break;
         }
         // Sums leave only when this rank's share is in them, so they cannot overlap with it.
-        let leaving_sums: Vec<Tensor> = sums.iter().map(pinned).collect();
-        let mut sums_next = arriving(&leaving_sums, (shape.sum_rows)(next), device, ledger);
-        let leaving: Vec<&[u8]> = leaving_sums.iter().map(views::view).collect();
-        axis.ring_step(&leaving, sums_next.wire.iter_mut().map(views::view_mut).collect(), || ());
-        sums = sums_next.here(device, ledger);
-        held = sums_next.held;
+        let leaving = turn.leaving(&sums);
+        let mut arriving = turn.arriving(&leaving, (shape.sum_rows)(next));
+        turn.step(&leaving, &mut arriving, || ());
+        sums = turn.here(&mut arriving);
+        held = arriving.held;
     }
     drop(held);
     sums
-}
-
-/// Where a run is computed with.
-fn device_of(planes: &[Tensor]) -> Device {
-    planes.first().map_or(Device::Cpu, Tensor::device)
 }
 
 /// Which runs travel in [`ring_home`], and how many rows their sums have.
@@ -172,20 +207,4 @@ pub struct Travel<'a> {
 /// Counts planes of another rank.
 fn foreign(ledger: &Ledger, purse: Purse, planes: &[Tensor]) -> Held {
     ledger.hold(Purpose::Foreign, purse, planes.iter().map(storage_bytes).sum())
-}
-
-/// Buffers for the run that comes next, to be computed with on `device`.
-fn arriving(like: &[Tensor], rows: i64, device: Device, ledger: &Ledger) -> Travelling {
-    let planes: Vec<Tensor> = like
-        .iter()
-        .map(|plane| {
-            let mut shape = plane.size();
-            shape[0] = rows;
-            let empty = Tensor::empty(shape, (plane.kind(), Device::Cpu));
-            if device == Device::Cpu { empty } else { page_locked(&empty) }
-        })
-        .collect();
-    let purse = if device == Device::Cpu { Purse::Device } else { Purse::Host };
-    let held = vec![foreign(ledger, purse, &planes)];
-    Travelling { wire: planes, held }
 }

@@ -201,6 +201,15 @@ impl Weights {
         Weights { tensors, digest: self.digest.clone(), kind, device: self.device }
     }
 
+    /// The tensors that `spec` names, which is of this model with fewer layers, in another dtype; those in this dtype are
+    /// shared. The digest stays.
+    #[must_use]
+    pub fn part(&self, spec: &Spec, kind: Kind) -> Weights {
+        let named = spec.tensors().into_iter().map(|expected| expected.name);
+        let found = named.filter_map(|name| self.try_get(&name).map(|tensor| (name, tensor.to_kind(kind))));
+        Weights::with_head(found.collect(), self.digest.clone(), kind, self.device)
+    }
+
     /// Bytes of all tensors; a tied head is one with the embedding.
     #[must_use]
     pub fn bytes(&self) -> Bytes {

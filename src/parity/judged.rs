@@ -1,6 +1,6 @@
 //! Gradient modes that a case has no expectation for: conventional autograd over the same sequences is the judge.
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::{Case, Error, Gradient};
 use crate::conventional::{Group, Target};
@@ -10,7 +10,7 @@ use crate::model::head::Head;
 use crate::model::pass::Pass;
 use crate::tensor::accumulation;
 
-/// The whole gradient of every adapter tensor, computed by this rank alone.
+/// The whole gradient of every adapter tensor, computed by this rank alone; in host memory, where expectations lie.
 pub(super) fn gradients(
     case: &Case,
     pass: &Pass,
@@ -34,5 +34,6 @@ pub(super) fn gradients(
     let tail = gradient.tail(work.layout.prompt());
     let whole = Group { prompt_ids: &work.prompt_ids, answers: &answers, tail, temperature: head.temperature };
     let _ = whole.backward(pass.decoder, pass.adapters, &targets, &terms);
-    Ok(finalize::take(pass.adapters).0.into_iter().map(Some).collect())
+    let gradients = finalize::take(pass.adapters).0;
+    Ok(gradients.into_iter().map(|gradient| Some(gradient.to_device(Device::Cpu))).collect())
 }

@@ -16,7 +16,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 pub use log::open_log;
-pub use receipt::{KindBytes, PhaseMemory, Receipt, Seconds};
+pub use receipt::{AdapterForm, Check, KindBytes, PhaseMemory, Receipt, Seconds};
 pub use trace::{Row, TraceFile};
 
 use crate::failure::{Classified, Exit};
@@ -223,10 +223,7 @@ impl Reporter {
         if !self.first {
             return Ok(());
         }
-        let (file, beside) = (self.folder.join("receipt.json"), self.folder.join("receipt.json.new"));
-        let text = serde_json::to_string_pretty(receipt).map_err(std::io::Error::from);
-        let written = text.and_then(|text| fs::write(&beside, text + "\n")).and_then(|()| fs::rename(&beside, &file));
-        written.map_err(|source| Error::Write { file, source })
+        write_receipt(&self.folder, receipt)
     }
 
     /// The table at the end of a run.
@@ -238,6 +235,43 @@ impl Reporter {
             say(&table(receipt, &self.folder));
         }
     }
+}
+
+/// Writes `receipt.json` into `folder`, beside and renamed; makes the folder if it is not there.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn write_receipt(folder: &Path, receipt: &Receipt) -> Result<(), Error> {
+    let (file, beside) = (folder.join("receipt.json"), folder.join("receipt.json.new"));
+    let text = serde_json::to_string_pretty(receipt).map_err(std::io::Error::from);
+    let written = text.and_then(|text| {
+        fs::create_dir_all(folder)?;
+        fs::write(&beside, text + "\n")?;
+        fs::rename(&beside, &file)
+    });
+    written.map_err(|source| Error::Write { file, source })
+}
+
+/// A gate's checks, one a line, and what could not be checked.
+#[must_use]
+pub fn checks(receipt: &Receipt) -> String {
+    let mut lines = Vec::new();
+    for Check { name, value, limit, passed, means } in &receipt.checks {
+        let verdict = if *passed { "ok    " } else { "FAILED" };
+        let value = value.to_string();
+        // A list with an entry for each layer would hide the other lines; the receipt has all of it.
+        let short: String = if value.chars().count() > VALUE_CHARS_MAX {
+            value.chars().take(VALUE_CHARS_MAX).chain("…".chars()).collect()
+        } else {
+            value
+        };
+        lines.push(format!("  {verdict}  {name}: {short} ({limit})"));
+        if !passed {
+            lines.push(format!("          {means}"));
+        }
+    }
+    lines.extend(receipt.not_checked.iter().map(|what| format!("  not checked: {what}")));
+    lines.join("\n")
 }
 
 /// A result on standard output: what `--json` or a verb that prints a result was asked for.
@@ -252,6 +286,9 @@ pub fn say(text: &str) {
     let mut err = std::io::stderr().lock();
     let _ = writeln!(err, "{text}").and_then(|()| err.flush());
 }
+
+/// Most characters of a check's value on the terminal.
+const VALUE_CHARS_MAX: usize = 120;
 
 fn table(receipt: &Receipt, folder: &Path) -> String {
     let mut rows: Vec<(String, String)> = Vec::new();

@@ -78,11 +78,47 @@ pub struct PhaseMemory {
     pub scratch: Vec<Bytes>,
 }
 
-/// One run, or one gate.
-#[derive(Debug, Serialize)]
-pub struct Receipt {
-    /// Whether the run came to its end.
+/// What a gate looked at.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Check {
+    /// Its name; one gate has each once.
+    pub name: String,
+    /// What was found.
+    pub value: serde_json::Value,
+    /// What it is held to, in words.
+    pub limit: String,
+    /// Whether it held.
     pub passed: bool,
+    /// What it means where it did not.
+    pub means: String,
+}
+
+/// What all adapter pairs of a run have in common; runs that train others are not compared.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct AdapterForm {
+    /// Inner width of a pair.
+    pub rank: u64,
+    /// Numerator of the scale alpha / rank.
+    pub alpha: f64,
+    /// Projections that carry a pair, in the family's order.
+    pub targets: Vec<String>,
+}
+
+/// One run, or one gate.
+#[derive(Debug, Default, Serialize)]
+pub struct Receipt {
+    /// The gate that it is of; none for a training run.
+    pub gate: Option<&'static str>,
+    /// Whether the run came to its end, and for a gate, whether every check held.
+    pub passed: bool,
+    /// What the gate looked at; empty for a training run.
+    pub checks: Vec<Check>,
+    /// What the gate could not look at, with the reason.
+    pub not_checked: Vec<String>,
+    /// Whether the gate ran although the one below it had not passed.
+    pub forced: bool,
+    /// What the gate's lengths and page size were divided by.
+    pub scale: u64,
     /// Whether it was asked to stop before its end, and stands in a checkpoint; absent where it was not.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub stopped: bool,
@@ -94,6 +130,8 @@ pub struct Receipt {
     pub config_digest: String,
     /// Digest of the checkpoint.
     pub model_digest: String,
+    /// What was trained.
+    pub adapter: AdapterForm,
     /// Gradient mode.
     pub gradient: String,
     /// Ranks of the world.
@@ -110,6 +148,14 @@ pub struct Receipt {
     pub group_size: u64,
     /// Updates made, those before a resume included.
     pub steps: u64,
+    /// Calls of the optimizer, those before a resume included.
+    pub optimizer_calls: u64,
+    /// Layers of the model.
+    pub layers: usize,
+    /// How many different layers each phase went through, on the rank with the fewest.
+    pub layers_by_phase: BTreeMap<&'static str, u64>,
+    /// Adapter tensors B that this run has left as they were.
+    pub lora_b_unmoved: Vec<String>,
     /// Pages of the last prompt by rank.
     pub pages_per_rank: Vec<Pages>,
     /// Storage of those pages by rank.
@@ -138,10 +184,16 @@ pub struct Receipt {
     pub keeping: Keeping,
     /// What computed attention.
     pub attention_kernel: &'static str,
+    /// Whether tensors went from GPU to GPU between ranks; else through host memory.
+    pub direct: bool,
     /// Rows of a segment and of a log-probability chunk.
     pub micro_blocks: [Tokens; 2],
     /// Share of capture in the updates' seconds.
     pub capture_share: f64,
+    /// Seconds that a further answer takes, from this gate and the one with fewer answers; absent elsewhere.
+    pub seconds_per_further_answer: Option<f64>,
+    /// Bytes that a further answer adds to the device's peak, likewise; may be negative.
+    pub device_bytes_per_further_answer: Option<f64>,
     /// Loss of the first update.
     pub loss_first: f64,
     /// Loss of the last update.

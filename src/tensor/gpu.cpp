@@ -35,20 +35,17 @@
 #include <thread>
 #include <vector>
 
-#include "count.h"
+#include "gpu.h"
+
+namespace longstraw {
+
+int driven = -1;
+
+}  // namespace longstraw
 
 namespace {
 
-using c10::impl::VirtualGuardImpl;
-
-// The device that this process drives, or -1; set once, before the first tensor on it.
-int driven = -1;
-
-VirtualGuardImpl guard() { return VirtualGuardImpl(c10::DeviceType::CUDA); }
-
-c10::Device device() { return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(driven)); }
-
-c10::Stream compute() { return guard().getStream(device()); }
+using namespace longstraw;
 
 // Streams for copies, one a direction, so that both of a GPU's copy engines work at once.
 struct Lanes {
@@ -58,32 +55,6 @@ Lanes& lanes() {
   const auto one = [] { return guard().getStreamFromGlobalPool(device(), true); };
   static Lanes made{one(), one()};
   return made;
-}
-
-template <typename Function>
-Function runtime(const char* name) {
-  auto* found = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
-  TORCH_CHECK(found != nullptr, "the CUDA runtime has no ", name);
-  return found;
-}
-
-void must(int status, const char* what) {
-  if (status == 0) return;
-  const char* words = runtime<const char* (*)(int)>("cudaGetErrorString")(status);
-  // The runtime remembers the error for its next caller, who has nothing to do with it.
-  runtime<int (*)()>("cudaGetLastError")();
-  TORCH_CHECK(false, what, ": ", words);
-}
-
-template <typename Work>
-int guarded(char* message, size_t capacity, Work work) {
-  try {
-    work();
-    return 0;
-  } catch (const std::exception& error) {
-    longstraw::keep(error.what(), message, capacity);
-    return 1;
-  }
 }
 
 // --- pinned host memory ------------------------------------------------------------------------------------------
@@ -218,23 +189,6 @@ struct Waits {
 Waits& waits() {
   static auto* made = new Waits;
   return *made;
-}
-
-c10::Event mark(const c10::Stream& stream, bool timed) {
-  c10::Event event(c10::DeviceType::CUDA, timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
-  event.record(stream);
-  return event;
-}
-
-// An event behind what a copy stream was asked for. Where none can be made, the copy is over when this throws: nobody
-// could tell otherwise when its tensors may go.
-c10::Event* behind(const c10::Stream& stream) {
-  try {
-    return new c10::Event(mark(stream, false));
-  } catch (...) {
-    guard().synchronizeDevice(device().index());
-    throw;
-  }
 }
 
 constexpr size_t kOpenWaits = 256;
@@ -510,6 +464,17 @@ double longstraw_stall_ms() {
   return waits().milliseconds;
 }
 
+// While one lives, an operation without a repeatable form is refused, if repeatable ones were asked for. Flash attention
+// takes its own for that word alone: where others would only warn, it stays with atomics.
+struct Strictly {
+  const bool repeatable = at::globalContext().deterministicAlgorithms();
+  const bool lenient = at::globalContext().deterministicAlgorithmsWarnOnly();
+  Strictly() { at::globalContext().setDeterministicAlgorithms(repeatable, false); }
+  ~Strictly() { at::globalContext().setDeterministicAlgorithms(repeatable, lenient); }
+  Strictly(const Strictly&) = delete;
+  Strictly& operator=(const Strictly&) = delete;
+};
+
 // [1, h, t, d] queries, [1, g, s, d] keys and values; kernel 1 is cuDNN's, 2 is flash attention. `lse` is [1, h, t].
 int longstraw_attention_forward(int kernel, at::Tensor* q, at::Tensor* k, at::Tensor* v, int causal, double scale,
                                 at::Tensor** out, at::Tensor** lse, char* message, size_t capacity) {
@@ -539,6 +504,7 @@ int longstraw_attention_backward(int kernel, at::Tensor* dout, at::Tensor* q, at
       result = at::_scaled_dot_product_cudnn_attention_backward(*dout, *q, *k, *v, *out, lse->unsqueeze(-1), seed(),
                                                                 seed(), none, none, none, t, s, 0.0, causal != 0, scale);
     } else {
+      const Strictly strictly;
       result = at::_scaled_dot_product_flash_attention_backward(*dout, *q, *k, *v, *out, *lse, none, none, t, s, 0.0,
                                                                 causal != 0, seed(), seed(), scale);
     }

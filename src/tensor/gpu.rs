@@ -202,6 +202,12 @@ pub fn reserve_pinned(blocks: &[Bytes]) -> Result<Bytes, Error> {
 pub struct Event(*mut c_void);
 
 impl Event {
+    /// # Safety
+    /// `made` comes from the boundary, and nothing else holds it.
+    pub(super) unsafe fn taken(made: *mut c_void) -> Event {
+        Event(made)
+    }
+
     /// Behind all that was asked of the computation so far; can be timed.
     ///
     /// # Errors

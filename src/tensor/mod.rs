@@ -7,6 +7,7 @@ pub mod boundary;
 pub mod bytes;
 pub mod gpu;
 pub mod kernels;
+pub mod link;
 pub mod views;
 
 use tch::Kind;

@@ -79,12 +79,17 @@ impl Session {
                 (0..group.answers.len()).map(|answer| Some(if answer % 2 == 0 { 0.0 } else { 1.0 })).collect()
             }
             RewardFn::Data => group.answers.iter().map(|answer| answer.reward).collect(),
+            RewardFn::One => vec![Some(1.0); group.answers.len()],
+        };
+        let advantages = match self.reward_fn {
+            RewardFn::One => rewards.clone(),
+            RewardFn::Synthetic | RewardFn::Data => advantages(self, &rewards),
         };
         Scored {
             name: group.name.clone(),
             prompt_ids: group.prompt_ids.clone(),
             answers: group.answers.iter().map(|answer| answer.ids.clone()).collect(),
-            advantages: advantages(self, &rewards),
+            advantages,
             rewards,
         }
     }

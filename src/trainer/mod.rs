@@ -35,51 +35,107 @@ use tally::Tally;
 /// # Errors
 /// When something cannot be loaded or saved, does not fit, or is not finite.
 pub fn run(loaded: &Loaded, resume: bool, world: &mut World) -> Result<Receipt, Failure> {
-    let mut saves = Saves::open(loaded, resume, world)?;
-    let mut session = Session::open(loaded, world)?;
-    let start = saves.start(&mut session, loaded, world)?;
-    let (dir, steps) = (&loaded.rank.dir, loaded.run.run.steps);
-    let opened = Reporter::open(dir, world.all.rank().0 == 0, &loaded.run.to_toml(), start.updates);
-    let (mut reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
-    session.notes(loaded).iter().chain(&start.notes).for_each(|note| reporter.line(note));
-    let mut records = Records::begin(&session, loaded, world)?;
-    let before = if start.resumed { start.held_out } else { evaluate::held_out(&session, world, &mut reporter)? };
-    let mut tally = Tally::after(start.updates, earlier);
-    let mut stopped = false;
-    for step in start.updates + 1..=steps {
-        stopped = saves.asked_to_stop(world);
+    let mut finished = Run::open(loaded, Course { resume, stop_after: None }, world)?.train(loaded, world)?;
+    finished.write(world)?;
+    Ok(finished.receipt)
+}
+
+/// Where a run begins and ends.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Course {
+    /// It goes on from the newest checkpoint.
+    pub resume: bool,
+    /// It stops after this update, as if it were asked to.
+    pub stop_after: Option<u64>,
+}
+
+/// A run that is ready, before its first step.
+pub struct Run {
+    /// What it has opened.
+    pub session: Session,
+    saves: Saves,
+    course: Course,
+}
+
+/// A run that has ended well and whose receipt is still to be written: a gate judges it first.
+pub struct Finished {
+    /// What came out.
+    pub receipt: Receipt,
+    /// What it had opened.
+    pub session: Session,
+    reporter: Reporter,
+}
+
+impl Finished {
+    /// Writes the receipt as it is now, and says what stands in it; all ranks agree that it is written.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn write(&mut self, world: &World) -> Result<(), Failure> {
+        world.agree(self.reporter.receipt(&self.receipt).map_err(Failure::from))?;
+        self.reporter.table(&self.receipt);
+        Ok(())
+    }
+}
+
+impl Run {
+    /// Opens everything that the run needs.
+    ///
+    /// # Errors
+    /// When something cannot be loaded, or does not fit.
+    pub fn open(loaded: &Loaded, course: Course, world: &mut World) -> Result<Run, Failure> {
+        let saves = Saves::open(loaded, course.resume, world)?;
+        Ok(Run { session: Session::open(loaded, world)?, saves, course })
+    }
+
+    /// Trains to the last step or to where the run is asked to stop, and saves what came out; all ranks agree on it.
+    ///
+    /// # Errors
+    /// When something cannot be saved, does not fit, or is not finite.
+    pub fn train(self, loaded: &Loaded, world: &mut World) -> Result<Finished, Failure> {
+        let Run { mut session, mut saves, course } = self;
+        let start = saves.start(&mut session, loaded, world)?;
+        let (dir, steps) = (&loaded.rank.dir, loaded.run.run.steps);
+        let opened = Reporter::open(dir, world.all.rank().0 == 0, &loaded.run.to_toml(), start.updates);
+        let (mut reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
+        session.notes(loaded).iter().chain(&start.notes).for_each(|note| reporter.line(note));
+        let mut records = Records::begin(&session, loaded, world)?;
+        let before = if start.resumed { start.held_out } else { evaluate::held_out(&session, world, &mut reporter)? };
+        let mut tally = Tally::after(start.updates, earlier);
+        let mut stopped = false;
+        for step in start.updates + 1..=steps {
+            stopped = course.stop_after.is_some_and(|last| step > last) || saves.asked_to_stop(world);
+            if stopped {
+                break;
+            }
+            records.step(world, step)?;
+            let done = one_step(&mut session, world, &mut reporter, &mut tally, step)?;
+            records.stepped(world)?;
+            reporter.step(&done, steps)?;
+            tally.stepped(done);
+            if saves.due(step) {
+                saves.save(&session, loaded, world, &reporter, before)?;
+            }
+        }
+        let after = if stopped { None } else { evaluate::held_out(&session, world, &mut reporter)? };
+        let made = tally.steps();
+        let recorded = records.gathered(&session, world);
+        let receipt = tally.receipt(&session, loaded, world, [before, after], recorded, stopped);
+        world.board().enter(Phase::Save);
         if stopped {
-            break;
-        }
-        records.step(world, step)?;
-        let done = one_step(&mut session, world, &mut reporter, &mut tally, step)?;
-        records.stepped(world)?;
-        reporter.step(&done, steps)?;
-        tally.stepped(done);
-        if saves.due(step) {
             saves.save(&session, loaded, world, &reporter, before)?;
+        } else {
+            session.save(loaded, world)?;
         }
+        records.end(world)?;
+        saves.end(world)?;
+        if stopped {
+            reporter.line(&format!(
+                "stopped after update {made} of {steps}, as asked; go on with `longstraw train --resume` in the same way"
+            ));
+        }
+        Ok(Finished { receipt, session, reporter })
     }
-    let after = if stopped { None } else { evaluate::held_out(&session, world, &mut reporter)? };
-    let made = tally.steps();
-    let recorded = records.gathered(&session, world);
-    let receipt = tally.receipt(&session, loaded, world, [before, after], recorded, stopped);
-    world.board().enter(Phase::Save);
-    if stopped {
-        saves.save(&session, loaded, world, &reporter, before)?;
-    } else {
-        session.save(loaded, world)?;
-    }
-    records.end(world)?;
-    reporter.receipt(&receipt)?;
-    reporter.table(&receipt);
-    saves.end(world)?;
-    if stopped {
-        reporter.line(&format!(
-            "stopped after update {made} of {steps}, as asked; go on with `longstraw train --resume` in the same way"
-        ));
-    }
-    Ok(receipt)
 }
 
 /// One update over `dp_size × grad_accum` groups.

@@ -7,9 +7,12 @@ use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint;
-use crate::config::{self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule};
+use crate::config::{
+    self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule, When,
+};
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::devices;
+use crate::exchange;
 use crate::failure::Failure;
 use crate::handoff::{Keeping, Work};
 use crate::layout::PromptLayout;
@@ -24,7 +27,7 @@ use crate::model::weights::Weights;
 use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
 use crate::plan::{self, Plan, Room};
-use crate::report::open_log;
+use crate::report::{AdapterForm, open_log};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
 use crate::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
@@ -52,12 +55,16 @@ pub struct Session {
     pub(super) grad_accum: usize,
     pub(super) model_digest: String,
     pub(super) seat_rank: Rank,
-    spec: Spec,
+    pub(super) spec: Spec,
+    /// What the decoder reads; a judge may read them too.
+    weights: Rc<Weights>,
     pub(super) shape: AdapterShape,
     /// Digests of what the run reads, by name: a checkpoint is of this run where they are the same.
     pub(super) inputs: BTreeMap<String, String>,
     /// What the plan says of this rank.
     pub(super) plan: Plan,
+    /// Whether tensors go from GPU to GPU.
+    pub(super) direct: bool,
     /// Weights, adapters and optimizer, counted for as long as they live.
     _held: Vec<Held>,
     /// The adapters' gradients, which the first backward makes and which stay.
@@ -122,6 +129,7 @@ impl Session {
         world.cut(as_index(config.cp_size(ranks)))?;
         world.agree(loaded.check_laptop_model().map_err(Failure::from))?;
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
+        let direct = linked(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
         let shape = world.agree(shape_of(config, &spec))?;
         world.board().set_layers(spec.layers);
@@ -138,7 +146,8 @@ impl Session {
         let model_digest = weights.digest().to_owned();
         world.same("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
-        let decoder = spec.family.decoder(&spec, Rc::new(weights), kind);
+        let weights = Rc::new(weights);
+        let decoder = spec.family.decoder(&spec, weights.clone(), kind);
         world.same("the attention kernel", decoder.kernel().name())?;
         tracing::info!("attention kernel: {}", decoder.kernel().name());
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
@@ -167,6 +176,7 @@ impl Session {
             micro_block: config.memory.micro_block,
             schedule: LearningRate::of(config),
             plan,
+            direct,
             _held: held,
             gradients: OnceCell::new(),
             decoder,
@@ -176,8 +186,40 @@ impl Session {
             inputs: inputs([&model_digest, &digests[0], &digests[1], &start]),
             model_digest,
             spec,
+            weights,
             shape,
         })
+    }
+
+    /// What the model is.
+    #[must_use]
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// The model's frozen weights.
+    #[must_use]
+    pub fn weights(&self) -> &Rc<Weights> {
+        &self.weights
+    }
+
+    /// Digest of the checkpoint.
+    #[must_use]
+    pub fn model_digest(&self) -> &str {
+        &self.model_digest
+    }
+
+    /// What is trained.
+    #[must_use]
+    pub fn adapter_form(&self) -> AdapterForm {
+        let AdapterShape { rank, alpha, targets, .. } = &self.shape;
+        AdapterForm { rank: *rank, alpha: *alpha, targets: targets.clone() }
+    }
+
+    /// The first group of the data.
+    #[must_use]
+    pub fn first_group(&self) -> &Group {
+        self.data.group(0)
     }
 
     /// What a user should know before the first step.
@@ -265,6 +307,14 @@ fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Re
     let kept = world.all.gather_numbers(u64::from(plan.keeping.attention));
     let keeping = Keeping { every: as_index(every), attention: kept.iter().all(|&kept| kept == 1), ..plan.keeping };
     Ok((plan, keeping))
+}
+
+/// Opens the road from GPU to GPU among the ranks that share a prompt, as far as it is wanted and there.
+fn linked(config: &RunConfig, world: &World, device: Device) -> Result<bool, Failure> {
+    let wanted = config.run.direct;
+    let open = wanted != When::Never && exchange::connect(&world.cp, device)?;
+    let missed = wanted == When::Always && !open && device != Device::Cpu && world.cp.size() > 1;
+    world.agree(if missed { Err(devices::Error::NoRoad.into()) } else { Ok(open) })
 }
 
 fn adam_w(config: &RunConfig, adapters: &Adapters) -> AdamW {

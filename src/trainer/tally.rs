@@ -141,8 +141,15 @@ impl Tally {
         let config = &loaded.run;
         let numbers = |value: u64| world.all.gather_numbers(value);
         let last = self.last.as_ref().or(self.first.as_ref());
+        let (device, host) = (recorded.most(|phase| &phase.device_peak), recorded.most(|phase| &phase.host_peak));
         let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
         Receipt {
+            scale: config.gate.scale,
+            adapter: session.adapter_form(),
+            optimizer_calls: session.optimizer.steps().into(),
+            layers: session.spec.layers,
+            layers_by_phase: recorded.layers,
+            lora_b_unmoved: recorded.unmoved,
             passed: !stopped,
             stopped,
             finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
@@ -162,14 +169,15 @@ impl Tally {
             seconds: self.seconds,
             pinning_seconds: self.pinning_seconds,
             device: format!("{:?}", session.decoder.device()),
-            peak_device_bytes: recorded.most(|phase| &phase.device_peak),
-            peak_host_bytes: recorded.most(|phase| &phase.host_peak),
+            peak_device_bytes: device,
+            peak_host_bytes: host,
             stage_wait_seconds: recorded.stage_wait_seconds,
             reserved_device_bytes: recorded.reserved,
             plan_device_bytes: session.plan.sum(Place::Device),
             plan_host_bytes: session.plan.sum(Place::Host),
             memory: recorded.phases,
             keeping: session.keeping,
+            direct: session.direct,
             attention_kernel: session.decoder.kernel().name(),
             micro_blocks: [config.memory.micro_block, config.memory.head_block],
             capture_share,
@@ -181,6 +189,8 @@ impl Tally {
             grad_norm: last.map_or(0.0, |step| step.grad_norm),
             held_out,
             adapter_digest: world.all.gather_texts(&session.adapters.digest()),
+            // What only a gate fills in.
+            ..Receipt::default()
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use longstraw::config::DeviceChoice;
+use longstraw::config::{DeviceChoice, Gate};
 use longstraw::pages::Residency;
 use longstraw::parity::Gradient;
 use longstraw::study;
@@ -39,6 +39,14 @@ pub(super) fn device(text: &str) -> Result<DeviceChoice, String> {
         "cuda" => Ok(DeviceChoice::Cuda),
         _ => Err("should be auto, cpu or cuda".into()),
     }
+}
+
+/// A gate by its name.
+pub(super) fn gate_name(text: &str) -> Result<Gate, String> {
+    Gate::named(text).ok_or_else(|| {
+        let names: Vec<&str> = Gate::ALL.into_iter().map(Gate::name).collect();
+        format!("should be one of {}", names.join(", "))
+    })
 }
 
 /// Host or device memory.

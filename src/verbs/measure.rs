@@ -6,6 +6,7 @@ use clap::Args;
 use longstraw::bench;
 use longstraw::config::{DeviceChoice, Environment};
 use longstraw::devices;
+use longstraw::exchange;
 use longstraw::failure::{Exit, Failure};
 use longstraw::handoff::Keeping;
 use longstraw::pages::Residency;
@@ -38,6 +39,9 @@ struct Place {
     /// Let several ranks use one GPU
     #[arg(long)]
     share_device: bool,
+    /// Send tensors between GPUs through host memory even where there is a road from GPU to GPU
+    #[arg(long)]
+    through_host: bool,
 }
 
 #[derive(Args, Debug)]
@@ -145,7 +149,13 @@ fn measured<R>(
 ) -> Result<Exit, Failure> {
     let world = world(&Environment::process())?;
     let device = devices::choose(&world, place.device, place.share_device, false);
-    Ok(match device.and_then(|device| measure(&world, device)) {
+    let linked = device.and_then(|device| {
+        if !place.through_host {
+            exchange::connect(&world.cp, device)?;
+        }
+        Ok(device)
+    });
+    Ok(match linked.and_then(|device| measure(&world, device)) {
         Ok(report) => told(&world, &report),
         Err(failure) => world.leave(failure),
     })

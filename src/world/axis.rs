@@ -1,6 +1,7 @@
 //! One communicator with collectives over bytes that never exceed a C int.
 
-use std::cell::Cell;
+use std::any::Any;
+use std::cell::{Cell, OnceCell};
 
 use mpi::datatype::{Partition, PartitionMut};
 use mpi::request;
@@ -14,13 +15,15 @@ pub struct Axis {
     communicator: SimpleCommunicator,
     /// Most bytes that one rank sends in one MPI call.
     round_bytes: Cell<usize>,
+    /// Another road between the same ranks, for the module that knows it.
+    road: OnceCell<Box<dyn Any>>,
 }
 
 impl Axis {
     pub(super) fn new(communicator: SimpleCommunicator) -> Self {
         let size = usize::try_from(communicator.size()).unwrap_or(1);
         // Receive displacements are C ints too, so the limit is shared by all ranks.
-        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)) }
+        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)), road: OnceCell::new() }
     }
 
     pub(super) fn split(&self, index: usize) -> Axis {
@@ -53,6 +56,17 @@ impl Axis {
     /// Makes rounds smaller, so that tests can see several of them. All ranks must agree.
     pub fn set_round_bytes(&self, bytes: usize) {
         self.round_bytes.set(bytes.clamp(1, (1 << 30) / self.size()));
+    }
+
+    /// Keeps another road between these ranks, for [`Axis::road`]; the first one stays.
+    pub fn open_road<R: 'static>(&self, road: R) {
+        let _ = self.road.set(Box::new(road));
+    }
+
+    /// The road of this kind, if one was opened.
+    #[must_use]
+    pub fn road<R: 'static>(&self) -> Option<&R> {
+        self.road.get()?.downcast_ref()
     }
 
     /// Waits until every rank of the axis has come here.

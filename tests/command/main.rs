@@ -11,6 +11,7 @@ mod sample;
 
 mod abort;
 mod convert;
+mod gate;
 mod launch;
 mod lines;
 mod memory;

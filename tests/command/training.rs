@@ -81,7 +81,10 @@ fn assert_sane(receipt: &Value, ranks: usize) {
     let expected = json!({
         "passed": true, "gradient": "response", "ranks": ranks, "cp_size": ranks, "positions": 120, "prompt_len": 96,
         "answer_len": 24, "group_size": 3, "steps": 3, "ratio_first": [1.0, 1.0], "rewards": [1.0, 0.0, 0.0],
-        "held_out": [null, null], "micro_blocks": [2048, 512]
+        "held_out": [null, null], "micro_blocks": [2048, 512], "gate": null, "checks": [], "not_checked": [],
+        "forced": false, "scale": 1, "optimizer_calls": 3, "layers": 4, "lora_b_unmoved": [],
+        "layers_by_phase": {"capture": 4, "score": 4, "replay": 4, "sweep": 4},
+        "seconds_per_further_answer": null, "device_bytes_per_further_answer": null
     });
     for (key, value) in expected.as_object().unwrap() {
         assert_eq!(&receipt[key], value, "{key}");
@@ -104,10 +107,11 @@ fn assert_sane(receipt: &Value, ranks: usize) {
     let seconds: Vec<&String> = receipt["seconds"].as_object().unwrap().keys().collect();
     assert_eq!(seconds, ["capture", "score", "replay", "sweep", "finalize", "update", "total"]);
     assert!(receipt["commit"].is_string());
+    assert_eq!(receipt["adapter"]["targets"].as_array().unwrap().len(), 7);
     assert_eq!(receipt["keeping"]["every"], 1);
     assert!(receipt["finished"].as_str().unwrap().ends_with('Z'));
     // The keys above, and no other.
-    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 24);
+    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 25);
 }
 
 #[test]

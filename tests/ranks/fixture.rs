@@ -35,7 +35,9 @@ static DEVICE: OnceLock<Device> = OnceLock::new();
 pub(crate) fn choose_device(world: &World) {
     let wanted = std::env::var("CLAIMS_DEVICE").is_ok_and(|wanted| wanted == "cuda");
     let wanted = if wanted { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
-    DEVICE.set(run(devices::choose(world, wanted, true, false))).expect("chosen once");
+    let device = run(devices::choose(world, wanted, true, false));
+    longstraw::exchange::connect(&world.cp, device).expect("ranks are connected");
+    DEVICE.set(device).expect("chosen once");
 }
 
 pub(crate) fn device() -> Device {

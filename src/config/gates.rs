@@ -1,0 +1,138 @@
+//! The gates as data: which there are, in the order in which they are passed, and what each changes in a configuration.
+
+use super::problem::{Fault, Problem};
+use super::tables::ContextConfig;
+use crate::units::Tokens;
+
+/// What all gates change.
+pub(super) const EVERY_TOML: &str = include_str!("../../configs/gates/every.toml");
+
+/// Keys of earlier sources that no gate reads: a gate's prompt is drawn at the gate's length, and counts of pages belong
+/// to the length that they were written for.
+pub(super) const LEFT_OUT: [&str; 3] = ["context.cp_pages_per_gpu", "data.path", "data.held_out"];
+
+/// The staged validation runs.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Gate {
+    /// Endpoint and key answer.
+    Key,
+    /// 32,768 positions, both gradient modes, parity.
+    Short,
+    /// 131,072 positions.
+    K128,
+    /// 262,144 positions.
+    K256,
+    /// 524,288 positions.
+    K512,
+    /// 1,048,576 positions.
+    M1,
+    /// 2,097,152 positions.
+    M2,
+    /// One answer.
+    One,
+    /// Two answers.
+    Two,
+    /// Eight answers.
+    Eight,
+    /// Several updates, checkpoints, resume.
+    Online,
+}
+
+impl Gate {
+    /// All of them; each is passed before the next one.
+    pub const ALL: [Gate; 11] = [
+        Gate::Key,
+        Gate::Short,
+        Gate::K128,
+        Gate::K256,
+        Gate::K512,
+        Gate::M1,
+        Gate::M2,
+        Gate::One,
+        Gate::Two,
+        Gate::Eight,
+        Gate::Online,
+    ];
+
+    /// The name in commands, folders and receipts, and what the gate changes.
+    fn file(self) -> (&'static str, &'static str) {
+        match self {
+            Gate::Key => ("gate1_key", ""),
+            Gate::Short => ("gate2_32k", include_str!("../../configs/gates/gate2_32k.toml")),
+            Gate::K128 => ("gate3_128k", include_str!("../../configs/gates/gate3_128k.toml")),
+            Gate::K256 => ("gate3_256k", include_str!("../../configs/gates/gate3_256k.toml")),
+            Gate::K512 => ("gate3_512k", include_str!("../../configs/gates/gate3_512k.toml")),
+            Gate::M1 => ("gate3_1m", include_str!("../../configs/gates/gate3_1m.toml")),
+            Gate::M2 => ("gate3_2m", include_str!("../../configs/gates/gate3_2m.toml")),
+            Gate::One => ("gate4_g1", include_str!("../../configs/gates/gate4_g1.toml")),
+            Gate::Two => ("gate5_g2", include_str!("../../configs/gates/gate5_g2.toml")),
+            Gate::Eight => ("gate6_g8", include_str!("../../configs/gates/gate6_g8.toml")),
+            Gate::Online => ("gate7_online", include_str!("../../configs/gates/gate7_online.toml")),
+        }
+    }
+
+    /// The name in commands, folders and receipts.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        self.file().0
+    }
+
+    /// What the gate changes, as a config.toml.
+    pub(super) fn toml(self) -> &'static str {
+        self.file().1
+    }
+
+    /// The gate of this name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Gate> {
+        Gate::ALL.into_iter().find(|gate| gate.name() == name)
+    }
+
+    /// The gate that is passed before this one.
+    #[must_use]
+    pub fn below(self) -> Option<Gate> {
+        Gate::ALL.into_iter().take_while(|gate| *gate != self).last()
+    }
+}
+
+/// Divides lengths and page size by `scale`, so that counts of pages stay. Returns the problem of a scale that does not
+/// divide all of them; a scale of 0 is another rule's.
+pub(super) fn scale_down(context: &mut ContextConfig, scale: u64) -> Option<Problem> {
+    if scale <= 1 {
+        return None;
+    }
+    let ContextConfig { max_seq_len, prompt_len, answer_len, page_size, .. } = context;
+    let lengths = [max_seq_len, prompt_len, answer_len, page_size];
+    let divides = |scale: u64| lengths.iter().all(|length| length.0.is_multiple_of(scale));
+    if !divides(scale) {
+        let smallest = lengths.iter().map(|length| length.0).min().unwrap_or(1);
+        let be = (1..=scale.min(smallest)).rev().find(|&scale| divides(scale)).unwrap_or(1);
+        let [longest, prompt, answer, page] = lengths.map(|length| *length);
+        let why = format!(
+            "it divides max_seq_len {longest}, prompt_len {prompt}, answer_len {answer} and page_size {page} (it is {scale})"
+        );
+        let with = vec!["context.max_seq_len", "context.prompt_len", "context.answer_len", "context.page_size"];
+        let fault = Fault::Should { be: be.to_string(), why };
+        return Some(Problem { key: "gate.scale".into(), source: None, fault, with });
+    }
+    for length in lengths {
+        *length = Tokens(length.0 / scale);
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_gate_stands_behind_the_one_below_and_has_a_name_of_its_own() {
+        assert_eq!(Gate::Key.below(), None);
+        for pair in Gate::ALL.windows(2) {
+            assert_eq!(pair[1].below(), Some(pair[0]));
+            assert_ne!(pair[0].name(), pair[1].name());
+        }
+        assert!(Gate::ALL.into_iter().all(|gate| Gate::named(gate.name()) == Some(gate)));
+        assert_eq!(Gate::named("gate8"), None);
+    }
+}
