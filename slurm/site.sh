@@ -84,7 +84,10 @@ longstraw_words() {
     esac
     WORDS+=(--config "$CONFIG" --settings "$SETTINGS" --run-dir "$(run_dir "$name")")
     [ -z "$MODEL" ] || WORDS+=(--set "model.path=$MODEL")
-    [ "$GATE_SCALE" = 1 ] || [ "$name" = train ] || WORDS+=(--set "gate.scale=$GATE_SCALE")
+    case $name in
+    train | gate1_key) ;; # these have no lengths of a gate's
+    *) [ "$GATE_SCALE" = 1 ] || WORDS+=(--set "gate.scale=$GATE_SCALE") ;;
+    esac
     case $name in
     gate1_key | gate2_*) ;; # the key has no gradient, and gate2 runs both modes
     *) [ -z "$GRADIENT" ] || WORDS+=(--set "grpo.gradient=$GRADIENT") ;;
