@@ -6,7 +6,8 @@ SHELL := bash
 # cargo spreads its own work; two of them only wait for each other.
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory
-.PHONY: help deps gpu bench test-gpu build model data run study test test-rust test-mpi test-kill ci ci-tools fmt fmt-check lint shellcheck tidy install clean
+GATES := gate1 gate2 gate3 gate4 gate5 gate6 gate7
+.PHONY: help deps gpu bench test-gpu build model data run study test test-rust test-mpi test-slurm test-kill gates $(GATES) ci ci-tools fmt fmt-check lint shellcheck tidy install clean
 
 LONGSTRAW := target/release/longstraw
 # Ranks of `make run` and `make study`, and what else the command is given: make run RANKS=4 ARGS='--set run.steps=3'
@@ -14,14 +15,17 @@ RANKS ?= 2
 ARGS ?=
 # World sizes of the MPI tests. Uneven ones hide less.
 MPI_RANKS ?= 1 2 3 4 8
+# The first gate that `make gates` submits, and the length of `make gate3` (all five one after another without it).
+FROM ?= gate
+GATE3 ?=
 # Where `make install` puts bin/longstraw and lib/longstraw/.
 PREFIX ?= $(if $(filter 0,$(shell id -u)),/usr/local,$(HOME)/.local)
-SHELL_FILES = $(wildcard scripts/*.sh .ci/run slurm/*.sbatch)
+SHELL_FILES = $(wildcard scripts/*.sh .ci/run slurm/*.sbatch slurm/*.sh slurm/site.env) slurm/submit slurm/here
 # Test programs of many small cases, one process each: more threads only get in each other's way.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  LIBTORCH=FOLDER uses a libtorch 2.11 that is there already; RANKS=N and ARGS='...' go to \`make run\` and \`make study\`."
 
@@ -51,7 +55,7 @@ data: model ## the laptop run's training and held-out prompts into data/laptop/
 install: build ## bin/longstraw and its libraries under PREFIX (/usr/local for root, else ~/.local)
 	scripts/install.sh "$(PREFIX)"
 
-ci: ci-tools fmt-check shellcheck deps lint tidy test ## what CI runs: format, shellcheck, clippy, tidy, test
+ci: ci-tools fmt-check shellcheck deps lint tidy test test-slurm ## what CI runs: format, shellcheck, clippy, tidy, test, Slurm
 
 fmt: ## format the code
 	cargo fmt
@@ -80,8 +84,19 @@ bench: build ## one update beside the conventional schedule (SmolLM2's shape; AR
 test-kill: deps ## 21 ranks killed or stopped at random, three in every phase, each run resumed (minutes; prints a table)
 	$(TEST_ENVIRONMENT) cargo test --release --locked --test command kills:: -- --ignored --nocapture
 
+gates: ## submit the ladder of gates to Slurm, each after the one before has passed (FROM=gate4 begins there)
+	slurm/submit gates --from $(FROM)
+
+gate1: ## and gate2 to gate7: here, without Slurm, on a node's number of ranks (RANKS=4; GATE3=256k is one length of gate3)
+$(GATES): build
+	names=$$(slurm/submit --gates $@_$(if $(filter gate3,$@),$(GATE3))); slurm/here $$names
+
 test-mpi: deps
 	scripts/mpi_test.sh $(MPI_RANKS)
+
+test-slurm: build ## the Slurm templates on a real Slurm that comes up here (root, Debian packages)
+	@scripts/setup.sh slurm
+	scripts/slurm_test.sh
 
 ci-tools:
 	@scripts/setup.sh ci
@@ -90,7 +105,7 @@ fmt-check:
 	cargo fmt --check
 
 shellcheck:
-	shellcheck $(SHELL_FILES)
+	shellcheck -x $(SHELL_FILES)
 
 clean: ## what was built; .deps/, models/ and data/ stay
 	cargo clean

@@ -4,6 +4,7 @@
 #   scripts/setup.sh deps     a compiler's companions (MPI, libclang), then libtorch into .deps/
 #   scripts/setup.sh gpu      libtorch's GPU libraries into .deps/ (2.5 GB to download, 3.6 GB kept), for a machine with NVIDIA GPUs
 #   scripts/setup.sh ci       what only `make ci` needs (shellcheck)
+#   scripts/setup.sh slurm    what only `make test-slurm` needs: Slurm's daemons and commands, which start nothing by themselves
 #   scripts/setup.sh model    the SmolLM2 model: its GGUF file into models/, converted to models/smollm2-135m-instruct/
 #
 # Environment: LIBTORCH=FOLDER (a libtorch 2.11 with include/ and lib/) is used as it is, and no libtorch is fetched.
@@ -74,6 +75,19 @@ system_packages() {
         install_packages "${words%, }" "${packages[@]}"
     fi
     mpi_works || die "mpicc cannot compile a file that includes mpi.h: is another MPI's mpicc first on PATH?"
+}
+
+# Slurm's pmix plugin opens libpmix.so, the link that only the development package has.
+pmix_found() { compgen -G '/usr/lib/*/pmix2/lib/libpmix.so' >/dev/null || compgen -G '/usr/lib*/**/libpmix.so' >/dev/null; }
+
+shellcheck_package() { command -v shellcheck >/dev/null || install_packages "shellcheck" shellcheck; }
+
+slurm_packages() {
+    local missing=() command
+    for command in slurmctld slurmd sbatch munged; do command -v "$command" >/dev/null || missing+=("$command"); done
+    pmix_found || missing+=(libpmix.so)
+    [ "${#missing[@]}" = 0 ] ||
+        install_packages "${missing[*]}" slurmctld slurmd slurm-client munge openmpi-bin libopenmpi-dev
 }
 
 # --- wheels ----------------------------------------------------------------------------------------------------------
@@ -253,7 +267,11 @@ gpu)
     libtorch
     gpu_libraries
     ;;
-ci) command -v shellcheck >/dev/null || install_packages "shellcheck" shellcheck ;;
+ci) shellcheck_package ;;
+slurm)
+    shellcheck_package
+    slurm_packages
+    ;;
 model) model ;;
-*) die "usage: scripts/setup.sh deps|gpu|ci|model" ;;
+*) die "usage: scripts/setup.sh deps|gpu|ci|slurm|model" ;;
 esac

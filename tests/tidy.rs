@@ -14,6 +14,8 @@ mod rooms;
 mod size;
 #[path = "tidy/source.rs"]
 mod source;
+#[path = "tidy/templates.rs"]
+mod templates;
 
 use source::{Source, rust_sources, text_sources};
 
@@ -257,4 +259,22 @@ fn a_dependency_without_a_reason_is_found() {
         documents::dependencies_without_reason(manifest, "| `anyhow` | why |\n| `old` | why |\n| `cc` | why |\n");
     assert_eq!(faults.len(), 2, "{faults:#?}");
     assert!(faults[0].contains("`serde`") && faults[1].contains("`old`"), "{faults:#?}");
+}
+
+#[test]
+fn every_template_asks_slurm_for_what_the_site_file_says() {
+    assert_tidy(&templates::drifted(&templates::template_sources()));
+    assert_tidy(&templates::missing());
+}
+
+#[test]
+fn a_template_that_has_drifted_is_found() {
+    let text = source::read("slurm/gate5_g2.sbatch");
+    assert_passes(templates::drifted, "slurm/gate5_g2.sbatch", &text);
+    let bites = |path, text: String, words| assert_bites(templates::drifted, path, &text, words);
+    let changed = text.replace("--time=06:00:00", "--time=01:00:00");
+    bites("slurm/gate5_g2.sbatch", changed, "slurm/gate5_g2.sbatch:1: slurm/site.env asks for");
+    let other = text.replace("run_job gate5_g2", "run_job gate4_g1");
+    bites("slurm/gate5_g2.sbatch", other, "the last line is not `run_job gate5_g2`");
+    bites("slurm/gate9.sbatch", text, "there is no gate9");
 }

@@ -61,7 +61,8 @@ impl Source {
     }
 }
 
-fn root() -> &'static Path {
+/// The project's folder.
+pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 

@@ -1,0 +1,113 @@
+# shellcheck shell=bash
+# What the site's values mean: the list of jobs, the options of sbatch and the words of longstraw. Sourced from the
+# project's folder by everything in slurm/; changes nothing by itself but for the names it sets.
+
+SITE_FILE=${SITE_FILE:-slurm/site.env}
+# shellcheck source=slurm/site.env
+. "$SITE_FILE"
+
+refuse() { # WORDS...: the configuration is wrong (exit 2)
+    printf 'slurm: %s\n' "$@" >&2
+    exit 2
+}
+
+jobs() { awk 'NF == 2 {print $1}' <<<"$TIMES"; }
+gates() { jobs | grep -v '^train$'; }
+
+known() { # NAME
+    jobs | grep -qxF -e "$1" || refuse "there is no $1; there are: $(jobs | paste -sd' ')"
+}
+
+# gates_from START: the gates from the first whose name begins with START on.
+gates_from() {
+    gates | awk -v start="$1" 'index($0, start) == 1 {on = 1} on'
+}
+
+run_dir() { # NAME
+    case $1 in
+    train) echo "$RUNS/train" ;;
+    *) echo "$RUNS/gates/$1" ;;
+    esac
+}
+
+# The ranks of a job on one node; the key is asked for by one process, which needs no GPU.
+tasks_per_node() { # NAME
+    case $1 in
+    gate1_key) echo 1 ;;
+    *) echo "$GPUS_PER_NODE" ;;
+    esac
+}
+
+nodes() { # NAME
+    case $1 in
+    gate1_key) echo 1 ;;
+    *) echo "$NODES" ;;
+    esac
+}
+
+# sbatch_options NAME: one a line. The #SBATCH lines of a template are these at the file's own values
+# (tests/tidy compares them).
+sbatch_options() {
+    local name=$1 mem=$MEM
+    [ "$name" != gate1_key ] || mem=$MEM_KEY
+    echo "--job-name=$name"
+    echo "--nodes=$(nodes "$name")"
+    echo "--ntasks-per-node=$(tasks_per_node "$name")"
+    echo "--cpus-per-task=$CPUS_PER_TASK"
+    [ "$name" = gate1_key ] || echo "--gpus-per-node=$GPUS_PER_NODE"
+    echo "--mem=$mem"
+    echo "--time=$(awk -v name="$name" '$1 == name {print $2}' <<<"$TIMES")"
+    echo "--signal=B:USR1@$SIGNAL_SECONDS"
+    echo "--requeue"
+    echo "--open-mode=append"
+    echo "--output=%x-%j.out"
+    [ -z "$PARTITION" ] || echo "--partition=$PARTITION"
+    [ -z "$ACCOUNT" ] || echo "--account=$ACCOUNT"
+}
+
+# find_longstraw: sets LONGSTRAW to a command that can be started.
+find_longstraw() {
+    if [ -z "$LONGSTRAW" ]; then
+        LONGSTRAW=$PWD/target/release/longstraw
+        [ -x "$LONGSTRAW" ] || LONGSTRAW=longstraw
+    fi
+    command -v "$LONGSTRAW" >/dev/null ||
+        refuse "$LONGSTRAW cannot be started: run  make build  or  make install, or set LONGSTRAW in $SITE_FILE"
+}
+
+# longstraw_words NAME: sets WORDS to the command line behind `longstraw`.
+longstraw_words() {
+    local name=$1 further=()
+    case $name in
+    train) WORDS=(train --resume) ;;
+    *) WORDS=(gate "$name") ;;
+    esac
+    WORDS+=(--config "$CONFIG" --settings "$SETTINGS" --run-dir "$(run_dir "$name")")
+    [ -z "$MODEL" ] || WORDS+=(--set "model.path=$MODEL")
+    case $name in
+    train | gate1_key) ;; # these have no lengths of a gate's
+    *) [ "$GATE_SCALE" = 1 ] || WORDS+=(--set "gate.scale=$GATE_SCALE") ;;
+    esac
+    case $name in
+    gate1_key | gate2_*) ;; # the key has no gradient, and gate2 runs both modes
+    *) [ -z "$GRADIENT" ] || WORDS+=(--set "grpo.gradient=$GRADIENT") ;;
+    esac
+    read -ra further <<<"$ARGS"
+    WORDS+=(${further[@]+"${further[@]}"})
+}
+
+# What a receipt says of the run as a whole. Only the receipt's own keys stand two blanks from the margin; those of its
+# checks are further in.
+says() { grep -Eq "^  \"$2\": $3,?\$" "$(run_dir "$1")/receipt.json"; } # NAME KEY VALUE
+
+# new_receipt NAME STAMP: whether there is one that is not older than the file STAMP.
+new_receipt() {
+    local receipt
+    receipt=$(run_dir "$1")/receipt.json
+    [ -e "$receipt" ] && [ ! "$receipt" -ot "$2" ]
+}
+
+# A run that was asked to stop has not passed either, and nothing was wrong with it.
+check_failed() { says "$1" passed false && ! says "$1" stopped true; } # NAME
+
+passed() { new_receipt "$1" "$2" && says "$1" passed true; } # NAME STAMP
