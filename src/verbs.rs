@@ -21,11 +21,11 @@ use longstraw::units::Tokens;
 use longstraw::watch::Board;
 use longstraw::world::{Launcher, World, heed_signals};
 
+use arguments::gate_name;
 pub(crate) use arguments::hoist;
-use arguments::{at_least_one, gate_name};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 use plan::{PlanFlags, plan};
-use service::{doctor, ping};
+use service::{doctor, key_gate, ping};
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
 #[derive(Debug, Parser)]
@@ -74,7 +74,7 @@ enum Verb {
     },
     /// A validation run that is held to checks and leaves a receipt; each gate runs behind the one below it
     Gate {
-        /// From `gate2_32k` and `gate3_128k` … `gate3_2m` to `gate4_g1`, `gate5_g2`, `gate6_g8` and `gate7_online`
+        /// From `gate1_key`, `gate2_32k` and `gate3_128k` … `gate3_2m` to `gate4_g1`, `gate5_g2`, `gate6_g8` and `gate7_online`
         #[arg(value_name = "NAME", value_parser = gate_name)]
         gate: Gate,
         /// Run although the gate below has not passed (`LONGSTRAW_FORCE=1` does the same)
@@ -174,6 +174,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     }
     match verb {
         Verb::Train { json, resume } => train(config, resume, json),
+        Verb::Gate { gate: Gate::Key, json, .. } => key_gate(config, json),
         Verb::Gate { gate, force, json } => pass(config, gate, force, json),
         Verb::Plan(flags) => plan(config, &flags),
         Verb::Ping { json } => ping(config, json),

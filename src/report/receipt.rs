@@ -106,6 +106,7 @@ pub struct AdapterForm {
 
 /// One run, or one gate.
 #[derive(Debug, Default, Serialize)]
+#[expect(clippy::struct_excessive_bools, reason = "separate facts of a record, not states")]
 pub struct Receipt {
     /// The gate that it is of; none for a training run.
     pub gate: Option<&'static str>,

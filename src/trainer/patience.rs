@@ -104,15 +104,15 @@ impl Patience {
     pub(super) fn agree(&self, world: &World, attempt: Result<(), Failure>) -> Result<(), Failure> {
         let attempt = dropped(attempt)?;
         let by_any = world.any(attempt.is_err());
-        attempt.and_then(|()| match by_any {
-            true => Err(self.watch.dropped("the ranks of another prompt have dropped it")),
-            false => Ok(()),
-        })
+        attempt?;
+        if by_any { Err(self.watch.dropped("the ranks of another prompt have dropped it")) } else { Ok(()) }
     }
 
     /// Nothing asks any more.
     pub(super) fn end(self, world: &World) {
         world.board().ask_at_layers(None);
+        // With it goes its communicator, which must not outlive MPI.
+        drop(self.watch);
     }
 }
 

@@ -59,7 +59,7 @@ impl Saves {
         world.agree(earlier.map_err(Failure::from))?;
         let (every, keep, stop, requeue) = (settings.every, settings.keep, dir.join("stop"), dir.join("requeue"));
         let saves = Saves { store, every, keep, resume, stop, requeue, saved: None };
-        saves.remove(&saves.requeue, world)?;
+        remove(&saves.requeue, world)?;
         Ok(saves)
     }
 
@@ -162,7 +162,7 @@ impl Saves {
     /// The run has ended: what asked it to stop does not ask the next one. One that a signal has stopped before its end
     /// wants to be started again, and leaves a file that says so; whoever put a file there wanted it to stop.
     pub(super) fn end(&self, world: &World, stopped: bool) -> Result<(), Failure> {
-        self.remove(&self.stop, world)?;
+        remove(&self.stop, world)?;
         if !(world.any(asked_to_stop()) && stopped) {
             return Ok(());
         }
@@ -174,21 +174,21 @@ impl Saves {
         let written = written.map_err(|source| checkpoint::Error::Write { file: file.clone(), source });
         world.agree(written.map_err(Failure::from))
     }
+}
 
-    /// Rank 0 removes a file, if it is there.
-    fn remove(&self, file: &Path, world: &World) -> Result<(), Failure> {
-        let removed = match world.all.rank() {
-            Rank(0) => fs::remove_file(file),
-            _ => Ok(()),
-        };
-        let removed = match removed {
-            Err(source) if source.kind() != io::ErrorKind::NotFound => {
-                Err(checkpoint::Error::Write { file: file.to_owned(), source })
-            }
-            _ => Ok(()),
-        };
-        world.agree(removed.map_err(Failure::from))
-    }
+/// Rank 0 removes a file, if it is there.
+fn remove(file: &Path, world: &World) -> Result<(), Failure> {
+    let removed = match world.all.rank() {
+        Rank(0) => fs::remove_file(file),
+        _ => Ok(()),
+    };
+    let removed = match removed {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(checkpoint::Error::Write { file: file.to_owned(), source })
+        }
+        _ => Ok(()),
+    };
+    world.agree(removed.map_err(Failure::from))
 }
 
 /// Where the session stands, and what it was made of.

@@ -274,7 +274,7 @@ mod tests {
         let borders = || board.place().moment().borders;
         assert_eq!(borders(), 0);
         board.enter(Phase::Capture);
-        board.layer(LayerIndex(0));
+        board.layer(LayerIndex(0)).expect("nothing is asked");
         board.rest();
         assert_eq!(borders(), 3);
         let outer = board.place().waits();
