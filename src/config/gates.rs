@@ -1,7 +1,7 @@
 //! The gates as data: which there are, in the order in which they are passed, and what each changes in a configuration.
 
 use super::problem::{Fault, Problem};
-use super::tables::ContextConfig;
+use super::tables::{ContextConfig, MemoryConfig};
 use crate::units::Tokens;
 
 /// What all gates change.
@@ -95,9 +95,9 @@ impl Gate {
     }
 }
 
-/// Divides lengths and page size by `scale`, so that counts of pages stay. Returns the problem of a scale that does not
-/// divide all of them; a scale of 0 is another rule's.
-pub(super) fn scale_down(context: &mut ContextConfig, scale: u64) -> Option<Problem> {
+/// Divides lengths, page size and micro-blocks by `scale`, so that counts of pages stay and what grows with the length at
+/// full scale grows here. Returns the problem of a scale that does not divide all lengths; a scale of 0 is another rule's.
+pub(super) fn scale_down(context: &mut ContextConfig, memory: &mut MemoryConfig, scale: u64) -> Option<Problem> {
     if scale <= 1 {
         return None;
     }
@@ -117,6 +117,9 @@ pub(super) fn scale_down(context: &mut ContextConfig, scale: u64) -> Option<Prob
     }
     for length in lengths {
         *length = Tokens(length.0 / scale);
+    }
+    for rows in [&mut memory.micro_block, &mut memory.head_block] {
+        *rows = Tokens(rows.0.div_ceil(scale));
     }
     None
 }

@@ -55,7 +55,7 @@ pub fn load_in(directory: &Path, environment: &Environment, overrides: &Override
 }
 
 /// The configuration of a gate: its own values go before those of files and behind those of the environment and of flags;
-/// then `gate.scale` divides lengths and page size.
+/// then `gate.scale` divides lengths, page size and micro-blocks.
 ///
 /// # Errors
 /// As [`load`], and for a scale that does not divide them.
@@ -207,7 +207,7 @@ fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<Gate>)
     let sources: Vec<Source> = gathered.layers.iter().map(|layer| layer.source.clone()).collect();
     let mut loaded = whole.split(environment, sources);
     let scale = loaded.run.gate.scale;
-    let uneven = gate.and_then(|_| gates::scale_down(&mut loaded.run.context, scale));
+    let uneven = gate.and_then(|_| gates::scale_down(&mut loaded.run.context, &mut loaded.run.memory, scale));
     let mut found = if gathered.unread { Vec::new() } else { loaded.run.check(None) };
     found.extend(uneven);
     found.retain(|p| !gathered.is_spoilt(&p.key) && !p.with.iter().any(|key| gathered.is_spoilt(key)));
