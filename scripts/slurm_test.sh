@@ -375,6 +375,27 @@ a_time_limit_interrupts_training_and_the_adapter_is_the_uninterrupted_ones() {
     equal "$(of_receipt adapter_digest)" "$(RUN=$whole of_receipt adapter_digest)" "adapters"
 }
 
+# An update of many groups takes seconds; a signal with one second of grace meets it in the middle.
+a_step_that_a_stop_meets_in_its_middle_runs_again_and_the_adapter_is_the_uninterrupted_ones() {
+    local id steps=4 whole=$work/undisturbed
+    trains srun 1 8 "$steps"
+    sed -i 's/^\[optimizer\]$/[optimizer]\ngrad_accum = 24/' "$SITE_CONFIG"
+    id=$(SITE_SIGNAL_SECONDS=1 slurm/submit train)
+    until_is yes 120 has_lines "$here/runs/train/metrics.jsonl"
+    sleep 1
+    scancel --batch --signal=USR1 "$id"
+    start_again "$id"
+    ended "$id" "COMPLETED 0:0"
+    grep -q 'is dropped .* s into it: .* its prompts run again' "$here/runs/slurm/train-$id.out"
+    equal "$(restarts "$id")" 1 "starts after the first"
+    equal "$(of_receipt passed steps)" "True $steps" "the interrupted run"
+    equal "$(wc -l <"$here/runs/train/metrics.jsonl")" "$steps" "updates that are told"
+
+    mv "$here/runs/train" "$whole"
+    ended "$(slurm/submit train)" "COMPLETED 0:0"
+    cmp "$whole/adapter/adapter_model.safetensors" "$here/runs/train/adapter/adapter_model.safetensors"
+}
+
 # A small ladder: the tiny model, lengths divided by 64, an endpoint on this machine. ladder LAUNCHER NODES GPUS_PER_NODE
 ladder() {
     trains "$1" "$2" "$3" 1

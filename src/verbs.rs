@@ -248,6 +248,7 @@ fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit, Failure> 
 
 /// Signals end a gate at once: it has nothing to save, and is run again from its start.
 fn pass(flags: ConfigFlags, gate: Gate, force: bool, json: bool) -> Result<Exit, Failure> {
+    heed_signals()?;
     let environment = Environment::process();
     let mut world = world(&environment)?;
     let loaded = world.agree(config::load_gate(&overrides(flags), gate).map_err(Failure::from));

@@ -28,7 +28,7 @@ use crate::model::spec::Spec;
 use crate::report::{self, Receipt, open_log, say, write_receipt};
 use crate::trainer::{Course, Finished, Run};
 use crate::units::{Bytes, Rank, from_index};
-use crate::world::World;
+use crate::world::{World, asked_to_stop};
 use checks::Expected;
 use order::{Earlier, Now};
 
@@ -68,9 +68,9 @@ pub fn run(gate: Gate, loaded: &Loaded, force: bool, world: &mut World) -> Resul
 /// The failure of a gate that has not passed, on every rank.
 ///
 /// # Errors
-/// [`Error::NotPassed`], unless it has.
+/// [`Error::NotPassed`], unless it has or was asked to stop before its end.
 pub fn verdict(receipt: &Receipt, dir: &Path) -> Result<(), Error> {
-    if receipt.passed {
+    if receipt.passed || receipt.stopped {
         return Ok(());
     }
     let failed = receipt.checks.iter().filter(|check| !check.passed);
@@ -104,15 +104,19 @@ fn commit() -> &'static str {
 }
 
 /// Moves the receipt of an earlier time to `receipt.earlier.json`: a gate that ends in the middle must not have passed.
+/// A wish of that time to be started again is gone.
 ///
 /// # Errors
 /// When the system refuses.
 pub fn move_away(dir: &Path) -> Result<(), Error> {
-    let file = dir.join("receipt.json");
-    match fs::rename(&file, dir.join("receipt.earlier.json")) {
+    let (file, wish) = (dir.join("receipt.json"), dir.join("requeue"));
+    let gone = |file: PathBuf, outcome: io::Result<()>| match outcome {
         Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::File { file, source }),
         _ => Ok(()),
-    }
+    };
+    let (moved, removed) = (fs::rename(&file, dir.join("receipt.earlier.json")), fs::remove_file(&wish));
+    gone(file, moved)?;
+    gone(wish, removed)
 }
 
 impl Passage<'_> {
@@ -249,10 +253,23 @@ impl Passage<'_> {
         receipt.forced = self.forced;
         // Rank 0 alone has seen all of it.
         receipt.passed = world.any(here && passed && !receipt.checks.is_empty());
+        // Asked to stop before its end, a gate has nothing to go on from: it begins anew, and no check has said anything.
+        receipt.stopped = !receipt.passed && world.any(asked_to_stop());
+        if receipt.stopped {
+            receipt.checks.clear();
+            let file = self.loaded.rank.dir.join("requeue");
+            let words = "asked to stop before its end; the gate begins anew\n";
+            let written = if here { fs::write(&file, words) } else { Ok(()) };
+            world.agree(written.map_err(|source| Error::File { file, source }.into()))?;
+        }
         let written = if here { write_receipt(&self.loaded.rank.dir, &receipt) } else { Ok(()) };
         world.agree(written.map_err(Failure::from))?;
         if here {
-            let verdict = if receipt.passed { "has passed" } else { "has NOT passed" };
+            let verdict = match (receipt.passed, receipt.stopped) {
+                (true, _) => "has passed",
+                (false, true) => "was asked to stop before its end and begins anew",
+                (false, false) => "has NOT passed",
+            };
             let gradient = &receipt.gradient;
             say(&format!("{} {verdict}, gradient {gradient}\n{}", self.gate.name(), report::checks(&receipt)));
         }

@@ -1,5 +1,7 @@
 //! Gates on the tiny reference checkpoint, scaled down: order, checks, receipts.
 
+use std::process::Command;
+
 use serde_json::{Value, json};
 
 use super::checkpoints::case;
@@ -16,7 +18,7 @@ const SHORT: [&str; 2] = ["context.max_seq_len=16384", "context.prompt_len=8192"
 fn config(family: &str) -> String {
     format!(
         "[context]\nmax_seq_len = 2097152\nprompt_len = 2088960\nanswer_len = 8192\ncp_pages_per_gpu = 16320\n\
-         [parallel]\ncp_size = 2\n[memory]\nmicro_block = 64\n[optimizer]\nlr = 1e-3\ngrad_accum = 3\n\
+         [parallel]\ncp_size = 2\n[optimizer]\nlr = 1e-3\ngrad_accum = 3\n\
          [grpo]\ngroup_size = 5\nreward_fn = \"data\"\n[lora]\nrank = 4\nalpha = 8.0\n\
          [model]\npath = \"{}\"\ndtype = \"float32\"\n[data]\npath = \"absent.jsonl\"\n[gate]\nscale = 64\n",
         case(family).display()
@@ -244,4 +246,23 @@ fn a_gate_that_there_is_not_and_a_scale_that_does_not_divide_are_refused() {
     room.alone(&["gate", "gate8"]).ended(2, &["should be one of gate1_key, gate2_32k", "gate7_online"]);
     gate(&room, "gate2_32k", &[], &["gate.scale=48"])
         .refused(2, &["gate.scale should be 32", "page_size 64 (it is 48)"]);
+}
+
+#[test]
+fn a_gate_that_is_asked_to_stop_begins_anew_and_has_neither_passed_nor_failed() {
+    let room = room();
+    let arguments = ["gate", "gate3_256k", "--force", "--set", "run.grace_sec=0"];
+    let call = Call { ranks: 2, program: LONGSTRAW, arguments: &arguments, variables: &[] };
+    let mut running = room.start(&call);
+    let beating = room.path().join("runs/gates/gate3_256k/heartbeat/rank_1.json");
+    let process = running.until("capture", || {
+        let text = std::fs::read_to_string(&beating).ok()?;
+        let beat: Value = serde_json::from_str(&text).ok()?;
+        (beat["phase"] == "capture").then(|| beat["pid"].as_u64())?
+    });
+    assert!(Command::new("kill").args(["-USR1", &process.to_string()]).status().unwrap().success());
+    running.end().ended(0, &["was asked to stop before its end and begins anew"]);
+    let receipt = room.read_json("runs/gates/gate3_256k/receipt.json");
+    assert_eq!((&receipt["passed"], &receipt["stopped"]), (&Value::Bool(false), &Value::Bool(true)));
+    assert!(room.path().join("runs/gates/gate3_256k/requeue").exists());
 }
