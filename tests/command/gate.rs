@@ -251,10 +251,10 @@ fn a_gate_that_there_is_not_and_a_scale_that_does_not_divide_are_refused() {
 #[test]
 fn a_gate_that_is_asked_to_stop_begins_anew_and_has_neither_passed_nor_failed() {
     let room = room();
-    let arguments = ["gate", "gate3_256k", "--force", "--set", "run.grace_sec=0"];
+    let arguments = ["gate", "gate3_2m", "--force", "--set", "run.grace_sec=0"];
     let call = Call { ranks: 2, program: LONGSTRAW, arguments: &arguments, variables: &[] };
     let mut running = room.start(&call);
-    let beating = room.path().join("runs/gates/gate3_256k/heartbeat/rank_1.json");
+    let beating = room.path().join("runs/gates/gate3_2m/heartbeat/rank_1.json");
     let process = running.until("capture", || {
         let text = std::fs::read_to_string(&beating).ok()?;
         let beat: Value = serde_json::from_str(&text).ok()?;
@@ -262,7 +262,7 @@ fn a_gate_that_is_asked_to_stop_begins_anew_and_has_neither_passed_nor_failed() 
     });
     assert!(Command::new("kill").args(["-USR1", &process.to_string()]).status().unwrap().success());
     running.end().ended(0, &["was asked to stop before its end and begins anew"]);
-    let receipt = room.read_json("runs/gates/gate3_256k/receipt.json");
+    let receipt = room.read_json("runs/gates/gate3_2m/receipt.json");
     assert_eq!((&receipt["passed"], &receipt["stopped"]), (&Value::Bool(false), &Value::Bool(true)));
-    assert!(room.path().join("runs/gates/gate3_256k/requeue").exists());
+    assert!(room.path().join("runs/gates/gate3_2m/requeue").exists());
 }
