@@ -6,7 +6,7 @@ use super::{Finding, Seat};
 use crate::config::DeviceChoice;
 use crate::devices::{driver, libraries};
 use crate::failure::{Exit, Failure};
-use crate::tensor::gpu;
+use crate::tensor::{gpu, link};
 use crate::units::Bytes;
 
 /// Bytes that are pinned to see whether it can be done.
@@ -21,6 +21,8 @@ pub(super) struct Gpu {
     pub(super) free: Bytes,
     /// How many are visible to this rank.
     pub(super) visible: usize,
+    /// Whether NCCL is there.
+    pub(super) nccl: bool,
 }
 
 /// Opens the GPU that this rank would drive. A run with `device = "auto"` takes the CPU where there is none.
@@ -64,7 +66,7 @@ pub(super) fn look(wanted: DeviceChoice, seat: Seat) -> (Vec<Finding>, Option<Gp
         let fix = "pages need pinned host memory: raise the locked-memory limit (ulimit -l), or the job's memory";
         findings.push(Finding::fail("pinning", Exit::DoesNotFit, error.to_string(), fix));
     }
-    (findings, Some(Gpu { address, free, visible }))
+    (findings, Some(Gpu { address, free, visible, nccl: link::there() }))
 }
 
 /// The GPU's name, as its driver tells it.

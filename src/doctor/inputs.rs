@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::devices::Gpu;
 use super::{Finding, Seat};
-use crate::config::{Environment, Error, Loaded, RunConfig};
+use crate::config::{Environment, Error, Loaded, RunConfig, When};
 use crate::failure::{Exit, Failure};
 use crate::model::shards::Checkpoint;
 use crate::model::spec::Spec;
@@ -74,7 +74,13 @@ pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, se
         Bytes((gpu.free.0 - gpu.free.0 / 32) / sharers)
     });
     let room = Room { ranks_here: seat.here, device, host_only: gpu.is_none(), host };
-    let plan = plan::of(run, seat.ranks, Some(spec), &room);
+    let mut run = run.clone();
+    // Messages take host memory where a run will find no road from GPU to GPU.
+    let crowded = |gpu: &Gpu| loaded.rank.share_device && seat.here > crate::units::from_index(gpu.visible);
+    if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || crowded(gpu)) {
+        run.run.direct = When::Never;
+    }
+    let plan = plan::of(&run, seat.ranks, Some(spec), &room);
     if let Err(error) = plan.refuse(&room) {
         return Finding::failed("memory", &Failure::from(error));
     }

@@ -7,6 +7,7 @@ mod devices;
 mod finding;
 mod inputs;
 mod machine;
+mod messages;
 mod together;
 
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -15,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 pub use finding::{Finding, Verdict};
 
-use crate::config::{DeviceChoice, Environment, Error, Loaded};
+use crate::config::{DeviceChoice, Environment, Error, Loaded, RunConfig};
 use crate::failure::{Exit, Failure};
 use crate::units::{Rank, from_index};
 use crate::world::{World, host, library};
@@ -49,6 +50,8 @@ struct Facts {
     /// The address of the GPU that this rank would drive.
     gpu: Option<String>,
     share_device: bool,
+    /// How its tensors would reach other ranks; unknown where the configuration is refused.
+    road: Option<messages::Road>,
     findings: Vec<Finding>,
 }
 
@@ -104,11 +107,18 @@ fn look(loaded: Result<&Loaded, &Error>, environment: &Environment, seat: Seat) 
         launcher: environment.launcher_tasks().map(|told| (told.variable.to_owned(), told.tasks)),
         cores: machine::cores(),
         threads: u64::try_from(tch::get_num_threads()).unwrap_or(1),
-        digest: run.map(crate::config::RunConfig::digest),
+        digest: run.map(RunConfig::digest),
+        road: road(run, seat, gpu.as_ref()),
         gpu: gpu.map(|gpu| gpu.address),
         share_device: loaded.is_ok_and(|loaded| loaded.rank.share_device),
         findings,
     }
+}
+
+/// The road of a rank whose configuration fits the ranks that there are.
+fn road(run: Option<&RunConfig>, seat: Seat, gpu: Option<&devices::Gpu>) -> Option<messages::Road> {
+    let run = run.filter(|run| run.check(Some(seat.ranks)).is_empty())?;
+    Some(messages::Road::of(run, seat.ranks, gpu.is_some_and(|gpu| gpu.nccl)))
 }
 
 impl Report {

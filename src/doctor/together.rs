@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Facts, Finding, Verdict};
+use super::{Facts, Finding, Verdict, messages};
 use crate::devices;
 use crate::failure::{Exit, Failure};
 use crate::units::from_index;
@@ -14,6 +14,7 @@ const CLOCK_MS_MAX: u64 = 2000;
 pub(super) fn findings(all: &[Facts]) -> Vec<Finding> {
     let mut found = vec![mpi(all), hosts(all), cores(all)];
     found.extend(sharing(all));
+    found.extend(messages::finding(all));
     let names: Vec<&str> = all.iter().flat_map(|facts| &facts.findings).map(|finding| finding.name.as_str()).collect();
     let mut seen = BTreeSet::new();
     for name in names.into_iter().filter(|name| seen.insert(*name)) {
@@ -137,10 +138,10 @@ fn digests(all: &[Facts]) -> Option<Finding> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn rank(host: &str, gpu: Option<&str>) -> Facts {
+    pub(in crate::doctor) fn rank(host: &str, gpu: Option<&str>) -> Facts {
         Facts {
             host: host.into(),
             clock_ms: 1000,
@@ -151,6 +152,7 @@ mod tests {
             digest: Some("a".into()),
             gpu: gpu.map(Into::into),
             share_device: false,
+            road: None,
             findings: vec![Finding::ok("model", "there")],
         }
     }

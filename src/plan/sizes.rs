@@ -255,9 +255,14 @@ impl<'a> Sizes<'a> {
         sum
     }
 
-    /// What waits in host memory to be sent, and what has arrived there, where ranks meet and the model is on a GPU.
+    /// Whether ranks with GPUs meet in host memory.
+    pub(super) fn through_host(&self) -> bool {
+        self.beside && self.config.cp_size(self.ranks) > 1 && self.config.run.direct == When::Never
+    }
+
+    /// What waits in host memory to be sent, and what has arrived there.
     fn messages(&self) -> Vec<Addend> {
-        if !self.beside || self.config.cp_size(self.ranks) == 1 || self.state == 0 {
+        if !self.through_host() || self.state == 0 {
             return Vec::new();
         }
         let sums = if self.travels { self.state / self.model * self.acc } else { 0 };

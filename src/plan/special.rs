@@ -160,7 +160,7 @@ impl Sizes<'_> {
                 ));
             }
         }
-        if self.beside && !alone {
+        if self.through_host() {
             sum.push(addend(
                 "messages between ranks",
                 Place::Host,

@@ -14,7 +14,7 @@
 //! Frozen weights have no gradient, so a backward costs what its forward costs; an adapter's costs twice that. Attention's
 //! backward is counted as 2.5 forwards, as its rate is. A multiplication and an addition are two operations.
 
-use crate::config::RunConfig;
+use crate::config::{RunConfig, When};
 use crate::failure::Phase;
 use crate::model::shape::{INDEX_BYTES, Layer, Mix, Segment, Shape};
 use crate::pages::Residency;
@@ -294,10 +294,15 @@ impl<'a> Work<'a> {
         self.tail * (inputs + kept(keeping.attention, outputs) + kept(self.choice.index_sets, sets))
     }
 
+    /// Whether ranks meet in host memory; from GPU to GPU a message takes a small part of the time.
+    fn through_host(&self) -> bool {
+        self.sharers > 1.0 && self.config.run.direct == When::Never
+    }
+
     /// Queries of one answer that every rank gets, and partial outputs that come back, in all layers: through host memory,
     /// each way.
     fn gathered(&self) -> f64 {
-        if self.sharers <= 1.0 {
+        if !self.through_host() {
             return 0.0;
         }
         let asking = |layer: &Layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 };
@@ -309,7 +314,7 @@ impl<'a> Work<'a> {
     /// Page runs of layers that pass through a rank's host memory, or latents that every rank gathers; on the way `back`
     /// with their gradients.
     fn travel(&self, asked: &mut Asked, back: bool, layers: impl Fn(&Layer) -> bool) {
-        if self.sharers <= 1.0 {
+        if !self.through_host() {
             return;
         }
         let all = (self.sharers - 1.0) * self.rows;
@@ -325,6 +330,9 @@ impl<'a> Work<'a> {
 
     /// Rows that leave for experts on other ranks, and what comes back; likewise their gradients.
     fn to_experts(&self, asked: &mut Asked, rows: f64, runs: Runs) {
+        if !self.through_host() {
+            return;
+        }
         let spread = float(self.config.parallel.ep_size.max(1));
         let row = float(self.shape.sum(|layer| layer.chosen)) * float(self.shape.width) * self.model;
         let bytes = 2.0 * (runs.b[0] + runs.b[1]) * rows * row * (1.0 - 1.0 / spread);

@@ -133,7 +133,7 @@ impl Session {
         let spec = world.agree(read_spec(config))?;
         let shape = world.agree(shape_of(config, &spec))?;
         world.board().set_layers(spec.layers);
-        let (plan, keeping) = planned(config, world, &spec, device)?;
+        let (plan, keeping) = planned(&with_road(config, direct), world, &spec, device)?;
         let RankConfig { dir, log, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, loaded.rank.stall_sec)?;
@@ -288,6 +288,13 @@ fn checked(config: &RunConfig, ranks: u64) -> Result<(), Failure> {
 fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
     let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
     Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
+}
+
+/// The configuration with the road between ranks that there is in the place of the one that was wished for.
+fn with_road(config: &RunConfig, direct: bool) -> RunConfig {
+    let mut config = config.clone();
+    config.run.direct = if direct { When::Always } else { When::Never };
+    config
 }
 
 /// This rank's plan, and what is kept where, agreed over all ranks; refuses what does not fit. Without a GPU the model computes in the

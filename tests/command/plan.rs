@@ -100,7 +100,7 @@ fn a_sparse_model_counts_index_sets_by_the_layers_that_choose_and_experts_by_the
     near(float(bytes(&plenty, "prompt's index sets") * 32) / 1e12, 0.36, 0.005, "index sets");
     assert_eq!(bytes(&plenty, "answers' index sets"), 2 * 256 * 21 * 8192);
     // With less room they are chosen again, and the sweep takes longer for it.
-    let tight = plan(&["--device-gib", "131", "--host-gib", "250", "--set", "memory.keep_attention=false"]);
+    let tight = plan(&["--device-gib", "131", "--host-gib", "230", "--set", "memory.keep_attention=false"]);
     assert_eq!(tight["index_sets"], json!(false));
     assert!(seconds(&tight, "sweep") > seconds(&plenty, "sweep"));
 }
@@ -153,9 +153,17 @@ fn a_node_holds_its_own_ranks_and_not_those_of_others() {
     said.ended(0, &[]);
     let whole = plan(&["--json"]).json();
     assert_eq!(whole["ranks_per_node"], json!(8));
-    for words in ["host memory of a node of 8 ranks: 444.51 GiB", "host memory of all 16 ranks: 889.03 GiB"] {
+    for words in ["host memory of a node of 8 ranks: 432.56 GiB", "host memory of all 16 ranks: 865.12 GiB"] {
         assert!(said.out.contains(words), "{words}: {said}");
     }
+    // A key and value of 4,096 B and their sums of 8,192 for each of a rank's 130,560 positions.
+    let through_host = plan(&["--set", "run.direct=false", "--json"]).json();
+    assert_eq!(bytes(&through_host, "messages between ranks"), 130_560 * (4096 + 8192));
+    let host = |plan: &Value| -> u64 {
+        let addends = plan["addends"].as_array().unwrap().iter().filter(|addend| addend["place"] == "host");
+        addends.map(|addend| addend["bytes"].as_u64().unwrap()).sum()
+    };
+    assert_eq!(host(&through_host) - host(&whole), 130_560 * (4096 + 8192), "messages are all that the road changes");
     let choice =
         |node: &str| plan(&["--ranks-per-node", node, "--host-gib", "450", "--device-gib", "80", "--json"]).json();
     assert_eq!(choice("8")["keeping"]["every"], json!(1));
@@ -169,17 +177,23 @@ fn seconds(plan: &Value, phase: &str) -> f64 {
     found.unwrap_or_else(|| panic!("no {phase} in {plan}"))["seconds"].as_f64().unwrap()
 }
 
-/// Predicted against the eight measured runs of docs/benchmarks.md. The share of the kernels' rates is an input, taken from
-/// capture at 131,072; everything else follows. At 65,536 answers are bound by launches, which are not counted.
+/// Predicted against the sixteen measured runs of docs/benchmarks.md that stand in its table of predictions. The share of
+/// the kernels' rates is an input, taken from capture at 131,072 in the first file; everything else follows. At 65,536, and
+/// with 512 rows of an answer on each of two ranks, answers are bound by launches, which are not counted. In the sweep of
+/// two ranks the sums of dk and dv wait for the other rank's share, 3.8 of 20.3 s, which is not counted either: predictions
+/// are short there, by 9 to 16 % in all and 10 % in the sweep.
 #[test]
 fn predicted_seconds_are_those_of_the_measured_runs() {
     let room = Room::new();
-    for (text, within) in [
-        (include_str!("../../docs/benchmarks/2026-11-29-h200-qwen3-8b-131072-paged.json"), 0.05),
-        (include_str!("../../docs/benchmarks/2026-11-29-h200-qwen3-8b-65536-paged.json"), 0.20),
+    for (text, within, sweep_within) in [
+        (include_str!("../../docs/benchmarks/2026-11-29-h200-qwen3-8b-131072-paged.json"), 0.05, 0.07),
+        (include_str!("../../docs/benchmarks/2026-11-29-h200-qwen3-8b-65536-paged.json"), 0.20, 0.07),
+        (include_str!("../../docs/benchmarks/2026-11-30-h200-qwen3-8b-131072-paged.json"), 0.07, 0.09),
+        (include_str!("../../docs/benchmarks/2026-11-30-two-h200-qwen3-8b-131072-direct.json"), 0.17, 0.11),
     ] {
         let measured: Value = serde_json::from_str(text).unwrap();
         let (prompt, answer) = (measured["prompt"].as_u64().unwrap(), measured["answer"].as_u64().unwrap());
+        let ranks = measured["ranks"].to_string();
         for run in measured["runs"].as_array().unwrap() {
             let gradient = run["gradient"].as_str().unwrap();
             let sets = [
@@ -193,15 +207,17 @@ fn predicted_seconds_are_those_of_the_measured_runs() {
                 "memory.cpu_offload_pages=true".to_owned(),
                 "model.dtype=bfloat16".to_owned(),
                 "run.device=cuda".to_owned(),
+                format!("parallel.cp_size={ranks}"),
             ];
             let flags = sets.iter().flat_map(|set| ["--set", set.as_str()]);
-            let plan = plan(&room, "qwen3-8b", &flags.chain(["--json"]).collect::<Vec<_>>()).json();
-            let what = format!("prompt {prompt}, {gradient}, group {}", run["group"]);
+            let flags = flags.chain(["--ranks", &ranks, "--json"]).collect::<Vec<_>>();
+            let plan = plan(&room, "qwen3-8b", &flags).json();
+            let what = format!("prompt {prompt}, {gradient}, group {}, {ranks} ranks", run["group"]);
             let total = plan["seconds"]["total"].as_f64().unwrap();
             near(total, run["total_seconds"].as_f64().unwrap(), within, &what);
             near(seconds(&plan, "capture"), run["capture_seconds"].as_f64().unwrap(), 0.1, &what);
             if gradient == "exact" {
-                near(seconds(&plan, "sweep"), run["tail_seconds"].as_f64().unwrap(), 0.07, &what);
+                near(seconds(&plan, "sweep"), run["tail_seconds"].as_f64().unwrap(), sweep_within, &what);
             }
         }
     }
@@ -217,10 +233,13 @@ fn rates_are_inputs_and_the_slower_of_computing_and_copying_stands() {
     near(seconds(&of(&rates), "capture"), 2.0 * seconds(&known, "capture"), 1e-9, "half the rates");
     near(seconds(&of(&["--efficiency", "0.4"]), "sweep"), 2.0 * seconds(&known, "sweep"), 1e-9, "half the share");
     // 261,120 positions × 147,456 B of pages and as much again of 8,192 B × 36 layers' inputs leave; seven other ranks'
-    // runs pass: at 0.1 GB/s nothing else counts.
-    let slow = of(&["--rate-host", "0.1"]);
-    let bytes = 261_120_u64 * (147_456 + 8192 * 36 + 7 * 147_456);
-    near(seconds(&slow, "capture"), float(bytes) / 1e8, 1e-9, "a slow bus");
+    // runs pass if they come through host memory: at 0.1 GB/s nothing else counts.
+    let own = 147_456 + 8192 * 36;
+    for (direct, width) in [("false", own + 7 * 147_456), ("true", own)] {
+        let road = format!("run.direct={direct}");
+        let slow = of(&["--rate-host", "0.1", "--set", &road]);
+        near(seconds(&slow, "capture"), float(261_120 * width) / 1e8, 1e-9, "a slow bus");
+    }
     for (flag, value) in [("--rate-host", "0"), ("--rate-matmul", "fast"), ("--efficiency", "1.5")] {
         plan(&room, "qwen3-8b", &[flag, value]).ended(2, &[flag, "should be above 0"]);
     }
