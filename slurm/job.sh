@@ -11,27 +11,29 @@
 # A rank's own code is not used as a message: a launcher that ends the other ranks may report theirs in its place.
 
 launcher_pid=
-asked=0
+asked=
 interrupted=0
-# Slurm signals this shell alone (--signal=B:). Before the ranks have started the wish is only noted.
-on_signal() {
-    asked=1
+# Slurm signals this shell alone (--signal=B:): USR1 ahead of a time limit, TERM ahead of a preemption or a cancellation,
+# which leaves less time: the ranks hear of it as USR2. Before they have started the wish is only noted.
+on_signal() { # SIGNAL
+    asked=$1
     interrupted=1
     say "asked to stop after ${SECONDS} s"
     [ -z "$launcher_pid" ] || remind
 }
-trap on_signal USR1 TERM
+trap 'on_signal USR1' USR1
+trap 'on_signal USR2' TERM
 
 say() { printf '%s %s: %s\n' "$(date -u +%FT%TZ)" "${SLURM_JOB_NAME:-job}" "$*"; }
 
-# The launcher hands USR1 on to every rank; TERM would make it end them. A signal is lost on a launcher or a rank that has
+# The launcher hands USR1 and USR2 on to every rank; TERM would make it end them. A signal is lost on a launcher or a rank that has
 # not set its handler yet, so it is repeated until the launcher is gone.
 reminder=
 remind() {
-    [ -z "$reminder" ] || return 0
+    [ -z "$reminder" ] || kill "$reminder" 2>/dev/null || true
     (
         trap - USR1 TERM
-        while kill -USR1 "$launcher_pid" 2>/dev/null; do sleep 10; done
+        while kill "-$asked" "$launcher_pid" 2>/dev/null; do sleep 10; done
     ) &
     reminder=$!
 }
@@ -74,9 +76,9 @@ start_and_wait() { # WORD...
     local code
     # A rank that has no handler yet ignores the signal instead of dying of it: what is ignored stays so over exec.
     # shellcheck disable=SC2016 # the rank's shell expands them
-    "${LAUNCH[@]}" bash -c 'trap "" USR1; exec "$@"' rank "$@" &
+    "${LAUNCH[@]}" bash -c 'trap "" USR1 USR2; exec "$@"' rank "$@" &
     launcher_pid=$!
-    [ "$asked" = 0 ] || remind
+    [ -z "$asked" ] || remind
     while :; do
         interrupted=0
         code=0
@@ -132,7 +134,7 @@ run_job() { # NAME
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
 
     say "start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST: ${LAUNCH[*]} $LONGSTRAW ${WORDS[*]}"
-    [ "$asked" = 0 ] || requeue "$name"
+    [ -z "$asked" ] || requeue "$name"
     start_and_wait "$LONGSTRAW" "${WORDS[@]}" --set "run.grace_sec=$SIGNAL_SECONDS" || code=$?
 
     if [ "$code" != 0 ]; then

@@ -1,6 +1,8 @@
 //! Held-out evaluation: how much more probable the right answer is than the wrong ones.
 
 use super::Session;
+use super::patience::Patience;
+use crate::data::Dataset;
 use crate::exchange::sum_number;
 use crate::failure::{Failure, Phase};
 use crate::report::{HeldOut, Reporter};
@@ -9,7 +11,12 @@ use crate::world::World;
 use crate::{capture, finalize, objective, score};
 
 /// Margin and accuracy over the held-out groups, the same on every rank; `None` without held-out data.
-pub(super) fn held_out(session: &Session, world: &World, reporter: &mut Reporter) -> Result<Option<HeldOut>, Failure> {
+pub(super) fn held_out(
+    session: &Session,
+    world: &World,
+    reporter: &mut Reporter,
+    patience: &mut Patience,
+) -> Result<Option<HeldOut>, Failure> {
     let Some(data) = &session.held_out else { return Ok(None) };
     // A group without a better and a worse answer has no margin; an answer without a reward is neither.
     let rewards = |index: usize| data.group(index).answers.iter().map(|answer| answer.reward).collect::<Vec<_>>();
@@ -24,7 +31,30 @@ pub(super) fn held_out(session: &Session, world: &World, reporter: &mut Reporter
     if told.is_empty() {
         return Ok(None);
     }
-    let (mut margin, mut right) = (0.0, 0.0);
+    // How long it takes is not known, so a signal ends it; what it has measured is lost, and measured again.
+    patience.step(None);
+    let mut sums = (0.0, 0.0);
+    let measured = prompts(session, world, reporter, data, &told, &mut sums);
+    let measured = patience.agree(world, measured);
+    patience.rest();
+    measured?;
+    let (margin, right) = (sum_number(&world.all, sums.0), sum_number(&world.all, sums.1));
+    if !margin.is_finite() {
+        return world.agree(Err(finalize::Error::Number { what: "held-out margin", value: margin }.into()));
+    }
+    let prompts = float(from_index(told.len()));
+    Ok(Some(HeldOut { margin: margin / prompts, accuracy: right / prompts, prompts: told.len() }))
+}
+
+/// Adds margin and right answers of this prompt group's share of the groups in `told`, on one of its ranks.
+fn prompts(
+    session: &Session,
+    world: &World,
+    reporter: &mut Reporter,
+    data: &Dataset,
+    told: &[usize],
+    (margin, right): &mut (f64, f64),
+) -> Result<(), Failure> {
     for (count, &index) in told.iter().enumerate().filter(|(count, _)| count % world.dp_size == world.dp_index) {
         world.board().enter(Phase::Evaluate);
         reporter.now(format!("held-out prompt {} of {}", count + 1, told.len()));
@@ -40,16 +70,11 @@ pub(super) fn held_out(session: &Session, world: &World, reporter: &mut Reporter
         let (apart, best) = margin_of(&logprobs, &rewards);
         // Every rank of a prompt group has the same number; one of them counts it.
         if world.cp.rank().0 == 0 {
-            margin += apart;
-            right += f64::from(u8::from(best));
+            *margin += apart;
+            *right += f64::from(u8::from(best));
         }
     }
-    let prompts = float(from_index(told.len()));
-    let (margin, right) = (sum_number(&world.all, margin), sum_number(&world.all, right));
-    if !margin.is_finite() {
-        return world.agree(Err(finalize::Error::Number { what: "held-out margin", value: margin }.into()));
-    }
-    Ok(Some(HeldOut { margin: margin / prompts, accuracy: right / prompts, prompts: told.len() }))
+    Ok(())
 }
 
 /// Log-probability of this rank's tokens of an answer.

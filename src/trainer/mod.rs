@@ -21,7 +21,7 @@ use crate::handoff::{Captured, Scores, Work};
 use crate::model::lora::Adapters;
 use crate::objective;
 use crate::replay::Goal;
-use crate::report::{Receipt, Reporter, Seconds, Step};
+use crate::report::{HeldOut, Receipt, Reporter, Seconds, Step};
 use crate::tensor::gpu;
 use crate::world::World;
 use crate::{capture, finalize, replay, score};
@@ -97,54 +97,109 @@ impl Run {
     pub fn train(self, loaded: &Loaded, world: &mut World) -> Result<Finished, Failure> {
         let Run { mut session, mut saves, course } = self;
         let start = saves.start(&mut session, loaded, world)?;
-        let (dir, steps) = (&loaded.rank.dir, loaded.run.run.steps);
+        let dir = &loaded.rank.dir;
         let opened = Reporter::open(dir, world.all.rank().0 == 0, &loaded.run.to_toml(), start.updates);
-        let (mut reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
+        let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
         session.notes(loaded).iter().chain(&start.notes).for_each(|note| reporter.line(note));
-        let mut records = Records::begin(&session, loaded, world)?;
-        let before = if start.resumed { start.held_out } else { evaluate::held_out(&session, world, &mut reporter)? };
-        let mut tally = Tally::after(start.updates, earlier);
-        let mut patience = Patience::begin(loaded, world);
-        let mut stopped = false;
-        for step in start.updates + 1..=steps {
-            stopped = course.stop_after.is_some_and(|last| step > last) || saves.asked_to_stop(world);
-            if stopped {
+        let records = Records::begin(&session, loaded, world)?;
+        let tally = Tally::after(start.updates, earlier);
+        let patience = Patience::begin(loaded, world);
+        let mut way = Way { loaded, session, saves, reporter, records, tally, patience, stopped: false };
+        let before = if start.resumed { start.held_out } else { way.held_out(world)? };
+        // A first evaluation that was dropped leaves nothing to go on from.
+        let begun = !way.stopped;
+        if begun {
+            way.updates(world, course, start.updates, before)?;
+        }
+        let after = if way.stopped { None } else { way.held_out(world)? };
+        way.end(world, [before, after], begun, start.updates)
+    }
+}
+
+/// A run between its first step and its end.
+struct Way<'a> {
+    loaded: &'a Loaded,
+    session: Session,
+    saves: Saves,
+    reporter: Reporter,
+    records: Records,
+    tally: Tally,
+    patience: Patience,
+    /// Whether it ends before its end.
+    stopped: bool,
+}
+
+impl Way<'_> {
+    /// Measures on held-out prompts, if there are any and no signal stops the run there.
+    fn held_out(&mut self, world: &World) -> Result<Option<HeldOut>, Failure> {
+        let measured = evaluate::held_out(&self.session, world, &mut self.reporter, &mut self.patience);
+        Ok(patience::dropped(measured)?.unwrap_or_else(|why| {
+            self.reporter.line(&format!("the held-out evaluation is {why}"));
+            self.stopped = true;
+            None
+        }))
+    }
+
+    /// The updates that are left, each with its line and its checkpoint.
+    fn updates(&mut self, world: &World, course: Course, made: u64, before: Option<HeldOut>) -> Result<(), Failure> {
+        let steps = self.loaded.run.run.steps;
+        for step in made + 1..=steps {
+            self.stopped = course.stop_after.is_some_and(|last| step > last) || self.saves.asked_to_stop(world);
+            if self.stopped {
                 break;
             }
-            records.step(world, step)?;
-            let cursor = session.cursor.clone();
-            patience.step(tally.last_step_s());
-            let outcome = one_step(&mut session, world, &mut reporter, &mut tally, &patience, step);
-            patience.rest();
-            records.stepped(world)?;
+            self.records.step(world, step)?;
+            let cursor = self.session.cursor.clone();
+            self.patience.step(self.tally.last_step_s());
+            let outcome = one_step(&mut self.session, world, &mut self.reporter, &mut self.tally, &self.patience, step);
+            self.patience.rest();
+            self.records.stepped(world)?;
             match patience::dropped(outcome)? {
                 Ok(done) => {
-                    reporter.step(&done, steps)?;
-                    tally.stepped(done);
+                    self.reporter.step(&done, steps)?;
+                    self.tally.stepped(done);
                 }
                 Err(why) => {
-                    reporter.line(&format!("update {step} is {why}"));
-                    (session.cursor, stopped) = (cursor, true);
+                    self.reporter.line(&format!("update {step} is {why}"));
+                    (self.session.cursor, self.stopped) = (cursor, true);
                     break;
                 }
             }
-            if saves.due(step) {
-                patience.save(|| saves.save(&session, loaded, world, &reporter, before))?;
+            if self.saves.due(step) {
+                self.save(world, before)?;
             }
         }
-        patience.end(world);
-        let after = if stopped { None } else { evaluate::held_out(&session, world, &mut reporter)? };
-        let made = tally.steps();
-        let recorded = records.gathered(&session, world);
-        let receipt = tally.receipt(&session, loaded, world, [before, after], recorded, stopped);
+        Ok(())
+    }
+
+    fn save(&mut self, world: &World, before: Option<HeldOut>) -> Result<(), Failure> {
+        let Way { loaded, session, saves, reporter, patience, .. } = self;
+        patience.save(|| saves.save(session, loaded, world, reporter, before))
+    }
+
+    /// Saves what came out, and what it was.
+    fn end(
+        mut self,
+        world: &World,
+        held_out: [Option<HeldOut>; 2],
+        begun: bool,
+        earlier: u64,
+    ) -> Result<Finished, Failure> {
+        let (made, steps) = (self.tally.steps(), self.loaded.run.run.steps);
         world.board().enter(Phase::Save);
-        if stopped {
-            saves.save(&session, loaded, world, &reporter, before)?;
-        } else {
-            session.save(loaded, world)?;
+        if self.stopped && begun {
+            self.save(world, held_out[0])?;
+        } else if !self.stopped {
+            self.session.save(self.loaded, world)?;
         }
+        let Way { loaded, session, saves, reporter, records, tally, patience, stopped } = self;
+        patience.end(world);
+        let recorded = records.gathered(&session, world);
+        let receipt = tally.receipt(&session, loaded, world, held_out, recorded, stopped);
         records.end(world)?;
-        saves.end(world, stopped)?;
+        if let Some(note) = saves.end(world, stopped, made > earlier)? {
+            reporter.line(note);
+        }
         if stopped {
             reporter.line(&format!(
                 "stopped after update {made} of {steps}, as asked; go on with `longstraw train --resume` in the same way"

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::config::Loaded;
 use crate::failure::{Classified, Exit, Failure};
 use crate::units::Rank;
-use crate::world::{Axis, World, asked_since};
+use crate::world::{Axis, World, time_left};
 
 /// A step was dropped.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +40,8 @@ pub(super) fn dropped<T>(attempt: Result<T, Failure>) -> Result<Result<T, Failur
 const LONGER: f64 = 1.1;
 /// Beyond this many times the step before, the end cannot be foreseen.
 const FORESEEN: f64 = 1.5;
+/// Seconds that a save may take, where none has been made yet.
+const SAVE_S: f64 = 5.0;
 
 /// The patience of a run, asked at every layer's border.
 pub(super) struct Patience {
@@ -56,7 +58,7 @@ struct Watch {
     expected_s: Cell<Option<f64>>,
     /// Seconds of the last save.
     save_s: Cell<f64>,
-    /// Whether it is decided that this step is finished.
+    /// Whether it has been said that this step is finished.
     finishing: Cell<bool>,
 }
 
@@ -76,7 +78,7 @@ impl Patience {
         Patience { watch }
     }
 
-    /// A step begins; the one before took so long.
+    /// A step begins, or another piece of work that can be dropped whole; the one before took so long.
     pub(super) fn step(&mut self, expected_s: Option<f64>) {
         self.watch.began.set(Some(Instant::now()));
         self.watch.expected_s.set(expected_s);
@@ -117,23 +119,21 @@ impl Patience {
 }
 
 impl Watch {
-    /// One small message a layer. Rank 0's clock decides, for clocks disagree.
+    /// One small message a layer, and two more once a signal has come. Rank 0 decides, and at every border anew: a step may
+    /// take longer than was foreseen.
     fn border(&self) -> Result<(), Failure> {
-        let ago_ms = asked_since().map_or(0, |ago| u64::try_from(ago.as_millis()).unwrap_or(u64::MAX - 1) + 1);
         if self.began.get().is_none() {
             return Ok(());
         }
-        let longest_ms = self.axis.gather_numbers(ago_ms).into_iter().max().unwrap_or(0);
-        if longest_ms == 0 || self.finishing.get() {
-            return Ok(());
-        }
-        let left_s = self.grace.saturating_sub(Duration::from_millis(longest_ms - 1)).as_secs_f64();
+        let own = time_left(self.grace);
+        let own_ms = own.map_or(0, |left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX - 1) + 1);
+        let least_ms = self.axis.gather_numbers(own_ms).into_iter().filter(|&left| left > 0).min();
+        let Some(least_ms) = least_ms else { return Ok(()) };
+        let left_s = Duration::from_millis(least_ms - 1).as_secs_f64();
         let missing_s = self.missing_s();
         let finish = missing_s.is_some_and(|missing_s| missing_s <= left_s);
-        let decided = self.axis.gather_numbers(u64::from(finish)).first() == Some(&1);
-        self.finishing.set(decided);
-        if decided {
-            if self.axis.rank() == Rank(0) {
+        if self.axis.gather_numbers(u64::from(finish)).first() == Some(&1) {
+            if !self.finishing.replace(true) && self.axis.rank() == Rank(0) {
                 tracing::info!("asked to stop: {left_s:.1} s are left, this step is finished");
             }
             return Ok(());
@@ -157,6 +157,6 @@ impl Watch {
         let (spent_s, expected_s) = (self.spent_s(), self.expected_s.get()?);
         let step_s =
             (spent_s < expected_s * FORESEEN).then(|| (expected_s * LONGER - spent_s).max(expected_s * 0.1))?;
-        Some(step_s + 2.0 * self.save_s.get() + 1.0)
+        Some(step_s + (2.0 * self.save_s.get()).max(SAVE_S))
     }
 }

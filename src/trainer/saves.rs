@@ -28,6 +28,8 @@ pub(super) struct Saves {
     stop: PathBuf,
     /// The file that tells a batch system that the run was asked to stop and is not at its end.
     requeue: PathBuf,
+    /// The file that the start before has left, if it was stopped before its first update.
+    without_progress: PathBuf,
     /// Updates of the checkpoint that holds what the run holds now, or held.
     saved: Option<u64>,
 }
@@ -58,7 +60,8 @@ impl Saves {
         };
         world.agree(earlier.map_err(Failure::from))?;
         let (every, keep, stop, requeue) = (settings.every, settings.keep, dir.join("stop"), dir.join("requeue"));
-        let saves = Saves { store, every, keep, resume, stop, requeue, saved: None };
+        let without_progress = dir.join("without_progress");
+        let saves = Saves { store, every, keep, resume, stop, requeue, without_progress, saved: None };
         remove(&saves.requeue, world)?;
         Ok(saves)
     }
@@ -161,19 +164,36 @@ impl Saves {
 
     /// The run has ended: what asked it to stop does not ask the next one. One that a signal has stopped before its end
     /// wants to be started again, and leaves a file that says so; whoever put a file there wanted it to stop.
-    pub(super) fn end(&self, world: &World, stopped: bool) -> Result<(), Failure> {
+    /// Nor does a run want it that was stopped twice in a row before an update was done: it would go on like that.
+    /// Returns what a user should know of that.
+    pub(super) fn end(&self, world: &World, stopped: bool, progress: bool) -> Result<Option<&'static str>, Failure> {
         remove(&self.stop, world)?;
-        if !(world.any(asked_to_stop()) && stopped) {
-            return Ok(());
+        let again = world.any(self.without_progress.exists());
+        if progress || !stopped {
+            remove(&self.without_progress, world)?;
         }
-        let file = &self.requeue;
-        let written = match world.all.rank() {
-            Rank(0) => fs::write(file, "stopped by a signal before its end; `longstraw train --resume` goes on\n"),
-            _ => Ok(()),
-        };
-        let written = written.map_err(|source| checkpoint::Error::Write { file: file.clone(), source });
-        world.agree(written.map_err(Failure::from))
+        if !(world.any(asked_to_stop()) && stopped) {
+            return Ok(None);
+        }
+        if !progress {
+            write(&self.without_progress, "stopped by a signal before an update was done\n", world)?;
+        }
+        if again && !progress {
+            return Ok(Some(
+                "this is the second start in a row that was stopped before an update was done, so it does not ask for \
+                 another: an update takes longer than the time limit leaves",
+            ));
+        }
+        write(&self.requeue, "stopped by a signal before its end; `longstraw train --resume` goes on\n", world)?;
+        Ok(None)
     }
+}
+
+/// Rank 0 writes a file.
+fn write(file: &Path, words: &str, world: &World) -> Result<(), Failure> {
+    let written = if world.all.rank() == Rank(0) { fs::write(file, words) } else { Ok(()) };
+    let written = written.map_err(|source| checkpoint::Error::Write { file: file.to_owned(), source });
+    world.agree(written.map_err(Failure::from))
 }
 
 /// Rank 0 removes a file, if it is there.

@@ -21,7 +21,7 @@ use mpi::traits::CommunicatorCollectives;
 
 pub use about::{host, library};
 pub use axis::Axis;
-pub use stop::{asked_since, asked_to_stop, heed_signals};
+pub use stop::{asked_to_stop, heed_signals, time_left};
 
 use crate::failure::{Classified, Exit, Failure, out_of_memory};
 use crate::units::Rank;

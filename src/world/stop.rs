@@ -4,17 +4,24 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use libc::{SIGTERM, SIGUSR1, c_int};
+use libc::{SIGTERM, SIGUSR1, SIGUSR2, c_int};
 
 use super::Error;
 
-/// When the first signal came, in milliseconds of the monotonic clock, plus 1; 0 before it. A handler is given nothing to
+/// Seconds between SIGTERM or SIGUSR2 and the end, where less is not configured: what batch systems and service managers
+/// leave before they kill.
+const HURRY: Duration = Duration::from_secs(30);
+
+/// When the first SIGUSR1 came, in milliseconds of the monotonic clock, plus 1; 0 before it. A handler is given nothing to
 /// find its state by, so it stands here.
 static ASKED_MS: AtomicU64 = AtomicU64::new(0);
+/// The same for SIGTERM and SIGUSR2, which leave less time.
+static HURRIED_MS: AtomicU64 = AtomicU64::new(0);
 
 /// All that a handler does: anything more could meet a lock that the interrupted code holds.
-extern "C" fn ask(_signal: c_int) {
-    let _ = ASKED_MS.compare_exchange(0, now_ms() + 1, Ordering::Relaxed, Ordering::Relaxed);
+extern "C" fn ask(signal: c_int) {
+    let when = if signal == SIGUSR1 { &ASKED_MS } else { &HURRIED_MS };
+    let _ = when.compare_exchange(0, now_ms() + 1, Ordering::Relaxed, Ordering::Relaxed);
 }
 
 /// The monotonic clock, by a call that a handler may make.
@@ -25,8 +32,8 @@ fn now_ms() -> u64 {
     u64::try_from(now.tv_sec).unwrap_or(0) * 1000 + u64::try_from(now.tv_nsec).unwrap_or(0) / 1_000_000
 }
 
-/// SIGUSR1 and SIGTERM ask for a stop from here on instead of ending the process. Called before MPI starts, which takes
-/// long enough for a signal to come.
+/// SIGUSR1, SIGUSR2 and SIGTERM ask for a stop from here on instead of ending the process. Called before MPI starts, which
+/// takes long enough for a signal to come.
 ///
 /// # Errors
 /// When the system refuses a handler.
@@ -41,7 +48,7 @@ pub(super) fn heed_no_longer() {
 }
 
 fn answer(handler: libc::sighandler_t) -> Result<(), Error> {
-    for signal in [SIGUSR1, SIGTERM] {
+    for signal in [SIGUSR1, SIGUSR2, SIGTERM] {
         // SAFETY: all bits zero is a valid `sigaction`: no flags, an empty mask, and the default handler, which is
         // replaced below.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
@@ -62,12 +69,16 @@ fn answer(handler: libc::sighandler_t) -> Result<(), Error> {
 /// Whether a signal has asked this rank to stop.
 #[must_use]
 pub fn asked_to_stop() -> bool {
-    asked_since().is_some()
+    [&ASKED_MS, &HURRIED_MS].iter().any(|when| when.load(Ordering::Relaxed) > 0)
 }
 
-/// How long ago the first signal asked this rank to stop; `None` if none has.
+/// How long this rank has until it is ended, by the signals that have come: `grace` from the first SIGUSR1, and no more
+/// than half a minute from the first SIGTERM or SIGUSR2. `None` if none has.
 #[must_use]
-pub fn asked_since() -> Option<Duration> {
-    let asked = ASKED_MS.load(Ordering::Relaxed).checked_sub(1)?;
-    Some(Duration::from_millis(now_ms().saturating_sub(asked)))
+pub fn time_left(grace: Duration) -> Option<Duration> {
+    let left = |when: &AtomicU64, grace: Duration| {
+        let came = when.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(grace.saturating_sub(Duration::from_millis(now_ms().saturating_sub(came))))
+    };
+    [left(&ASKED_MS, grace), left(&HURRIED_MS, grace.min(HURRY))].into_iter().flatten().min()
 }

@@ -288,3 +288,30 @@ fn a_run_goes_on_only_as_what_it_was_and_never_anew_among_its_checkpoints() {
     train(&room, "run", &["--resume"], &sets).ended(0, &["step_2: update 3 is next"]);
     complete(&room, "run", 2);
 }
+
+#[test]
+fn a_signal_during_the_held_out_evaluation_saves_and_a_start_without_an_update_asks_for_one_more_only() {
+    let text = config(&case("qwen3")).replace("[data]\n", "[data]\nheld_out = \"held_out.jsonl\"\n");
+    let room = room_of(&text);
+    let many: Vec<Value> = (0..1500).map(|_| record(96, [24, 1, 7])).collect();
+    room.write("held_out.jsonl", lines(&many));
+    // Before the first update there is nothing to save, and nothing is lost.
+    let sets = ["run.steps=2"];
+    for requeued in [true, false] {
+        let mut running = start(&room, "run", &["--resume"], &sets);
+        let beating = room.path().join("run/heartbeat/rank_1.json");
+        let process = running.until("the evaluation", || {
+            let beat: Value = serde_json::from_str(&fs::read_to_string(&beating).ok()?).ok()?;
+            (beat["phase"] == "evaluate").then(|| beat["pid"].as_u64())?
+        });
+        assert!(Command::new("kill").args(["-USR1", &process.to_string()]).status().unwrap().success());
+        running.end().ended(0, &["the held-out evaluation is dropped ", "stopped after update 0 of 2"]);
+        assert_eq!(room.path().join("run/requeue").exists(), requeued, "the second time it would go on like that");
+    }
+    assert!(!room.path().join("run/checkpoints").exists());
+    // With fewer prompts it comes to its end.
+    room.write("held_out.jsonl", lines(&many[..2]));
+    train(&room, "run", &["--resume"], &sets).ended(0, &[]);
+    complete(&room, "run", 2);
+    assert!(!room.path().join("run/without_progress").exists());
+}

@@ -6,7 +6,7 @@ STAND_IN is a folder. Its file NAME says how job NAME goes (absent: it passes):
     fail        a receipt says that a check failed, and every rank leaves with 8
     die N       rank N is killed; the others wait for it
     silent      every rank leaves with 0, and no receipt is written
-    wait        the first start waits for SIGUSR1; rank 0 then leaves `requeue`, all leave with 0; the next one passes
+    wait        the first start waits for SIGUSR1 or SIGUSR2; rank 0 then leaves `requeue`, all leave with 0; the next one passes
     deaf        as wait, and signals of the first two seconds are not heard
 
 Every rank writes what it sees into the folder's `log`, a line at a time: job, event, rank, ranks, host, start.
@@ -40,7 +40,8 @@ def wait_for_the_signal():
     asked = []
     if plan[0] == "deaf":
         time.sleep(2)
-    signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: asked.append(1))
     log("waits")
     for _ in range(WAIT_S_MAX * 10):
         if asked:
