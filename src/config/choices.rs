@@ -85,6 +85,17 @@ pub enum Dtype {
     Float64,
 }
 
+impl fmt::Display for Dtype {
+    /// As configurations and receipts name it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Dtype::Bfloat16 => "bfloat16",
+            Dtype::Float32 => "float32",
+            Dtype::Float64 => "float64",
+        })
+    }
+}
+
 /// How the frozen weights are held.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]

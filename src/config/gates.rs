@@ -1,6 +1,7 @@
 //! The gates as data: which there are, in the order in which they are passed, and what each changes in a configuration.
 
 use super::problem::{Fault, Problem};
+use super::source::Gathered;
 use super::tables::{ContextConfig, MemoryConfig};
 use crate::units::Tokens;
 
@@ -10,6 +11,21 @@ pub(super) const EVERY_TOML: &str = include_str!("../../configs/gates/every.toml
 /// Keys of earlier sources that no gate reads: a gate's prompt is drawn at the gate's length, and counts of pages belong
 /// to the length that they were written for.
 pub(super) const LEFT_OUT: [&str; 3] = ["context.cp_pages_per_gpu", "data.path", "data.held_out"];
+
+/// What a gate is by its name, whatever flags and the environment say: its own files' values, before a scale.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Own {
+    /// Longest prompt and answer together.
+    pub positions: Tokens,
+    /// Longest prompt.
+    pub prompt_len: Tokens,
+    /// Longest answer.
+    pub answer_len: Tokens,
+    /// Answers of a group.
+    pub group_size: u64,
+    /// Updates.
+    pub steps: u64,
+}
 
 /// The staged validation runs.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -82,6 +98,24 @@ impl Gate {
         self.file().1
     }
 
+    /// What the gate is by its name; of [`Gate::Key`], which has no run, all is 0.
+    #[must_use]
+    pub fn own(self) -> Own {
+        let mut gathered = Gathered::default();
+        gathered.builtin("gates", EVERY_TOML);
+        gathered.builtin(self.name(), self.toml());
+        let files = gathered.layers.iter().fold(figment::Figment::new(), |files, layer| files.merge(layer));
+        // No run has the length 0, so a key that a gate's file lacks cannot be met.
+        let of = |path: &str| files.extract_inner::<u64>(path).unwrap_or_default();
+        Own {
+            positions: Tokens(of("context.max_seq_len")),
+            prompt_len: Tokens(of("context.prompt_len")),
+            answer_len: Tokens(of("context.answer_len")),
+            group_size: of("grpo.group_size"),
+            steps: of("run.steps"),
+        }
+    }
+
     /// The gate of this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Gate> {
@@ -137,5 +171,21 @@ mod tests {
         }
         assert!(Gate::ALL.into_iter().all(|gate| Gate::named(gate.name()) == Some(gate)));
         assert_eq!(Gate::named("gate8"), None);
+    }
+
+    #[test]
+    fn a_gates_own_values_are_those_of_its_files() {
+        let own = |positions: u64, answers, steps| Own {
+            positions: Tokens(positions),
+            prompt_len: Tokens(positions - 8192),
+            answer_len: Tokens(8192),
+            group_size: answers,
+            steps,
+        };
+        let rows = [(Gate::Short, 32_768, 2, 1), (Gate::K128, 131_072, 2, 1), (Gate::M2, 2_097_152, 2, 1)];
+        let more = [(Gate::One, 2_097_152, 1, 1), (Gate::Eight, 2_097_152, 8, 1), (Gate::Online, 32_768, 2, 4)];
+        for (gate, positions, answers, steps) in rows.into_iter().chain(more) {
+            assert_eq!(gate.own(), own(positions, answers, steps), "{}", gate.name());
+        }
     }
 }

@@ -32,7 +32,7 @@ pub use choices::{
 };
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
-pub use gates::Gate;
+pub use gates::{Gate, Own};
 pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use supported::{SUPPORTED, Supported};

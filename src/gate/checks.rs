@@ -2,8 +2,9 @@
 
 use serde_json::{Value, json};
 
+use crate::config::{Gate, Own};
 use crate::report::{Check, Receipt};
-use crate::units::{Bytes, Pages, from_index};
+use crate::units::{Bytes, Pages, Tokens, from_index};
 
 /// What a run of a gate should have been.
 #[derive(Clone, Debug)]
@@ -17,6 +18,9 @@ pub(super) struct Expected {
     /// Advantages of the answers, where the gate is about them.
     pub(super) advantages: Option<Vec<f64>>,
 }
+
+/// The check's name that a later gate asks for.
+pub(super) const AS_NAMED: &str = "as_named";
 
 /// A check from its parts.
 pub(super) fn check(name: &str, value: Value, limit: impl Into<String>, passed: bool, means: &str) -> Check {
@@ -39,6 +43,32 @@ pub(super) fn of_run(receipt: &Receipt, expected: &Expected) -> Vec<Check> {
     ];
     checks.extend(expected.advantages.as_ref().map(|wanted| advantages(receipt, wanted)));
     checks
+}
+
+/// Whether the run was what the gate's name says: flags and the environment go before a gate's values. Only gate7's length
+/// is the user's.
+pub(super) fn as_named(receipt: &Receipt, gate: Gate) -> Check {
+    let full = |tokens: Tokens| Tokens(tokens.0 * receipt.scale.max(1));
+    let own = gate.own();
+    let mut wanted = own;
+    let found = Own {
+        positions: full(receipt.positions),
+        prompt_len: full(receipt.prompt_len),
+        answer_len: full(receipt.answer_len),
+        group_size: receipt.group_size,
+        steps: receipt.steps,
+    };
+    if gate == Gate::Online {
+        (wanted.positions, wanted.prompt_len) = (found.positions, found.prompt_len);
+    }
+    let told = |own: &Own| {
+        json!({"positions": own.positions, "prompt_len": own.prompt_len, "answer_len": own.answer_len,
+               "group_size": own.group_size, "steps": own.steps})
+    };
+    let means = "a flag or a variable of the environment has made another run of this gate, which says nothing about the one \
+                 of its name: leave context, grpo.group_size and run.steps to the gate";
+    let limit = format!("exactly {}, lengths times gate.scale", told(&wanted));
+    check(AS_NAMED, told(&found), limit, found == wanted, means)
 }
 
 fn ended(receipt: &Receipt) -> Check {
@@ -136,7 +166,6 @@ fn advantages(receipt: &Receipt, wanted: &[f64]) -> Check {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::units::Tokens;
 
     const PAGE: Bytes = Bytes(1000);
 
@@ -153,6 +182,8 @@ pub(super) mod tests {
             scale: 1,
             gradient: "response".into(),
             positions: Tokens(512),
+            prompt_len: Tokens(384),
+            answer_len: Tokens(128),
             group_size: 2,
             steps: 1,
             optimizer_calls: 1,
@@ -226,6 +257,32 @@ pub(super) mod tests {
             assert_eq!(failed(&checks), [name]);
             let found = checks.iter().find(|check| check.name == name).expect("it failed");
             assert!(found.means.contains(words), "{name}: {}", found.means);
+        }
+    }
+
+    /// A value of a receipt that is changed, and whether gate2 and gate7 of that receipt are still what their names say.
+    type Named = (fn(&mut Receipt), bool, bool);
+
+    #[test]
+    fn a_run_of_another_length_group_or_count_of_updates_is_not_the_gate_of_its_name() {
+        let rows: [Named; 8] = [
+            (|_| (), true, true),
+            (|r| r.positions = Tokens(256), false, true),
+            (|r| r.prompt_len = Tokens(8), false, true),
+            (|r| r.scale = 32, false, false),
+            (|r| r.answer_len = Tokens(64), false, false),
+            (|r| r.group_size = 3, false, false),
+            (|r| r.steps += 1, false, false),
+            (|r| r.steps = 0, false, false),
+        ];
+        for (index, (change, short, online)) in rows.into_iter().enumerate() {
+            for (gate, held) in [(Gate::Short, short), (Gate::Online, online)] {
+                let mut receipt = Receipt { scale: 64, steps: gate.own().steps, ..good() };
+                change(&mut receipt);
+                assert_eq!(as_named(&receipt, gate).passed, held, "row {index}, {}", gate.name());
+                // Nothing but this check sees a changed length.
+                assert_eq!(failed(&of_run(&receipt, &expected())), Vec::<&str>::new());
+            }
         }
     }
 

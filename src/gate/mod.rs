@@ -30,7 +30,7 @@ use crate::trainer::{Course, Finished, Run};
 use crate::units::{Bytes, Rank, from_index};
 use crate::world::{World, asked_to_stop};
 use checks::Expected;
-use order::{Earlier, Now};
+use order::{Earlier, Now, Opened};
 
 /// A gate on its way.
 struct Passage<'a> {
@@ -89,7 +89,7 @@ pub fn end_alone(gate: Gate, config: &RunConfig, dir: &Path, checks: Vec<Check>)
         passed: !checks.is_empty() && checks.iter().all(|check| check.passed),
         checks,
         scale: config.gate.scale,
-        finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
+        finished: finished(),
         commit: commit(),
         config_digest: config.digest(),
         ..Receipt::default()
@@ -97,6 +97,11 @@ pub fn end_alone(gate: Gate, config: &RunConfig, dir: &Path, checks: Vec<Check>)
     write_receipt(dir, &receipt)?;
     say(&report::checks(&receipt));
     Ok(receipt)
+}
+
+/// UTC, in the form that receipts have.
+fn finished() -> String {
+    chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true)
 }
 
 fn commit() -> &'static str {
@@ -127,7 +132,14 @@ impl Passage<'_> {
             ranks: world.all.size(),
             cp_size: crate::units::as_index(config.cp_size(from_index(world.all.size()))),
             scale: config.gate.scale,
-            model: run.map(|run| (run.session.model_digest().to_owned(), run.session.adapter_form())),
+            dtype: config.model.dtype.to_string(),
+            model: run.map(|run| Opened {
+                digest: run.session.model_digest().to_owned(),
+                adapter: run.session.adapter_form(),
+                device: format!("{:?}", run.session.weights().device()),
+                // It has kernels that repeat, and the gates below may have others.
+                kernel: (self.gate != Gate::Online).then(|| run.session.attention_kernel().to_owned()),
+            }),
         };
         let found = match world.all.rank() {
             Rank(0) => order::check(self.gate, &self.loaded.rank.dir, &now),
@@ -145,10 +157,14 @@ impl Passage<'_> {
         };
         let below = world.agree(found.map_err(Failure::from))?;
         self.forced |= world.any(broken);
-        let other = below.filter(|earlier: &Earlier| run.is_some() && earlier.commit != commit());
-        if let Some(earlier) = other {
+        if let Some(earlier) = below.filter(|_: &Earlier| run.is_some()) {
             let name = self.gate.below().map_or("", Gate::name);
-            world.remark(&format!("{name} passed with commit {}, this is {}", earlier.commit, commit()));
+            if earlier.commit != commit() {
+                world.remark(&format!("{name} passed with commit {}, this is {}", earlier.commit, commit()));
+            }
+            if earlier.forced {
+                world.remark(&format!("{name} passed out of order: it was forced, and nothing below it counts"));
+            }
         }
         Ok(())
     }
@@ -200,10 +216,15 @@ impl Passage<'_> {
         loaded
     }
 
-    /// Checks against the receipts of earlier gates, as far as they are there.
+    /// Checks against the receipts of earlier gates. What cannot be compared fails, unless a forced order is the reason.
     fn compared(&self, receipt: &mut Receipt) -> Result<Vec<Check>, Error> {
         let earlier = |gate: Gate| {
             let file: PathBuf = order::beside(&self.loaded.rank.dir, gate);
+            let file = match (gate, receipt.gradient.as_str()) {
+                // It runs both modes, and its own receipt is that of the other one.
+                (Gate::Short, "exact") => file.with_file_name("exact").join("receipt.json"),
+                _ => file,
+            };
             order::read(&file).map(|found| found.ok_or_else(|| format!("{} is not there", file.display())))
         };
         let below = self.gate.below().unwrap_or(Gate::Key);
@@ -223,8 +244,12 @@ impl Passage<'_> {
             _ => return Ok(Vec::new()),
         };
         Ok(outcome.unwrap_or_else(|reason| {
-            receipt.not_checked.push(format!("{what}: {reason}"));
-            Vec::new()
+            let reason = format!("{what}: {reason}");
+            if self.forced {
+                receipt.not_checked.push(reason);
+                return Vec::new();
+            }
+            vec![not_compared(&reason, below)]
         }))
     }
 
@@ -247,12 +272,14 @@ impl Passage<'_> {
     /// All ranks have come here, so the outcome is written; every rank returns the same verdict.
     fn end(&self, mut receipt: Receipt, world: &World) -> Result<Receipt, Failure> {
         world.agree(Ok(()))?;
+        receipt.checks.push(checks::as_named(&receipt, self.gate));
         let passed = receipt.checks.iter().all(|check| check.passed);
         let here = world.all.rank() == Rank(0);
         receipt.gate = Some(self.gate.name());
         receipt.forced = self.forced;
         // Rank 0 alone has seen all of it.
-        receipt.passed = world.any(here && passed && !receipt.checks.is_empty());
+        receipt.passed = world.any(here && passed);
+        receipt.finished = finished();
         // Asked to stop before its end, a gate has nothing to go on from: it begins anew, and no check has said anything.
         receipt.stopped = !receipt.passed && world.any(asked_to_stop());
         if receipt.stopped {
@@ -275,6 +302,14 @@ impl Passage<'_> {
         }
         Ok(receipt)
     }
+}
+
+/// The failed check of a gate that cannot be set against the one below it, although it stands in order.
+fn not_compared(reason: &str, below: Gate) -> Check {
+    let means = "this gate is about what it adds to the one below, and the two are not alike enough to tell: run both with the \
+                 same grpo.gradient, memory.micro_block and memory.head_block";
+    let limit = format!("comparable with the receipt of {}", below.name());
+    checks::check("compared", serde_json::json!(reason), limit, false, means)
 }
 
 /// A check of one of a gate's runs.
@@ -315,7 +350,7 @@ mod tests {
         move_away(&dir).expect("moved");
         assert!(!dir.join("receipt.json").exists() && dir.join("receipt.earlier.json").exists());
         assert!(end_alone(Gate::Key, &config, &dir, one(true)).expect("written").passed);
-        let now = Now { ranks: 8, cp_size: 8, scale: 64, model: None };
+        let now = Now { ranks: 8, cp_size: 8, scale: 64, dtype: "bfloat16".into(), model: None };
         assert!(order::check(Gate::Short, &folder.path().join("gate2_32k"), &now).is_ok());
         assert!(!end_alone(Gate::Key, &config, &dir, Vec::new()).expect("written").passed, "nothing was looked at");
     }

@@ -1,4 +1,5 @@
-//! The order of gates: each one asks for the receipt of the one below, for the same model, ranks, adapters and scale.
+//! The order of gates: each one asks for the receipt of the one below, for the same model, ranks, adapters, scale, number
+//! format, kind of device and attention kernel, and not older than the receipts below it.
 
 use std::fs;
 use std::io;
@@ -7,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::Error;
+use super::checks::AS_NAMED;
 use crate::config::Gate;
 use crate::report::{AdapterForm, Receipt};
 use crate::units::{Bytes, Tokens};
@@ -23,6 +25,11 @@ pub(super) struct Earlier {
     pub(super) model_digest: String,
     pub(super) adapter: AdapterForm,
     pub(super) gradient: String,
+    pub(super) dtype: String,
+    pub(super) device: String,
+    pub(super) attention_kernel: String,
+    pub(super) finished: String,
+    pub(super) forced: bool,
     pub(super) ranks: usize,
     pub(super) cp_size: usize,
     pub(super) positions: Tokens,
@@ -56,8 +63,20 @@ pub(super) struct Now {
     pub(super) ranks: usize,
     pub(super) cp_size: usize,
     pub(super) scale: u64,
+    pub(super) dtype: String,
     /// Known once the model is loaded.
-    pub(super) model: Option<(String, AdapterForm)>,
+    pub(super) model: Option<Opened>,
+}
+
+/// What is known of a run once its model is loaded.
+#[derive(Clone, Debug)]
+pub(super) struct Opened {
+    pub(super) digest: String,
+    pub(super) adapter: AdapterForm,
+    /// Where rank 0 computes, as receipts say it.
+    pub(super) device: String,
+    /// What computes attention; `None` where the gate itself asks for another one.
+    pub(super) kernel: Option<String>,
 }
 
 /// The receipt file of a gate beside the folder of another.
@@ -94,6 +113,12 @@ impl Earlier {
         if gate == Gate::Key {
             return reasons;
         }
+        let mut named = self.checks.iter().filter(|check| check.name == AS_NAMED).peekable();
+        if named.peek().is_none() {
+            reasons.push(format!("its check {AS_NAMED} is missing"));
+        } else if self.passed && !named.all(|check| check.passed) {
+            reasons.push(format!("its check {AS_NAMED} failed"));
+        }
         reasons.extend(self.other_run(now));
         reasons
     }
@@ -109,9 +134,14 @@ impl Earlier {
         differs("ranks were", self.ranks.to_string(), now.ranks.to_string());
         differs("ranks on one prompt were", self.cp_size.to_string(), now.cp_size.to_string());
         differs("gate.scale was", self.scale.to_string(), now.scale.to_string());
-        if let Some((digest, adapter)) = &now.model {
+        differs("model.dtype was", self.dtype.clone(), now.dtype.clone());
+        if let Some(Opened { digest, adapter, device, kernel }) = &now.model {
             differs("model's digest was", self.model_digest.clone(), digest.clone());
             differs("adapters were", told(&self.adapter), told(adapter));
+            differs("device was", device_kind(&self.device), device_kind(device));
+            if let Some(kernel) = kernel {
+                differs("attention kernel was", self.attention_kernel.clone(), kernel.clone());
+            }
         }
         reasons
     }
@@ -122,7 +152,13 @@ impl Earlier {
             ranks: receipt.ranks,
             cp_size: receipt.cp_size,
             scale: receipt.scale,
-            model: Some((receipt.model_digest.clone(), receipt.adapter.clone())),
+            dtype: receipt.dtype.clone(),
+            model: Some(Opened {
+                digest: receipt.model_digest.clone(),
+                adapter: receipt.adapter.clone(),
+                device: receipt.device.clone(),
+                kernel: Some(receipt.attention_kernel.to_owned()),
+            }),
         };
         let mut reasons = self.other_run(&now);
         if self.gradient != receipt.gradient {
@@ -137,6 +173,11 @@ impl Earlier {
     }
 }
 
+/// A device without its number.
+fn device_kind(device: &str) -> String {
+    device.split('(').next().unwrap_or_default().to_owned()
+}
+
 fn told(adapter: &AdapterForm) -> String {
     format!("rank {}, alpha {}, on {}", adapter.rank, adapter.alpha, adapter.targets.join(" "))
 }
@@ -149,11 +190,30 @@ pub(super) fn check(gate: Gate, dir: &Path, now: &Now) -> Result<Option<Earlier>
     let Some(below) = gate.below() else { return Ok(None) };
     let file = beside(dir, below);
     let earlier = read(&file)?;
-    let reasons = earlier.as_ref().map_or_else(|| vec!["it is not there".into()], |found| found.against(below, now));
+    let mut reasons =
+        earlier.as_ref().map_or_else(|| vec!["it is not there".into()], |found| found.against(below, now));
+    if let Some(found) = &earlier {
+        reasons.extend(older(dir, below, found)?);
+    }
     if reasons.is_empty() {
         return Ok(earlier);
     }
     Err(Error::Order { gate: gate.name(), below: below.name(), file, reasons })
+}
+
+/// The receipts below `gate` that are newer than its own: what it stands on has been run again since. The first gate asks
+/// the endpoint, which says nothing about runs, so a key that is tried again makes nothing old.
+fn older(dir: &Path, gate: Gate, receipt: &Earlier) -> Result<Vec<String>, Error> {
+    let mut reasons = Vec::new();
+    for lower in Gate::ALL.into_iter().filter(|lower| *lower > Gate::Key && *lower < gate) {
+        let Some(under) = read(&beside(dir, lower))? else { continue };
+        // All times are UTC in one form, so their order is that of their texts.
+        if receipt.finished < under.finished {
+            let (own, its, name) = (&receipt.finished, &under.finished, lower.name());
+            reasons.push(format!("it is of {own}, older than that of {name}, {its}"));
+        }
+    }
+    Ok(reasons)
 }
 
 #[cfg(test)]
@@ -165,13 +225,23 @@ mod tests {
     }
 
     fn now() -> Now {
-        Now { ranks: 8, cp_size: 8, scale: 64, model: Some(("abc".into(), form())) }
+        let model =
+            Opened { digest: "abc".into(), adapter: form(), device: "Cuda(0)".into(), kernel: Some("cudnn".into()) };
+        Now { ranks: 8, cp_size: 8, scale: 64, dtype: "bfloat16".into(), model: Some(model) }
+    }
+
+    fn named(passed: bool) -> EarlierCheck {
+        EarlierCheck { name: AS_NAMED.into(), passed }
     }
 
     fn earlier() -> Earlier {
         Earlier {
             gate: Some("gate4_g1".into()),
             passed: true,
+            checks: vec![named(true)],
+            dtype: "bfloat16".into(),
+            device: "Cuda(3)".into(),
+            attention_kernel: "cudnn".into(),
             scale: 64,
             model_digest: "abc".into(),
             adapter: form(),
@@ -191,13 +261,18 @@ mod tests {
 
     #[test]
     fn each_difference_stands_against_it_alone() {
-        let rows: [Different; 7] = [
+        let rows: [Different; 12] = [
             (|e| e.gate = Some("gate3_2m".into()), "it is of gate3_2m"),
             (|e| e.passed = false, "it has not passed (it was not ended)"),
             (|e| e.scale = 1, "its gate.scale was 1, here 64"),
             (|e| e.model_digest = "def".into(), "its model's digest was def, here abc"),
             (|e| e.adapter.rank = 16, "its adapters were rank 16, alpha 8, on q_proj v_proj, here rank 4, alpha 8"),
             (|e| e.ranks = 4, "its ranks were 4, here 8"),
+            (|e| e.checks.clear(), "its check as_named is missing"),
+            (|e| e.checks = vec![named(false)], "its check as_named failed"),
+            (|e| e.dtype = "float32".into(), "its model.dtype was float32, here bfloat16"),
+            (|e| e.device = "Cpu".into(), "its device was Cpu, here Cuda"),
+            (|e| e.attention_kernel = "plain".into(), "its attention kernel was plain, here cudnn"),
             (|e| e.cp_size = 4, "its ranks on one prompt were 4, here 8"),
         ];
         for (change, words) in rows {
@@ -211,8 +286,41 @@ mod tests {
     #[test]
     fn a_receipt_that_failed_names_the_checks() {
         let check = |name: &str, passed| EarlierCheck { name: name.into(), passed };
-        let failed = Earlier { passed: false, checks: vec![check("finite", true), check("pages", false)], ..earlier() };
+        let failed = Earlier {
+            passed: false,
+            checks: vec![named(true), check("finite", true), check("pages", false)],
+            ..earlier()
+        };
         assert_eq!(failed.against(Gate::One, &now()), ["it has not passed (pages)"]);
+    }
+
+    #[test]
+    fn a_receipt_older_than_one_below_it_does_not_count_and_the_endpoints_makes_none_old() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = folder.path().join("gate4_g1");
+        let write = |gate: &str, second: u64| {
+            let receipt = folder.path().join(gate);
+            fs::create_dir_all(&receipt).expect("a folder");
+            let text = format!("{{\"finished\": \"2026-01-02T03:04:{second:02}Z\"}}");
+            fs::write(receipt.join("receipt.json"), text).expect("written");
+        };
+        let top = Earlier { finished: "2026-01-02T03:04:30Z".into(), ..earlier() };
+        let reasons = || older(&dir, Gate::M2, &top).expect("read");
+        for (gate, second) in [("gate1_key", 50), ("gate2_32k", 30), ("gate3_1m", 29), ("gate4_g1", 40)] {
+            write(gate, second);
+        }
+        assert_eq!(reasons(), Vec::<String>::new());
+        write("gate3_128k", 31);
+        assert_eq!(reasons(), ["it is of 2026-01-02T03:04:30Z, older than that of gate3_128k, 2026-01-02T03:04:31Z"]);
+    }
+
+    #[test]
+    fn gate7_asks_for_kernels_of_its_own() {
+        let mut online = now();
+        online.model.as_mut().expect("it is there").kernel = None;
+        let flash = Earlier { attention_kernel: "flash".into(), ..earlier() };
+        assert_eq!(flash.against(Gate::One, &online), Vec::<String>::new());
+        assert_eq!(flash.against(Gate::One, &now()).len(), 1);
     }
 
     #[test]

@@ -34,6 +34,7 @@ use crate::report::Check;
 use crate::tensor::{accumulation, gpu};
 use crate::trainer::Session;
 use crate::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
+use crate::watch::Board;
 use crate::world::World;
 use crate::{capture, finalize, score};
 
@@ -87,8 +88,10 @@ pub(super) fn checks(session: &Session, config: &RunConfig, world: &World) -> Re
     let mut checks = Vec::new();
     for (gradient, tail) in [("response", Tokens(1)), ("exact", Tokens(from_index(case.group.prompt_ids.len())))] {
         let paged = case.paged(&*case.decoder, tail, world)?;
+        // Plain autograd has no borders of its own: each of its passes is one place, and the paged step's last layer is none.
+        world.board().enter(Phase::Evaluate);
         let judged = match world.all.rank() {
-            Rank(0) => case.judged(gradient, tail, &paged).map(Some),
+            Rank(0) => case.judged(gradient, tail, &paged, world.board()).map(Some),
             _ => Ok(None),
         };
         let outcome = world.agree(judged)?;
@@ -191,26 +194,33 @@ impl<'a> Case<'a> {
     }
 
     /// Plain autograd on this rank alone, and how far the paged gradient lies from it.
-    fn judged(&self, gradient: &'static str, tail: Tokens, paged: &[Tensor]) -> Result<Outcome, Failure> {
-        let own = || self.plain(&*self.decoder, tail);
+    fn judged(
+        &self,
+        gradient: &'static str,
+        tail: Tokens,
+        paged: &[Tensor],
+        board: &Board,
+    ) -> Result<Outcome, Failure> {
+        let own = || self.plain(&*self.decoder, tail, board);
         if accumulation(self.kind) == self.kind {
             return Ok(Outcome { gradient, paged: self.apart(paged, &own()?), plain: None });
         }
         let plain = own()?;
         let kind = accumulation(self.kind);
         let weights = Rc::new(self.session.weights().part(&self.spec, kind));
-        let reference = self.plain(&*self.spec.family.decoder(&self.spec, weights, kind), tail)?;
+        let reference = self.plain(&*self.spec.family.decoder(&self.spec, weights, kind), tail, board)?;
         let plain = Some(self.apart(&plain, &reference));
         Ok(Outcome { gradient, paged: self.apart(paged, &reference), plain })
     }
 
-    fn plain(&self, decoder: &dyn Decoder, tail: Tokens) -> Result<Vec<Tensor>, Failure> {
+    fn plain(&self, decoder: &dyn Decoder, tail: Tokens, board: &Board) -> Result<Vec<Tensor>, Failure> {
         let answers = self.answers();
         let (prompt_ids, temperature) = (&self.group.prompt_ids, self.head.temperature);
         let group = conventional::Group { prompt_ids, answers: &answers, tail, temperature };
         let exact = tail == Tokens(from_index(prompt_ids.len()));
         let targets: Vec<Target> = (0..answers.len())
             .map(|index| {
+                board.enter(Phase::Evaluate);
                 let old = if exact {
                     group.score(decoder, &self.adapters, index)
                 } else {
@@ -220,6 +230,7 @@ impl<'a> Case<'a> {
                 Target { reference: old.shallow_clone(), old, advantage, weight }
             })
             .collect();
+        board.enter(Phase::Evaluate);
         if exact {
             let _loss = group.backward_checkpointed(decoder, &self.adapters, &targets, &TERMS)?;
         } else {

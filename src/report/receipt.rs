@@ -135,6 +135,8 @@ pub struct Receipt {
     pub adapter: AdapterForm,
     /// Gradient mode.
     pub gradient: String,
+    /// Number format of weights and activations.
+    pub dtype: String,
     /// Ranks of the world.
     pub ranks: usize,
     /// Ranks that share a prompt.

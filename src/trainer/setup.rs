@@ -204,6 +204,12 @@ impl Session {
         &self.weights
     }
 
+    /// What computes attention.
+    #[must_use]
+    pub fn attention_kernel(&self) -> &'static str {
+        self.decoder.kernel().name()
+    }
+
     /// Digest of the checkpoint.
     #[must_use]
     pub fn model_digest(&self) -> &str {

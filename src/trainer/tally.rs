@@ -162,6 +162,7 @@ impl Tally {
             config_digest: config.digest(),
             model_digest: session.model_digest.clone(),
             gradient: session.gradient.to_string(),
+            dtype: config.model.dtype.to_string(),
             ranks: world.all.size(),
             cp_size: world.cp.size(),
             positions: config.context.max_seq_len,

@@ -56,7 +56,7 @@ impl Patience {
 /// What a place is like.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Kind {
-    /// Weights are loaded, or memory is pinned.
+    /// Weights are loaded, memory is pinned, or whole sequences run under autograd beside the paged step.
     Unbounded,
     /// A layer.
     Layer,
@@ -70,9 +70,9 @@ impl Kind {
     fn of(phase: Phase, layered: bool) -> Kind {
         match phase {
             _ if layered => Kind::Layer,
-            Phase::Start | Phase::Capture => Kind::Unbounded,
+            Phase::Start | Phase::Capture | Phase::Evaluate => Kind::Unbounded,
             Phase::Finalize | Phase::Update | Phase::Save => Kind::Short,
-            Phase::Score | Phase::Replay | Phase::Sweep | Phase::Evaluate => Kind::Whole,
+            Phase::Score | Phase::Replay | Phase::Sweep => Kind::Whole,
         }
     }
 
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patience_that_is_set_holds_for_layers_and_short_phases_but_not_for_loading_and_pinning() {
+    fn a_patience_that_is_set_holds_for_layers_and_short_phases_but_not_for_loading_pinning_and_judging() {
         let patience = Patience::of(5);
         let deadline = |phase, layer| Pace::new(patience, moment(phase, layer, 0)).deadline();
         for (phase, layer) in [(Phase::Capture, Some(3)), (Phase::Finalize, None), (Phase::Save, None)] {
@@ -181,6 +181,8 @@ mod tests {
         }
         assert_eq!(deadline(Phase::Start, None), seconds(3600));
         assert_eq!(deadline(Phase::Capture, None), seconds(3600));
+        assert_eq!(deadline(Phase::Evaluate, None), seconds(3600), "plain autograd, which knows no layers");
+        assert_eq!(deadline(Phase::Evaluate, Some(0)), seconds(5));
     }
 
     #[test]
