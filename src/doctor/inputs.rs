@@ -69,9 +69,8 @@ pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, se
     let Some(spec) = spec.filter(|_| run.check(Some(seat.ranks)).is_empty()) else { return memory_alone() };
     let host = available_memory();
     let device = gpu.map(|gpu| {
-        let sharers = seat.here.div_ceil(crate::units::from_index(gpu.visible)).max(1);
         // As a run reckons: some goes to what libraries load later, and to the gaps between tensors.
-        Bytes((gpu.free.0 - gpu.free.0 / 32) / sharers)
+        Bytes((gpu.free.0 - gpu.free.0 / 32) / seat.sharers)
     });
     let room = Room { ranks_here: seat.here, device, host_only: gpu.is_none(), host };
     let plan = plan::of(run, seat.ranks, Some(spec), &room);
