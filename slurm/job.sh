@@ -10,6 +10,9 @@
 #   else what the launcher said
 # A rank's own code is not used as a message: a launcher that ends the other ranks may report theirs in its place.
 
+# Where sites keep the file that brings the module command.
+MODULE_FILES=${MODULE_FILES:-/etc/profile.d}
+
 launcher_pid=
 asked=
 interrupted=0
@@ -39,12 +42,18 @@ remind() {
 }
 
 load_modules() {
-    local names=()
+    local names=() file
     read -ra names <<<"$MODULES"
     [ "${#names[@]}" -gt 0 ] || return 0
     set +u # the module command is not written for it
-    # shellcheck source=/dev/null
-    command -v module >/dev/null || . /etc/profile.d/modules.sh
+    for file in modules.sh lmod.sh z00_lmod.sh; do
+        command -v module >/dev/null && break
+        # shellcheck source=/dev/null
+        [ ! -r "$MODULE_FILES/$file" ] || . "$MODULE_FILES/$file" || true
+    done
+    command -v module >/dev/null ||
+        refuse "MODULES is $MODULES in $SITE_FILE, and there is no module command: no modules.sh, lmod.sh or z00_lmod.sh in $MODULE_FILES brings one" \
+            "source the site's own file in $SITE_FILE, or empty MODULES"
     module load "${names[@]}" || refuse "module load $MODULES failed"
     set -u
 }

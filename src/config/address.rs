@@ -1,10 +1,23 @@
 //! What an address of the endpoint may look like.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
+
 /// Whether `base` is an address with a host and without user or password.
 pub(super) fn is_plain(base: &str) -> bool {
     let rest = base.strip_prefix("https://").or_else(|| base.strip_prefix("http://"));
     let host = rest.map(|r| r.split(['/', '?', '#']).next().unwrap_or_default());
     host.is_some_and(|h| !h.is_empty() && !h.contains('@')) && !base.contains(char::is_whitespace)
+}
+
+/// Whether what is sent to a plain address, the key with it, crosses a network unencrypted.
+pub(super) fn is_clear(base: &str) -> bool {
+    let Some(rest) = base.strip_prefix("http://") else { return false };
+    let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    if let Some((host, _)) = host.strip_prefix('[').and_then(|host| host.split_once(']')) {
+        return !host.parse::<Ipv6Addr>().is_ok_and(|host| host.is_loopback());
+    }
+    let host = host.rsplit_once(':').map_or(host, |(host, _)| host);
+    !(host == "localhost" || host.parse::<Ipv4Addr>().is_ok_and(|host| host.is_loopback()))
 }
 
 /// Whether `path` can be appended to a base address.
@@ -40,6 +53,20 @@ mod tests {
             assert!(!is_plain(base), "{base}");
         }
         assert!(is_plain("http://127.0.0.1:8080/api"));
+    }
+
+    #[test]
+    fn only_this_machine_is_spoken_to_in_clear() {
+        for base in
+            ["http://127.0.0.1:80/api", "http://127.9.9.9", "http://localhost:1/", "http://[::1]:8/", "https://a"]
+        {
+            assert!(!is_clear(base), "{base}");
+        }
+        for base in
+            ["http://a.example.com", "http://10.0.0.1:80", "http://127.0.0.1.a.com", "http://[fe80::1]", "http://x"]
+        {
+            assert!(is_clear(base), "{base}");
+        }
     }
 
     #[test]

@@ -295,7 +295,12 @@ impl Check<'_> {
     fn base(&mut self, base: &str) {
         if !address::is_plain(base) {
             let why = "it is not shown, it may hold a key";
-            self.should("endpoint.api_base", &[], "an address http://… or https://… without user or password", why);
+            self.should("endpoint.api_base", &[], "an address https://… without user or password", why);
+            return;
+        }
+        if address::is_clear(base) {
+            let why = "the key would cross the network in clear; http:// is for a service on this machine";
+            self.should("endpoint.api_base", &[], format!("https://{}", base.trim_start_matches("http://")), why);
             return;
         }
         let paths = &self.run.endpoint.endpoints;

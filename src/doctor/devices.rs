@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{Finding, Seat};
+use super::Finding;
 use crate::config::DeviceChoice;
 use crate::devices::{driver, libraries};
 use crate::failure::{Exit, Failure};
@@ -19,14 +19,13 @@ pub(super) struct Gpu {
     pub(super) address: String,
     /// What it can still give.
     pub(super) free: Bytes,
-    /// How many are visible to this rank.
-    pub(super) visible: usize,
     /// Whether NCCL is there.
     pub(super) nccl: bool,
 }
 
-/// Opens the GPU that this rank would drive. A run with `device = "auto"` takes the CPU where there is none.
-pub(super) fn look(wanted: DeviceChoice, seat: Seat) -> (Vec<Finding>, Option<Gpu>) {
+/// Opens the GPU that the rank with this index on its machine would drive. A run with `device = "auto"` takes the CPU
+/// where there is none.
+pub(super) fn look(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option<Gpu>) {
     let absent = |detail: String, fix: &str| match wanted {
         DeviceChoice::Cuda => vec![Finding::fail("device", Exit::Config, detail, fix)],
         _ => vec![Finding::warn("device", format!("{detail}; the CPU computes"), fix)],
@@ -49,7 +48,7 @@ pub(super) fn look(wanted: DeviceChoice, seat: Seat) -> (Vec<Finding>, Option<Gp
             return (absent(error.to_string(), fix), None);
         }
     };
-    let index = seat.index % visible;
+    let index = index % visible;
     if let Err(error) = gpu::drive(index, false) {
         return (vec![Finding::failed("device", &Failure::from(error))], None);
     }
@@ -66,7 +65,7 @@ pub(super) fn look(wanted: DeviceChoice, seat: Seat) -> (Vec<Finding>, Option<Gp
         let fix = "pages need pinned host memory: raise the locked-memory limit (ulimit -l), or the job's memory";
         findings.push(Finding::fail("pinning", Exit::DoesNotFit, error.to_string(), fix));
     }
-    (findings, Some(Gpu { address, free, visible, nccl: link::there() }))
+    (findings, Some(Gpu { address, free, nccl: link::there() }))
 }
 
 /// The GPU's name, as its driver tells it.

@@ -69,15 +69,13 @@ pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, se
     let Some(spec) = spec.filter(|_| run.check(Some(seat.ranks)).is_empty()) else { return memory_alone() };
     let host = available_memory();
     let device = gpu.map(|gpu| {
-        let sharers = seat.here.div_ceil(crate::units::from_index(gpu.visible)).max(1);
         // As a run reckons: some goes to what libraries load later, and to the gaps between tensors.
-        Bytes((gpu.free.0 - gpu.free.0 / 32) / sharers)
+        Bytes((gpu.free.0 - gpu.free.0 / 32) / seat.sharers)
     });
     let room = Room { ranks_here: seat.here, device, host_only: gpu.is_none(), host };
     let mut run = run.clone();
     // Messages take host memory where a run will find no road from GPU to GPU.
-    let crowded = |gpu: &Gpu| loaded.rank.share_device && seat.here > crate::units::from_index(gpu.visible);
-    if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || crowded(gpu)) {
+    if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || seat.sharers > 1) {
         run.run.direct = When::Never;
     }
     let plan = plan::of(&run, seat.ranks, Some(spec), &room);

@@ -1,7 +1,8 @@
 //! What can be known before anything long is started: one line a thing, with what to do about it.
 //!
-//! Every rank looks at its own machine without asking another; then all findings meet in one exchange, and what only
-//! shows side by side (two ranks on one GPU, clocks, files that differ) is judged from there, alike on every rank.
+//! Every rank looks at its own machine; the ranks of one machine tell each other which GPU they would drive, since those
+//! of one GPU share its memory. Then all findings meet in one exchange, and what only shows side by side (two ranks on one
+//! GPU, clocks, files that differ) is judged from there, alike on every rank.
 
 mod devices;
 mod finding;
@@ -61,16 +62,26 @@ struct Seat {
     ranks: u64,
     /// Ranks of this machine.
     here: u64,
-    /// This rank among them.
-    index: usize,
+    /// Ranks that drive this rank's GPU, itself included; 1 without one.
+    sharers: u64,
+}
+
+/// How many of a machine's ranks drive the GPU at `address`.
+fn sharers(address: Option<&str>, taken: &[String]) -> u64 {
+    address.map_or(1, |address| from_index(taken.iter().filter(|other| *other == address).count())).max(1)
 }
 
 /// Looks at everything, on every rank.
 #[must_use]
 pub fn examine(loaded: &Result<Loaded, Error>, environment: &Environment, world: &World) -> Report {
-    let (Rank(index), here) = world.on_this_machine();
-    let seat = Seat { ranks: from_index(world.all.size()), here: from_index(here), index };
-    let mut facts = look(loaded.as_ref(), environment, seat);
+    let machine = world.machine();
+    let Rank(index) = machine.rank();
+    let wanted = loaded.as_ref().map_or(DeviceChoice::Auto, |loaded| loaded.run.run.device);
+    let (device, gpu) = devices::look(wanted, index);
+    let address = gpu.as_ref().map(|gpu| gpu.address.as_str());
+    let sharers = sharers(address, &machine.gather_texts(address.unwrap_or_default()));
+    let seat = Seat { ranks: from_index(world.all.size()), here: from_index(machine.size()), sharers };
+    let mut facts = look(loaded.as_ref(), environment, seat, (device, gpu));
     // The clocks of ranks that leave a barrier together are read together.
     world.all.barrier();
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -82,10 +93,13 @@ pub fn examine(loaded: &Result<Loaded, Error>, environment: &Environment, world:
 }
 
 /// What one rank finds by itself.
-fn look(loaded: Result<&Loaded, &Error>, environment: &Environment, seat: Seat) -> Facts {
+fn look(
+    loaded: Result<&Loaded, &Error>,
+    environment: &Environment,
+    seat: Seat,
+    (device, gpu): (Vec<Finding>, Option<devices::Gpu>),
+) -> Facts {
     let run = loaded.ok().map(|loaded| &loaded.run);
-    let wanted = run.map_or(DeviceChoice::Auto, |run| run.run.device);
-    let (device, gpu) = devices::look(wanted, seat);
     let mut findings = vec![inputs::configuration(loaded, seat.ranks)];
     findings.push(machine::libtorch());
     findings.extend(device);
@@ -145,5 +159,19 @@ impl Report {
     pub fn text(&self) -> String {
         let lines: Vec<String> = self.findings.iter().map(ToString::to_string).collect();
         lines.join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_share_a_gpu_where_their_addresses_are_equal_however_many_are_visible_to_each() {
+        let apart: Vec<String> = (0..8).map(|bus| format!("0000:0{bus}")).collect();
+        assert_eq!(sharers(Some("0000:03"), &apart), 1, "one visible to each task, and all of them different");
+        let pairs = ["0000:01", "0000:02", "0000:01", "0000:02"].map(String::from);
+        assert_eq!(sharers(Some("0000:02"), &pairs), 2);
+        assert_eq!(sharers(None, &[String::new(), String::new()]), 1, "the CPU's memory is the host's");
     }
 }

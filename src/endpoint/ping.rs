@@ -19,7 +19,8 @@ pub struct Check {
     pub name: &'static str,
     /// Whether it holds.
     pub passed: bool,
-    /// Whether everything fails with it: a model that is not listed may answer all the same, under another of its names.
+    /// Whether everything fails with it: a model that is not listed may answer all the same, under another of its names;
+    /// so may a service that has no list.
     pub required: bool,
     /// Seconds, waits between attempts included.
     pub seconds: f64,
@@ -130,8 +131,17 @@ impl Ping {
                 let detail = format!("{} tokens asked, {} replied{end}", count(input_tokens), count(output_tokens));
                 (self.input_tokens, self.output_tokens) = (input_tokens, output_tokens);
                 self.note("message_answered", true, (took, attempts), detail);
+                self.forgive_list();
             }
             Err(error) => self.fail("message_answered", error),
+        }
+    }
+
+    /// A message has answered: that a list is missing does no harm, as nothing else asks for it.
+    fn forgive_list(&mut self) {
+        if self.error.take_if(|error| !ends_all(&error.fault)).is_some() {
+            let list = self.checks.iter_mut().filter(|check| check.name == "models_listed");
+            list.for_each(|check| check.required = false);
         }
     }
 
@@ -200,6 +210,22 @@ mod tests {
              ok    models_listed         2 listed (1.50 s, 2 attempts)\n\
              note  default_model_listed  judge-large is not among them; the nearest listed one is judge-larg"
         );
+    }
+
+    #[test]
+    fn a_list_that_is_missing_is_a_note_where_a_message_answers() {
+        let other = Fault::OtherJson { wanted: "a list of models", said: "{}".into() };
+        for fault in [Fault::NotThere { status: 404, said: String::new() }, other] {
+            let mut ping = blank();
+            ping.models(Err(Error { attempts: 1, ..Error::before("http://x", fault) }));
+            assert!(ping.error.is_some() && ping.text().contains("\nFAIL  models_listed"), "{}", ping.text());
+            ping.forgive_list();
+            assert!(ping.error.is_none() && ping.text().contains("\nnote  models_listed"), "{}", ping.text());
+        }
+        let mut ping = blank();
+        ping.fail("models_listed", Error::before("http://x", Fault::WebPage));
+        ping.forgive_list();
+        assert!(ping.error.is_some() && ping.checks[0].required);
     }
 
     #[test]

@@ -27,7 +27,10 @@ pub fn connect(axis: &Axis, device: Device) -> Result<bool, tensor::Error> {
     }
     let mut name = if axis.rank() == Rank(0) { link::name()? } else { [0; link::NAME_BYTES] };
     axis.broadcast(&mut name);
-    axis.open_road(Link::open(&name, axis.size(), axis.rank())?);
+    let waiting = axis.waits();
+    let link = Link::open(&name, axis.size(), axis.rank())?;
+    drop(waiting);
+    axis.open_road(link);
     Ok(true)
 }
 
@@ -60,7 +63,7 @@ pub(super) fn exchange(link: &Link, send: Vec<Parcel>, receive: Vec<Parcel>) -> 
 
 /// The computation goes on after an exchange.
 pub(super) fn wait(event: &Event) {
-    sent(event.wait());
+    sent(event.block());
 }
 
 /// Each tensor for, or from, one peer.

@@ -428,6 +428,12 @@ int longstraw_event_wait(void* event, char* message, size_t capacity) {
   });
 }
 
+// The compute stream waits for an event that may be another process's doing: it is not timed, for that is no copy, and
+// the host never stands still for it.
+int longstraw_event_block(void* event, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] { static_cast<c10::Event*>(event)->block(compute()); });
+}
+
 // The host waits for an event.
 int longstraw_event_finish(void* event, char* message, size_t capacity) {
   return guarded(message, capacity, [&] { static_cast<c10::Event*>(event)->synchronize(); });

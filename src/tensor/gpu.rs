@@ -56,6 +56,7 @@ unsafe extern "C" {
         capacity: usize,
     ) -> c_int;
     fn longstraw_event_wait(event: *mut c_void, message: *mut c_char, capacity: usize) -> c_int;
+    fn longstraw_event_block(event: *mut c_void, message: *mut c_char, capacity: usize) -> c_int;
     fn longstraw_event_finish(event: *mut c_void, message: *mut c_char, capacity: usize) -> c_int;
     fn longstraw_event_free(event: *mut c_void);
     fn longstraw_event_now(event: *mut *mut c_void, message: *mut c_char, capacity: usize) -> c_int;
@@ -226,6 +227,15 @@ impl Event {
     pub fn wait(&self) -> Result<(), Error> {
         // SAFETY: an event of ours.
         Words::of("waiting for a copy", |to, room| unsafe { longstraw_event_wait(self.0, to, room) })
+    }
+
+    /// The computation waits for it, and the time does not count as that of a copy: it is a message of another rank.
+    ///
+    /// # Errors
+    /// As [`Event::wait`].
+    pub fn block(&self) -> Result<(), Error> {
+        // SAFETY: an event of ours.
+        Words::of("waiting for a message", |to, room| unsafe { longstraw_event_block(self.0, to, room) })
     }
 
     /// The host waits for it.

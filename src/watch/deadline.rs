@@ -47,9 +47,13 @@ impl Patience {
 
     /// The most that a place may take, of which the longest stay so far is known.
     fn deadline(self, kind: Kind, longest: Duration) -> Duration {
-        // What takes minutes by its nature is no stall, however short a layer is.
-        let set = self.set.filter(|_| kind != Kind::Unbounded);
-        set.unwrap_or_else(|| kind.floor(longest).max(longest * LONGEST_TIMES))
+        let computed = kind.floor(longest).max(longest * LONGEST_TIMES);
+        match self.set {
+            // What takes minutes by its nature is no stall, however short a layer is.
+            Some(set) if kind == Kind::Unbounded => set.max(computed),
+            Some(set) => set,
+            None => computed,
+        }
     }
 }
 
@@ -148,7 +152,12 @@ mod tests {
     }
 
     fn moment(phase: Phase, layer: Option<usize>, borders: u64) -> Moment {
-        Moment { site: Site { rank: Rank(0), phase, layer: layer.map(LayerIndex) }, borders, waits: false }
+        Moment {
+            site: Site { rank: Rank(0), phase, layer: layer.map(LayerIndex) },
+            borders,
+            waits: false,
+            linked: false,
+        }
     }
 
     #[test]
@@ -183,6 +192,8 @@ mod tests {
         assert_eq!(deadline(Phase::Capture, None), seconds(3600));
         assert_eq!(deadline(Phase::Evaluate, None), seconds(3600), "plain autograd, which knows no layers");
         assert_eq!(deadline(Phase::Evaluate, Some(0)), seconds(5));
+        let long = Pace::new(Patience::of(9000), moment(Phase::Start, None, 0));
+        assert_eq!(long.deadline(), seconds(9000), "a patience beyond the hour holds there too");
     }
 
     #[test]

@@ -33,6 +33,8 @@ pub struct Beat {
     pub borders: u64,
     /// Whether it waits for other ranks.
     pub waits: bool,
+    /// Whether it may wait for other ranks inside its GPU, which `waits` does not tell.
+    pub linked: bool,
     /// Seconds since it passed the last border, without those in which the process did not run.
     pub seconds_here: f64,
     /// Seconds that it may stay there.
@@ -169,6 +171,7 @@ pub(super) mod tests {
             layer: layer.map(LayerIndex),
             borders: 5,
             waits: true,
+            linked: false,
             seconds_here: 0.0,
             deadline_seconds: 600.0,
             entered: "2026-01-02T03:04:05Z".into(),

@@ -12,14 +12,14 @@ use std::cell::RefCell;
 use std::fmt::Debug;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 pub use cgroup::job_memory;
 pub use deadline::{Pace, Patience};
 pub use heartbeat::{Beat, Heard, Hearts};
 pub use ledger::{Held, Holding, Holdings, Ledger, Measured, Meter, Part, Purpose, Purse};
-pub use peers::{Peers, Verdict};
+pub use peers::{Peers, Sight, Verdict};
 pub use shortage::{Shortage, available_memory};
 
 use crate::failure::{Failure, Phase, Site};
@@ -40,6 +40,8 @@ struct Entries {
     borders: AtomicU64,
     /// Calls in which this rank waits for others, one inside another.
     waits: AtomicUsize,
+    /// Messages go from this rank's GPU to others'.
+    linked: AtomicBool,
 }
 
 impl Default for Entries {
@@ -51,6 +53,7 @@ impl Default for Entries {
             top: AtomicI64::new(-1),
             borders: AtomicU64::new(0),
             waits: AtomicUsize::new(0),
+            linked: AtomicBool::new(false),
         }
     }
 }
@@ -64,6 +67,8 @@ pub struct Moment {
     pub borders: u64,
     /// Whether it waits for other ranks.
     pub waits: bool,
+    /// Whether it may wait for other ranks inside its GPU, where no call of the host tells of it.
+    pub linked: bool,
 }
 
 /// A rank waits for others for as long as this lives.
@@ -92,7 +97,13 @@ impl Place {
     #[must_use]
     pub fn moment(&self) -> Moment {
         let borders = self.0.borders.load(Ordering::Acquire);
-        Moment { site: self.site(), borders, waits: self.0.waits.load(Ordering::Relaxed) > 0 }
+        let waits = self.0.waits.load(Ordering::Relaxed) > 0;
+        Moment { site: self.site(), borders, waits, linked: self.0.linked.load(Ordering::Relaxed) }
+    }
+
+    /// From here on messages go from this rank's GPU to others': any call that waits for its GPU may wait for them.
+    pub fn link(&self) {
+        self.0.linked.store(true, Ordering::Relaxed);
     }
 
     /// The rank goes into a call that ends only when other ranks come too.
@@ -282,6 +293,15 @@ mod tests {
         assert!(board.place().moment().waits);
         drop(outer);
         assert!(!board.place().moment().waits);
+    }
+
+    #[test]
+    fn a_rank_whose_gpu_is_linked_stays_so_and_waits_no_more_than_before() {
+        let board = Board::default();
+        assert!(!board.place().moment().linked);
+        board.place().link();
+        board.enter(Phase::Capture);
+        assert_eq!((board.place().moment().linked, board.place().moment().waits), (true, false));
     }
 
     #[derive(Debug, Default)]

@@ -2,7 +2,7 @@
 //!
 //! Times are this rank's own: a heartbeat is old when its file has not changed for so long while this rank looked, so
 //! clocks of other machines do not matter. Looks that took too long, or in which this rank did not see its own heartbeat,
-//! count for nothing: then it is the file system that was away.
+//! accuse nobody: then it is the file system that was slow or away.
 
 use std::fmt;
 use std::time::Duration;
@@ -34,25 +34,54 @@ pub struct Peers {
     own: Rank,
     all: Vec<Peer>,
     silence: Duration,
-    /// Time without a good look.
+    /// Time without a look that showed anything.
     blind: Duration,
+    /// Time without a clear look.
+    unclear: Duration,
+    /// Whether the others' heartbeats can be heard at all.
+    listens: bool,
+}
+
+/// The least time without heartbeats after which the file system counts as away and not as slow.
+const BLIND_MIN: Duration = Duration::from_mins(10);
+/// The most places of other ranks that a verdict lists.
+const SITES_MAX: usize = 8;
+
+/// What a look at all heartbeats is worth.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Sight {
+    /// It was quick and showed this rank's own last heartbeat.
+    Clear,
+    /// It took long, or showed an old heartbeat of this rank: what it shows may have changed.
+    Late,
+    /// Not even this rank's own heartbeat could be read.
+    Nothing,
 }
 
 impl Peers {
     /// As rank `own` of `ranks` hears them; `silence` is how long a heartbeat may stay away.
     #[must_use]
     pub fn new(own: Rank, ranks: usize, silence: Duration) -> Peers {
-        Peers { own, all: vec![Peer::default(); ranks], silence, blind: Duration::ZERO }
+        let all = vec![Peer::default(); ranks];
+        Peers { own, all, silence, blind: Duration::ZERO, unclear: Duration::ZERO, listens: true }
     }
 
-    /// All heartbeats were read, in rank order, `elapsed` after the last look. `good` is whether the look was quick and
-    /// showed this rank's own heartbeat; otherwise every silence begins anew.
-    pub fn look(&mut self, heard: Vec<Heard>, elapsed: Duration, good: bool) {
-        if !good {
+    /// The others cannot be heard: from here on this rank judges itself alone.
+    pub fn ignore_others(&mut self) {
+        self.listens = false;
+    }
+
+    /// All heartbeats were read, in rank order, `elapsed` after the last look. After a look that is not clear every
+    /// silence begins anew.
+    pub fn look(&mut self, heard: Vec<Heard>, elapsed: Duration, sight: Sight) {
+        if sight != Sight::Nothing {
+            self.blind = Duration::ZERO;
+        }
+        if sight != Sight::Clear {
             self.all.iter_mut().for_each(|peer| peer.silent = Duration::ZERO);
             return;
         }
-        self.blind = Duration::ZERO;
+        self.unclear = Duration::ZERO;
         for (peer, heard) in self.all.iter_mut().zip(heard) {
             match heard {
                 Heard::Beat(beat) => {
@@ -70,6 +99,7 @@ impl Peers {
     /// So much time has passed, with or without a look.
     pub fn pass(&mut self, elapsed: Duration) {
         self.blind += elapsed;
+        self.unclear += elapsed;
     }
 
     /// Whether the job must end, as the rank with this pace sees it, and because of whom. A rank that moves, or that
@@ -77,7 +107,8 @@ impl Peers {
     #[must_use]
     pub fn judge(&self, pace: &Pace) -> Option<Verdict> {
         let moment = pace.moment();
-        if pace.here() >= self.silence
+        if self.listens
+            && pace.here() >= self.silence
             && let Some(verdict) = self.silent()
         {
             return Some(verdict);
@@ -88,12 +119,26 @@ impl Peers {
         let deadline = pace.deadline();
         if !moment.waits {
             let who = self.all[self.own.0].beat.as_ref().map(Who::of);
-            return Some(Verdict { site: moment.site, who, here: pace.here(), why: Why::Stuck { deadline } });
+            let why = self.stands(self.own, moment.linked, deadline);
+            return Some(Verdict { site: moment.site, who, here: pace.here(), why });
         }
-        if self.blind > deadline {
+        if !self.listens {
+            return None;
+        }
+        if self.blind > deadline.max(BLIND_MIN) {
             return Some(Verdict { site: moment.site, who: None, here: pace.here(), why: Why::Blind(self.blind) });
         }
-        self.halted(pace)
+        // What was seen longer ago may have changed since.
+        if self.unclear > self.silence { None } else { self.halted(pace) }
+    }
+
+    /// Why a rank that waits in no call of the host does not move.
+    fn stands(&self, rank: Rank, linked: bool, deadline: Duration) -> Why {
+        if !linked {
+            return Why::Stuck { deadline };
+        }
+        let others = self.all.iter().filter_map(Peer::present).filter(|beat| beat.rank != rank);
+        Why::Linked { deadline, others: others.map(Beat::site).collect() }
     }
 
     /// The rank that has been silent for longest, if any has been for too long.
@@ -114,7 +159,9 @@ impl Peers {
         if let Some(peer) = busy.max_by_key(|peer| peer.here) {
             let deadline = peer.beat.as_ref().map_or(0.0, |beat| beat.deadline_seconds);
             let deadline = Duration::try_from_secs_f64(deadline).unwrap_or(Duration::MAX / 4);
-            return if late(peer.here, deadline) { peer.verdict(Why::Stuck { deadline }) } else { None };
+            let linked = peer.beat.as_ref().is_some_and(|beat| beat.linked);
+            let why = || self.stands(peer.number(), linked, deadline);
+            return if late(peer.here, deadline) { peer.verdict(why()) } else { None };
         }
         // All that are there wait: the one that is furthest behind was the first to halt.
         let present = self.all.iter().filter(|peer| peer.present().is_some());
@@ -159,6 +206,8 @@ enum Why {
     Silent { silent: Duration, also: Vec<Rank> },
     /// Its heart beats, it waits for nobody, and it does not move.
     Stuck { deadline: Duration },
+    /// Its heart beats and it does not move; it may wait for a message inside its GPU.
+    Linked { deadline: Duration, others: Vec<Site> },
     /// Everybody waits for somebody.
     AllWait,
     /// Nothing was heard of the others.
@@ -211,6 +260,17 @@ impl fmt::Display for Verdict {
                  run.stall_sec is too small",
                 deadline.as_secs()
             ),
+            Why::Linked { deadline, others } => {
+                write!(
+                    f,
+                    "; {} s were allowed. It may wait for a message from another rank's GPU: it, one of the others, or the \
+                     link between their GPUs hangs, or run.stall_sec is too small",
+                    deadline.as_secs()
+                )?;
+                let sites: Vec<String> = others.iter().take(SITES_MAX).map(ToString::to_string).collect();
+                let more = if others.len() > SITES_MAX { "; …" } else { "" };
+                if sites.is_empty() { Ok(()) } else { write!(f, "; the others: {}{more}", sites.join("; ")) }
+            }
             Why::AllWait => {
                 f.write_str("; every rank waits for the others, and this one came least far: look at the network")
             }
@@ -243,6 +303,7 @@ mod tests {
             site: Site { rank: Rank(0), phase: Phase::Capture, layer: Some(LayerIndex(layer)) },
             borders,
             waits,
+            linked: false,
         };
         let mut pace = Pace::new(Patience::of(0), moment(0, 1));
         pace.see(moment(1, 2), seconds(1));
@@ -264,7 +325,7 @@ mod tests {
     fn listened(looks: u64, stopped: bool, waits: [bool; 3]) -> Peers {
         let mut peers = Peers::new(Rank(0), 3, SILENCE);
         for count in 0..=looks {
-            peers.look(heard(count, stopped, waits), seconds(2), true);
+            peers.look(heard(count, stopped, waits), seconds(2), Sight::Clear);
         }
         peers
     }
@@ -288,9 +349,52 @@ mod tests {
     #[test]
     fn a_look_that_took_too_long_accuses_nobody_and_begins_every_silence_anew() {
         let mut peers = listened(29, true, RANK_1_COMPUTES);
-        peers.look(heard(0, false, RANK_1_COMPUTES), seconds(300), false);
-        peers.look(heard(29, true, RANK_1_COMPUTES), seconds(2), true);
+        peers.look(heard(0, false, RANK_1_COMPUTES), seconds(300), Sight::Late);
+        peers.look(heard(29, true, RANK_1_COMPUTES), seconds(2), Sight::Clear);
         assert_eq!(peers.judge(&pace(seconds(61), true)), None);
+    }
+
+    #[test]
+    fn a_slow_file_system_ends_no_job_whose_ranks_rightly_wait() {
+        let mut peers = listened(1, false, [true; 3]);
+        for count in 2..99 {
+            peers.pass(seconds(20));
+            peers.look(heard(count, false, [true; 3]), seconds(20), Sight::Late);
+            assert_eq!(peers.judge(&pace(seconds(20 * count), true)), None, "{count}");
+        }
+        peers.pass(seconds(601));
+        assert_eq!(peers.judge(&pace(seconds(9000), true)).unwrap().why, Why::Blind(seconds(601)));
+    }
+
+    #[test]
+    fn a_rank_that_hears_nobody_judges_itself_alone() {
+        let mut peers = listened(99, true, [true; 3]);
+        peers.ignore_others();
+        peers.pass(seconds(9000));
+        assert_eq!(peers.judge(&pace(seconds(9000), true)), None);
+        let verdict = peers.judge(&pace(seconds(601), false)).unwrap();
+        assert_eq!((verdict.site().rank, verdict.why), (Rank(0), Why::Stuck { deadline: seconds(600) }));
+    }
+
+    #[test]
+    fn a_rank_whose_gpu_is_linked_names_nobody_for_sure() {
+        let linked = |here| {
+            let mut pace = pace(here, false);
+            pace.see(Moment { linked: true, ..pace.moment() }, Duration::ZERO);
+            pace
+        };
+        let verdict = listened(310, false, RANK_1_COMPUTES).judge(&linked(seconds(601))).unwrap();
+        let words = verdict.to_string();
+        assert!(words.contains("it, one of the others, or the link between their GPUs hangs"), "{words}");
+        assert!(words.ends_with("; the others: rank 1, capture, layer 1; rank 2, capture, layer 1"), "{words}");
+        assert!(!words.contains("waits for no other rank"), "{words}");
+    }
+
+    #[test]
+    fn heartbeats_that_were_seen_long_ago_accuse_nobody() {
+        let mut peers = listened(301, false, [true; 3]);
+        peers.pass(seconds(61));
+        assert_eq!(peers.judge(&pace(seconds(721), true)), None);
     }
 
     #[test]
@@ -300,7 +404,7 @@ mod tests {
             for count in 2..99 {
                 let mut all = heard(count, true, RANK_1_COMPUTES);
                 all[2] = nothing.clone();
-                peers.look(all, seconds(2), true);
+                peers.look(all, seconds(2), Sight::Clear);
             }
             assert_eq!(peers.judge(&pace(seconds(190), true)), None, "{nothing:?}");
         }
@@ -326,7 +430,7 @@ mod tests {
         if let Heard::Beat(beat) = &mut all[1] {
             beat.borders = 4;
         }
-        peers.look(all, seconds(2), true);
+        peers.look(all, seconds(2), Sight::Clear);
         let verdict = peers.judge(&pace(seconds(721), true)).unwrap();
         assert_eq!((verdict.site().rank, verdict.why), (Rank(1), Why::AllWait));
     }

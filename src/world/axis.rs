@@ -9,7 +9,7 @@ use mpi::topology::{Communicator, SimpleCommunicator};
 use mpi::traits::{CommunicatorCollectives, Destination, Root, Source};
 
 use crate::units::Rank;
-use crate::watch::Place;
+use crate::watch::{Place, Waiting};
 
 /// Some ranks in a fixed order, and the collectives among them.
 pub struct Axis {
@@ -70,8 +70,15 @@ impl Axis {
         self.round_bytes.set(bytes.clamp(1, (1 << 30) / self.size()));
     }
 
-    /// Keeps another road between these ranks, for [`Axis::road`]; the first one stays.
+    /// The rank goes into a call of another library that ends only when other ranks of the axis come too.
+    #[must_use]
+    pub fn waits(&self) -> Waiting {
+        self.place.waits()
+    }
+
+    /// Keeps another road between these ranks' GPUs, for [`Axis::road`]; the first one stays.
     pub fn open_road<R: 'static>(&self, road: R) {
+        self.place.link();
         let _ = self.road.set(Box::new(road));
     }
 

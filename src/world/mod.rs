@@ -10,7 +10,9 @@ mod stop;
 mod watchdog;
 
 use std::cell::Cell;
+use std::ffi::OsStr;
 use std::io::Write as _;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -24,9 +26,9 @@ pub use axis::Axis;
 pub use stop::{asked_to_stop, heed_signals, time_left};
 
 use crate::failure::{Classified, Exit, Failure, out_of_memory};
-use crate::units::Rank;
+use crate::units::{Rank, as_index, from_index};
 use crate::watch::{Board, Hearts, Ledger, Patience, Place, Shortage};
-use watchdog::Watchdog;
+use watchdog::{Watch, Watchdog};
 
 /// What can be wrong with the world itself.
 #[derive(Debug, thiserror::Error)]
@@ -162,24 +164,48 @@ impl World {
         })
     }
 
-    /// From here to the end of MPI a watchdog on each rank keeps a heartbeat in `run_dir` and ends the job when a rank
-    /// stands still. `stall_sec` is `run.stall_sec`. Every rank takes part.
+    /// From here to the end of MPI a watchdog on each rank keeps a heartbeat in rank 0's `run_dir` and ends the job when a
+    /// rank stands still. `stall_sec` is `run.stall_sec`. Every rank takes part. Where a rank does not reach that folder,
+    /// no rank listens to others: each watches itself alone, and the job says so.
     ///
     /// # Errors
-    /// When a heartbeat cannot be written on any rank.
+    /// When rank 0 cannot write a heartbeat, or a rank cannot watch.
     pub fn watch(&mut self, run_dir: &Path, stall_sec: u64) -> Result<(), Failure> {
         self.watchdog = None;
         // Unlike the numbers of processes, times do not come again after a machine has started anew.
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let job = self.all.gather_numbers(u64::try_from(now.as_nanos()).unwrap_or_default())[0];
-        let hearts = Hearts::of(run_dir, job);
-        let wrong = |source| Failure::from(Error::Watch { folder: run_dir.to_owned(), source });
-        let prepared = if self.all.rank() == Rank(0) { hearts.prepare() } else { Ok(()) };
-        self.agree(prepared.map_err(wrong))?;
-        let (place, ranks) = (self.board.place(), self.all.size());
-        let watchdog = Watchdog::start(hearts, place, ranks, Patience::of(stall_sec));
+        let folder = self.of_rank_0(run_dir);
+        let wrong = |source| Failure::from(Error::Watch { folder: folder.clone(), source });
+        let hearts = Hearts::of(&folder, job);
+        let watch = Watch::new(hearts, self.board.place(), self.all.size(), Patience::of(stall_sec));
+        let first = self.all.rank() == Rank(0);
+        // Rank 0's heartbeat is there before any other rank looks for it: file systems remember what was absent.
+        self.agree(if first { watch.begin().map_err(wrong) } else { Ok(()) })?;
+        let written = first || watch.write_first().is_ok();
+        self.all.barrier();
+        let heard = self.all.gather_numbers(u64::from(written && watch.hears_all()));
+        let deaf = heard.iter().position(|&heard| heard == 0);
+        let watchdog = Watchdog::start(watch, deaf.is_none());
         self.watchdog = Some(self.agree(watchdog.map_err(wrong))?);
+        if let Some(rank) = deaf {
+            self.remark(&format!(
+                "rank {rank} does not share rank 0's run directory {}: no rank will notice when another falls silent; \
+                 each watches its own deadline alone",
+                folder.display()
+            ));
+        }
         Ok(())
+    }
+
+    /// Rank 0's path, made absolute there: ranks may stand in different folders.
+    fn of_rank_0(&self, path: &Path) -> PathBuf {
+        let own = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let mut bytes = own.as_os_str().as_bytes().to_vec();
+        let length = self.all.gather_numbers(from_index(bytes.len()))[0];
+        bytes.resize(as_index(length), 0);
+        self.all.broadcast(&mut bytes);
+        OsStr::from_bytes(&bytes).into()
     }
 
     /// Cuts the world into groups of `cp_size` consecutive ranks.

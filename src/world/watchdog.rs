@@ -14,12 +14,14 @@ use chrono::{DateTime, SecondsFormat, Utc};
 use super::{abort_world, say};
 use crate::failure::Exit;
 use crate::units::Rank;
-use crate::watch::{Beat, Heard, Hearts, Pace, Patience, Peers, Place, Verdict};
+use crate::watch::{Beat, Heard, Hearts, Pace, Patience, Peers, Place, Sight, Verdict};
 
 /// From the verdict to the end at the latest, whatever holds up words and abort.
 const END_MAX: Duration = Duration::from_secs(5);
 /// What the ranks that do not speak leave the one that does.
 const SPEAKING: Duration = Duration::from_secs(3);
+/// At the start a rank looks for all heartbeats so often, a second apart, before it holds the folder for its own.
+const FIRST_LOOKS: u32 = 5;
 
 /// What both threads know.
 struct Known {
@@ -30,7 +32,8 @@ struct Known {
 
 /// Who watches, and whom.
 #[derive(Clone)]
-struct Watch {
+pub(super) struct Watch {
+    patience: Patience,
     hearts: Hearts,
     place: Place,
     rank: Rank,
@@ -77,27 +80,57 @@ impl Drop for Watchdog {
 }
 
 impl Watchdog {
-    /// Writes this rank's first heartbeat and starts to watch.
-    pub(super) fn start(hearts: Hearts, place: &Place, ranks: usize, patience: Patience) -> io::Result<Watchdog> {
-        let rank = place.site().rank;
-        let moment = place.moment();
-        let known = Known {
-            pace: Pace::new(patience, moment),
-            peers: Peers::new(rank, ranks, patience.silence()),
-            entered: Utc::now(),
+    /// Starts to watch. Where heartbeats are not `shared`, none is kept, and this rank watches itself alone.
+    pub(super) fn start(watch: Watch, shared: bool) -> io::Result<Watchdog> {
+        let (hearts, rank, interval) = (watch.hearts.clone(), watch.rank, watch.patience.interval());
+        let beats = if shared {
+            let other = watch.clone();
+            Some(Thread::start("heartbeat", move |stopped| other.beat_until(stopped, interval))?)
+        } else {
+            watch.known().peers.ignore_others();
+            hearts.remove(rank);
+            None
         };
-        let host = mpi::environment::processor_name().unwrap_or_default();
-        let known = Arc::new(Mutex::new(known));
-        let watch = Watch { hearts: hearts.clone(), place: place.clone(), rank, ranks, host, known };
-        watch.hearts.write(&watch.beat(0))?;
-        let (other, interval) = (watch.clone(), patience.interval());
-        let beats = Thread::start("heartbeat", move |stopped| other.beat_until(stopped, interval))?;
         let judge = Thread::start("watchdog", move |stopped| watch.judge_until(stopped, interval))?;
-        Ok(Watchdog { hearts, rank, beats: Some(beats), judge: Some(judge) })
+        Ok(Watchdog { hearts, rank, beats, judge: Some(judge) })
     }
 }
 
 impl Watch {
+    /// Of the rank at `place`, one of `ranks`; nothing is written yet.
+    pub(super) fn new(hearts: Hearts, place: &Place, ranks: usize, patience: Patience) -> Watch {
+        let rank = place.site().rank;
+        let known = Known {
+            pace: Pace::new(patience, place.moment()),
+            peers: Peers::new(rank, ranks, patience.silence()),
+            entered: Utc::now(),
+        };
+        let host = mpi::environment::processor_name().unwrap_or_default();
+        Watch { patience, hearts, place: place.clone(), rank, ranks, host, known: Arc::new(Mutex::new(known)) }
+    }
+
+    /// Makes the folder anew, with this rank's first heartbeat in it.
+    pub(super) fn begin(&self) -> io::Result<()> {
+        self.hearts.prepare()?;
+        self.write_first()
+    }
+
+    /// This rank's first heartbeat.
+    pub(super) fn write_first(&self) -> io::Result<()> {
+        self.hearts.write(&self.beat(0))
+    }
+
+    /// Whether the first heartbeats of all ranks are seen from here, once all have been written.
+    pub(super) fn hears_all(&self) -> bool {
+        let all = || (0..self.ranks).all(|rank| matches!(self.hearts.hear(Rank(rank)), Heard::Beat(_)));
+        (0..FIRST_LOOKS).any(|look| {
+            if look > 0 {
+                thread::sleep(Duration::from_secs(1));
+            }
+            all()
+        })
+    }
+
     fn known(&self) -> MutexGuard<'_, Known> {
         // A panic ends the job, so a poisoned lock is only seen on the way out.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
@@ -116,6 +149,7 @@ impl Watch {
             layer: moment.site.layer,
             borders: moment.borders,
             waits: moment.waits,
+            linked: moment.linked,
             seconds_here: known.pace.here().as_secs_f64(),
             deadline_seconds: known.pace.deadline().as_secs_f64(),
             entered: clock(known.entered),
@@ -138,10 +172,15 @@ impl Watch {
             }
             failed = written.is_err();
             let heard: Vec<Heard> = (0..self.ranks).map(|rank| self.hearts.hear(Rank(rank))).collect();
-            let own = matches!(&heard[self.rank.0], Heard::Beat(beat) if beat.count == count);
             let now = Instant::now();
-            let good = own && !failed && now - start <= interval && now - last <= 3 * interval;
-            self.known().peers.look(heard, now - last, good);
+            let patient = self.patience.silence() / 4;
+            let quick = now - start <= patient && now - last <= patient + 3 * interval;
+            let sight = match &heard[self.rank.0] {
+                Heard::Beat(beat) if beat.count == count && !failed && quick => Sight::Clear,
+                Heard::Beat(_) => Sight::Late,
+                Heard::Gone | Heard::Unclear => Sight::Nothing,
+            };
+            self.known().peers.look(heard, now - last, sight);
             last = now;
         }
     }

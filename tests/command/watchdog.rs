@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::job::{Job, nothing_passed, random_model};
+use super::room::{Call, LONGSTRAW};
 
 /// Patience of 5 s, and what the launcher needs to end a job on a busy machine.
 const END: Duration = Duration::from_secs(15);
@@ -48,6 +49,18 @@ fn a_rank_stopped_while_it_saves_is_named_and_the_run_goes_on_from_what_is_whole
     said.ended(0, &["going on from run/checkpoints/step_1: update 2 is next"]);
     assert_eq!(room.read_json("run/receipt.json")["passed"], true);
     assert!(!room.path().join("run/heartbeat").exists(), "a run that ends in order leaves no heartbeats");
+}
+
+#[test]
+fn ranks_with_run_directories_of_their_own_keep_their_heartbeats_in_that_of_rank_0() {
+    let room = random_model(256, 32, 2, "steps = 1\n");
+    let other = [":", "-n", "1", LONGSTRAW, "train", "--run-dir", "two"];
+    let arguments = [&["train", "--run-dir", "one"][..], &other].concat();
+    let said = room.run(&Call { ranks: 1, program: LONGSTRAW, arguments: &arguments, variables: &[] });
+    said.ended(0, &[]);
+    assert!(!said.err.contains("does not share"), "{said}");
+    assert!(room.path().join("two/logs/rank_1.log").exists(), "rank 1 logs where it was told to");
+    assert!(!room.path().join("two/heartbeat").exists());
 }
 
 #[test]
