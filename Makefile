@@ -71,6 +71,7 @@ NOT_MPI := $(if $(wildcard tests/ranks*.rs tests/ranks*/main.rs),-E 'not binary(
 test-rust: deps
 	@if cargo nextest --version >/dev/null 2>&1; then set -x; \
 	  $(TEST_ENVIRONMENT) cargo nextest run --release --locked $(NOT_MPI); \
+	  cargo test --release --locked --doc; \
 	else set -x; \
 	  $(TEST_ENVIRONMENT) cargo test --release --locked; \
 	fi

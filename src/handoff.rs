@@ -188,7 +188,15 @@ pub struct Scores(pub Vec<Logprobs>);
 #[must_use = "gradients that are not finalized never reach the other ranks"]
 pub struct LocalGrads(pub Vec<Tensor>);
 
-/// Adapter gradients summed over all ranks and clipped: the same bits everywhere.
+/// Adapter gradients summed over all ranks and clipped: the same bits everywhere. Nothing but `finalize` makes them:
+///
+/// ```compile_fail,E0451
+/// use longstraw::handoff::{LocalGrads, ReducedGrads};
+///
+/// fn unsummed(own: LocalGrads) -> ReducedGrads {
+///     ReducedGrads { gradients: own.0, norm: 0.0 }
+/// }
+/// ```
 #[derive(Debug)]
 pub struct ReducedGrads {
     pub(crate) gradients: Vec<Tensor>,

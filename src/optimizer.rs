@@ -45,6 +45,28 @@ impl AdamW {
     }
 
     /// One step. The adapters' version moves on, so state captured before is refused from here on.
+    ///
+    /// Gradients come here by way of `finalize`, which sums them over all ranks:
+    ///
+    /// ```no_run
+    /// use longstraw::{finalize, handoff::LocalGrads, model::lora::Adapters, optimizer::AdamW, world::World};
+    ///
+    /// fn step(world: &World, optimizer: &mut AdamW, adapters: &mut Adapters, own: LocalGrads) {
+    ///     if let Ok(summed) = finalize::run(&world.all, own, adapters, 1.0) {
+    ///         optimizer.update(adapters, &summed, 1e-5);
+    ///     }
+    /// }
+    /// ```
+    ///
+    /// One rank's own are of another type, so a sum that was forgotten does not compile:
+    ///
+    /// ```compile_fail,E0308
+    /// use longstraw::{handoff::LocalGrads, model::lora::Adapters, optimizer::AdamW};
+    ///
+    /// fn step(optimizer: &mut AdamW, adapters: &mut Adapters, own: LocalGrads) {
+    ///     optimizer.update(adapters, &own, 1e-5);
+    /// }
+    /// ```
     pub fn update(&mut self, adapters: &mut Adapters, gradients: &ReducedGrads, learning_rate: f64) {
         let Moments { steps, mean, square } = &mut self.moments;
         *steps += 1;

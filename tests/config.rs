@@ -481,6 +481,7 @@ fn the_digest_changes_with_every_shared_value_and_with_no_other() {
         "optimizer.max_grad_norm=inf",
         "memory.cpu_offload_inputs=true",
         "memory.keep_attention=false",
+        "run.direct=false",
     ];
     let loaded = load(&[], &[], &given).expect("accepted");
     let before = serde_json::to_value(&loaded.run).expect("JSON");
@@ -616,6 +617,51 @@ fn settings_that_are_no_object_are_refused_without_showing_them() {
         assert!(found.len() == 1 && found[0].starts_with("settings.json: line "), "{found:?}");
         assert!(!found[0].contains(SENTINEL), "{found:?}");
     }
+}
+
+#[test]
+fn a_number_larger_than_anything_can_be_is_refused_at_once_with_its_limit() {
+    for (key, limit) in [
+        ("context.prompt_len", 1_u64 << 40),
+        ("context.answer_len", 1 << 40),
+        ("context.page_size", 1 << 40),
+        ("parallel.cp_size", (1 << 31) - 1),
+        ("lora.rank", 1 << 20),
+        ("optimizer.grad_accum", 1 << 20),
+        ("endpoint.timeout_sec", 86_400),
+        ("endpoint.max_retries", 1000),
+    ] {
+        let said = problems(users(&[&format!("{key}={}", i64::MAX)]));
+        // A key of settings.json is spelt as in the flag that has the last word.
+        let words = format!("--set: {key} should be at most {limit}: ");
+        assert!(said.iter().any(|problem| problem.starts_with(&words)), "{key}: {said:?}");
+    }
+    // The search for a divisor tried every number below, which took years.
+    let ranks = (1_u64 << 61) - 1;
+    let said = problems(users(&[&format!("parallel.cp_size={ranks}"), &format!("parallel.ep_size={}", ranks / 2)]));
+    assert!(said.iter().any(|problem| problem.contains("parallel.ep_size should be 1: it divides")), "{said:?}");
+    let said =
+        gate(Gate::Short, &[], &[&format!("gate.scale={}", i64::MAX), &format!("context.page_size={}", 1_u64 << 40)]);
+    assert!(problems(said).iter().any(|problem| problem.contains("gate.scale should be 8192: it divides")));
+}
+
+#[test]
+fn a_name_is_repeated_in_bounded_length_and_without_what_a_terminal_would_obey() {
+    // Nested as deep as it is dotted, it overflowed the stack.
+    let said = problems(users(&[&format!("{}lr=1", "a.".repeat(60_000))]));
+    assert!(said[0].starts_with("--set: unknown key a.a.a.") && said[0].len() < 400, "{}", said[0].len());
+    let odd = "\"a\\u001b[2J\\nb\" = 1\n";
+    let said = problems(load(&[("config.toml", &format!("{odd}{USERS_CONFIG}"))], &[], &[]));
+    assert!(said[0].contains("unknown key a\\u{1b}[2J\\nb; the nearest"), "{}", said[0]);
+    let said = problems(users(&["=5"]));
+    assert_eq!(said, ["--set: \"\" is no table.key=value"]);
+}
+
+/// `nan` in a table that is handed on became a `null` there, and the resolved file could not be written.
+#[test]
+fn a_rope_scaling_of_what_is_not_finite_is_refused() {
+    let said = problems(users(&["model.rope_scaling={ rope_type = \"yarn\", factor = [1.0, inf] }"]));
+    assert_eq!(said, ["--set: model.rope_scaling should be of finite numbers: nan and inf stretch nothing"]);
 }
 
 fn document_path() -> PathBuf {

@@ -41,6 +41,7 @@ const CLAIMS: &[Claim] = &[
     ("pages_on_the_host_and_on_the_device_give_the_same_bits", memory::residency),
     ("what_is_kept_and_what_is_computed_again_give_the_same_bits", memory::keeping),
     ("capture_leaves_no_graph_and_page_storage_is_exact", memory::exact_pages),
+    ("page_bytes_of_a_rank_fall_with_the_number_of_ranks", memory::falling_pages),
     ("a_rank_never_holds_more_than_two_foreign_page_runs", memory::foreign_runs),
     ("device_bytes_are_flat_in_the_group_and_the_pool_follows_its_formula", memory::flat_in_group),
     ("prompt_groups_side_by_side_equal_one_with_their_groups_accumulated", axes::dp_equals_accumulation),

@@ -247,6 +247,31 @@ fn a_dead_link_is_found() {
 }
 
 #[test]
+fn every_test_that_the_six_errors_name_is_there() {
+    let document = source::Source::new(documents::ERRORS, &source::read(documents::ERRORS));
+    assert_eq!(document.text.matches("\nTests: ").count(), 6);
+    assert_tidy(&documents::absent_tests(&document, &rust_sources()));
+}
+
+#[test]
+fn a_test_that_an_error_names_and_that_is_gone_is_found() {
+    let code = [
+        Source::new("tests/x.rs", "#[test]\nfn it_falls() {}\nfn no_test() {}\n"),
+        Source::new("tests/ranks.rs", "(\"a_claim\", memory::claim),\n"),
+        Source::new("src/x.rs", "/// ```compile_fail\n"),
+    ];
+    let faults = |tests: &str| {
+        let text =
+            format!("# X\n\n## The six errors of the users' guide\n\n### One\n\n{tests}\n\n## Next\n\nTests: `y`\n");
+        documents::absent_tests(&Source::new("docs/x.md", &text), &code)
+    };
+    assert_eq!(faults("Tests: `it_falls`, `a_claim`, the\nexample in `src/x.rs`."), Vec::<String>::new());
+    assert_eq!(faults("Tests: `it_falls`, `no_test`."), ["docs/x.md:5: there is no test `no_test`"]);
+    assert_eq!(faults("Tests: `src/y.rs`."), ["docs/x.md:5: there is no test `src/y.rs`"]);
+    assert_eq!(faults("Nothing."), ["docs/x.md:5: no paragraph `Tests: …` with a name"]);
+}
+
+#[test]
 fn every_dependency_has_a_line_of_reason() {
     let manifest = source::read("Cargo.toml");
     assert_tidy(&documents::dependencies_without_reason(&manifest, &source::read(documents::REASONS)));

@@ -11,6 +11,20 @@ use super::{Loaded, RunConfig};
 
 /// The longest wait between two attempts, in seconds.
 const RETRY_WAIT_SEC_MAX: f64 = 3600.0;
+/// The most attempts after the first.
+const RETRIES_MAX: u64 = 1000;
+/// The longest request, in seconds: a day.
+const TIMEOUT_SEC_MAX: u64 = 86_400;
+/// The longest prompt, answer and page. Sums and products of them with a few small numbers stay within 64 bits.
+const POSITIONS_MAX: u64 = 1 << 40;
+/// The most ranks: MPI counts them in 31 bits.
+const RANKS_MAX: u64 = (1 << 31) - 1;
+/// The widest adapter; no layer is as wide.
+const LORA_RANK_MAX: u64 = 1 << 20;
+/// The most groups of an update on one replica: a list of them is made before it begins.
+const GROUPS_MAX: u64 = 1 << 20;
+/// Divisors up to here are tried, and what each leaves.
+const DIVISORS_TRIED: u64 = 1 << 16;
 
 impl RunConfig {
     /// Every problem of this configuration; `world` is the number of ranks, where it is known. Without it the rules that
@@ -27,6 +41,7 @@ impl RunConfig {
         check.objective();
         check.sampling();
         check.adapters();
+        check.rotary();
         check.data();
         check.at_least_one("gate.scale", self.gate.scale, "1 runs the gates at their full lengths");
         check.endpoint();
@@ -82,6 +97,12 @@ impl Check<'_> {
         }
     }
 
+    fn at_most(&mut self, key: &str, value: u64, most: u64, why: &str) {
+        if value > most {
+            self.should(key, &[], format!("at most {most}"), format!("{why} (it is {value})"));
+        }
+    }
+
     fn parallel(&mut self) {
         let parallel = &self.run.parallel;
         let (tp, pp, ep) = (parallel.tp_size, parallel.pp_size, parallel.ep_size);
@@ -94,6 +115,7 @@ impl Check<'_> {
         if parallel.cp_size == Some(0) {
             self.should("parallel.cp_size", &[], "at least 1", "or leave it out: all ranks share the prompt then");
         }
+        self.at_most("parallel.cp_size", parallel.cp_size.unwrap_or(1), RANKS_MAX, "no MPI has more ranks");
         self.world();
         if ep == 0 {
             self.should("parallel.ep_size", &[], "1", "an expert lives on at least one rank");
@@ -114,7 +136,7 @@ impl Check<'_> {
         if cp == 0 || (world > 0 && world.is_multiple_of(cp)) {
             return;
         }
-        let up = world.div_ceil(cp).max(1) * cp;
+        let up = world.div_ceil(cp).max(1).saturating_mul(cp);
         let why = format!("the job has {world} ranks, no multiple of {cp}; or start {up} ranks");
         self.should("parallel.cp_size", &[], divisor(world.max(1), cp).to_string(), why);
     }
@@ -144,6 +166,11 @@ impl Check<'_> {
         let (longest, prompt, answer) = (context.max_seq_len.0, context.prompt_len.0, context.answer_len.0);
         self.at_least_one("context.prompt_len", prompt, "a prompt has a position");
         self.at_least_one("context.answer_len", answer, "an answer has a token");
+        for (key, positions) in
+            [("context.prompt_len", prompt), ("context.answer_len", answer), ("context.page_size", context.page_size.0)]
+        {
+            self.at_most(key, positions, POSITIONS_MAX, "no memory holds a longer one");
+        }
         if context.page_size.0 == 0 {
             self.should("context.page_size", &[], "64", "a page holds at least one position (it is 0)");
         }
@@ -190,6 +217,7 @@ impl Check<'_> {
         self.range("optimizer.weight_decay", o.weight_decay, not_negative(o.weight_decay), "a finite number from 0");
         self.range("optimizer.max_grad_norm", o.max_grad_norm, o.max_grad_norm > 0.0, "above 0, or inf");
         self.at_least_one("optimizer.grad_accum", o.grad_accum, "an update needs a group");
+        self.at_most("optimizer.grad_accum", o.grad_accum, GROUPS_MAX, "an update has all its groups in a list");
     }
 
     fn objective(&mut self) {
@@ -234,6 +262,7 @@ impl Check<'_> {
     fn adapters(&mut self) {
         let lora = &self.run.lora;
         self.at_least_one("lora.rank", lora.rank, "an adapter has a width; 16 is the default");
+        self.at_most("lora.rank", lora.rank, LORA_RANK_MAX, "an adapter is narrower than its layer");
         self.range("lora.alpha", lora.alpha, lora.alpha.is_finite() && lora.alpha > 0.0, "a finite number above 0");
         let Some(targets) = &lora.targets else { return };
         if targets.is_empty() {
@@ -247,6 +276,14 @@ impl Check<'_> {
         let mut seen = BTreeSet::new();
         if let Some(again) = targets.iter().find(|target| !seen.insert(*target)) {
             self.should("lora.targets", &[], "without repetition", format!("{again} stands in it twice"));
+        }
+    }
+
+    /// The file's table is handed on as JSON, which has no word for what is not finite.
+    fn rotary(&mut self) {
+        let unsaid = self.run.model.rope_scaling.iter().flatten().any(|(_, value)| holds_null(value));
+        if unsaid {
+            self.should("model.rope_scaling", &[], "of finite numbers", "nan and inf stretch nothing");
         }
     }
 
@@ -281,6 +318,8 @@ impl Check<'_> {
             }
         }
         self.at_least_one("endpoint.timeout_sec", e.timeout_sec, "a request takes time; 120 is the default");
+        self.at_most("endpoint.timeout_sec", e.timeout_sec, TIMEOUT_SEC_MAX, "an answer does not take more than a day");
+        self.at_most("endpoint.max_retries", e.max_retries, RETRIES_MAX, "what fails so often does not pass");
         let inside = e.retry_backoff.is_finite() && e.retry_backoff > 0.0;
         self.range("endpoint.retry_backoff", e.retry_backoff, inside, "a finite number above 0");
         let wait_sec = e.retry_backoff.powi(i32::try_from(e.max_retries).unwrap_or(i32::MAX));
@@ -328,9 +367,21 @@ impl Check<'_> {
     }
 }
 
-/// The largest divisor of `whole` that is at most `most`, both at least 1.
-fn divisor(whole: u64, most: u64) -> u64 {
-    (1..=most.min(whole)).rev().find(|d| whole.is_multiple_of(*d)).unwrap_or(1)
+fn holds_null(value: &serde_json::Value) -> bool {
+    use serde_json::Value;
+    match value {
+        Value::Null => true,
+        Value::Array(items) => items.iter().any(holds_null),
+        Value::Object(table) => table.values().any(holds_null),
+        Value::Bool(_) | Value::Number(_) | Value::String(_) => false,
+    }
+}
+
+/// The largest divisor of `whole` that is at most `most`, both at least 1. Of a whole beyond 32 bits it may be a smaller
+/// one: trying all would take years.
+pub(super) fn divisor(whole: u64, most: u64) -> u64 {
+    let small = (1..=DIVISORS_TRIED).take_while(|d| d * d <= whole).filter(|d| whole.is_multiple_of(*d));
+    small.flat_map(|d| [d, whole / d]).filter(|d| *d <= most).max().unwrap_or(1)
 }
 
 fn is_variable_name(name: &str) -> bool {
@@ -349,6 +400,17 @@ mod tests {
         assert_eq!(divisor(6, 4), 3);
         assert_eq!(divisor(7, 4), 1);
         assert_eq!(divisor(12, 5), 4);
+        for whole in 1..=200 {
+            for most in 1..=210 {
+                assert_eq!(Some(divisor(whole, most)), (1..=most).rev().find(|d| whole.is_multiple_of(*d)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_divisor_of_any_number_is_found_at_once() {
+        assert_eq!(divisor((1 << 62) + 1, 1 << 61), 922_337_203_685_477_581);
+        assert_eq!(divisor((1 << 61) - 1, 1 << 60), 1, "a prime");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The gates as data: which there are, in the order in which they are passed, and what each changes in a configuration.
 
+use super::check::divisor;
 use super::problem::{Fault, Problem};
 use super::source::Gathered;
 use super::tables::{ContextConfig, MemoryConfig};
@@ -137,10 +138,10 @@ pub(super) fn scale_down(context: &mut ContextConfig, memory: &mut MemoryConfig,
     }
     let ContextConfig { max_seq_len, prompt_len, answer_len, page_size, .. } = context;
     let lengths = [max_seq_len, prompt_len, answer_len, page_size];
-    let divides = |scale: u64| lengths.iter().all(|length| length.0.is_multiple_of(scale));
-    if !divides(scale) {
-        let smallest = lengths.iter().map(|length| length.0).min().unwrap_or(1);
-        let be = (1..=scale.min(smallest)).rev().find(|&scale| divides(scale)).unwrap_or(1);
+    // What divides all of them divides their greatest common divisor.
+    let common = lengths.iter().fold(0, |common, length| greatest_common_divisor(common, length.0));
+    if !common.is_multiple_of(scale) {
+        let be = divisor(common, scale);
         let [longest, prompt, answer, page] = lengths.map(|length| *length);
         let why = format!(
             "it divides max_seq_len {longest}, prompt_len {prompt}, answer_len {answer} and page_size {page} (it is {scale})"
@@ -156,6 +157,15 @@ pub(super) fn scale_down(context: &mut ContextConfig, memory: &mut MemoryConfig,
         *rows = Tokens(rows.0.div_ceil(scale));
     }
     None
+}
+
+/// Of two numbers; of 0 and another it is the other.
+fn greatest_common_divisor(one: u64, two: u64) -> u64 {
+    let (mut one, mut two) = (one, two);
+    while two > 0 {
+        (one, two) = (two, one % two);
+    }
+    one
 }
 
 #[cfg(test)]

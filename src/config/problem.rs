@@ -150,10 +150,35 @@ impl Problem {
     }
 }
 
+/// Characters of a name that a message repeats; no key of ours is nearly as long.
+const NAME_CHARS_MAX: usize = 80;
+/// The same of a parser's words, which repeat names too.
+const WORDS_CHARS_MAX: usize = 300;
+
+/// Words from outside as a message may repeat them: on one line, of bounded length, and with characters that a terminal
+/// would obey or not show spelt out.
+pub(super) fn tame(words: &str, chars_max: usize) -> String {
+    let mut tamed = String::new();
+    for (count, c) in words.chars().enumerate() {
+        match c {
+            _ if count == chars_max => {
+                tamed.push('…');
+                break;
+            }
+            '"' | '\'' | '\\' => tamed.push(c),
+            _ => tamed.extend(c.escape_debug()),
+        }
+    }
+    tamed
+}
+
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let spell = |path: &str| self.source.as_ref().map_or_else(|| path.to_owned(), |s| s.spell(path));
-        let key = spell(&self.key);
+        let key = match spell(&self.key).as_str() {
+            "" => "\"\"".to_owned(),
+            key => tame(key, NAME_CHARS_MAX),
+        };
         if let Some(source) = &self.source {
             write!(f, "{source}: ")?;
         }
@@ -177,7 +202,9 @@ impl fmt::Display for Problem {
             ),
             Fault::Should { be, why } => write!(f, "{key} should be {be}: {why}"),
             Fault::Unreadable { error } => write!(f, "cannot be read: {error}"),
-            Fault::Syntax { line, column, message } => write!(f, "line {line}, column {column}: {message}"),
+            Fault::Syntax { line, column, message } => {
+                write!(f, "line {line}, column {column}: {}", tame(message, WORDS_CHARS_MAX))
+            }
             Fault::FlagForm => write!(f, "{key} is no table.key=value"),
         }
     }

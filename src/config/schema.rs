@@ -226,9 +226,13 @@ pub(super) fn homes(name: &str) -> Vec<String> {
     keys().map(|(path, _)| path).chain(tables).filter(|p| tail(p)).collect()
 }
 
+/// Characters of a name that are compared with those of known ones.
+const NAME_CHARS_MAX: usize = 80;
+
 /// The known key or table that is spelt most like `name`: in `table` if one there is near, else anywhere.
 pub(super) fn nearest(table: &str, name: &str) -> String {
-    let wanted = name.to_lowercase();
+    // Likeness takes time and memory by the product of two lengths, and what is longer than this is like nothing here.
+    let wanted = name.chars().take(NAME_CHARS_MAX).collect::<String>().to_lowercase();
     let likeness = |path: &str| {
         let last = path.rsplit('.').next().unwrap_or(path);
         strsim::jaro_winkler(&wanted, last).max(strsim::normalized_damerau_levenshtein(&wanted, last))

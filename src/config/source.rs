@@ -7,8 +7,14 @@ use figment::value::{Dict, Map, Value};
 use figment::{Metadata, Profile, Provider};
 
 use super::json;
-use super::problem::{Fault, Problem, Source};
+use super::problem::{Fault, Problem, Source, tame};
 use super::schema::{self, Kind};
+
+/// Names in a dotted path, with room for what a table of a model's own holds. A path of many thousands would be a value
+/// nested as deep, which no stack holds.
+const PATH_NAMES_MAX: usize = 8;
+/// Characters of a text that a message repeats.
+const TEXT_CHARS_MAX: usize = 60;
 
 /// What one source gives, without its faulty keys.
 #[derive(Debug)]
@@ -121,6 +127,10 @@ impl Gathered {
 
     fn single(&mut self, source: Source, path: &str, text: &str) {
         let value = value_of(schema::key_at(path).map(|k| k.kind), text.trim());
+        if path.split('.').nth(PATH_NAMES_MAX).is_some() {
+            self.unknown(&source, "", path, &value);
+            return;
+        }
         self.walk(source, nest(path, value));
     }
 
@@ -271,7 +281,7 @@ fn shown(path: &str, value: &Value) -> String {
     match value {
         Value::String(_, text) if text.is_empty() => "an empty text".to_owned(),
         Value::String(..) if path.starts_with("endpoint") => "a text like the one that stands there".to_owned(),
-        Value::String(_, text) => format!("\"{}\"", text.chars().take(60).collect::<String>()),
+        Value::String(_, text) => format!("\"{}\"", tame(text, TEXT_CHARS_MAX)),
         Value::Char(_, c) => format!("\"{c}\""),
         Value::Bool(_, on) => on.to_string(),
         Value::Num(_, number) => number_shown(*number),

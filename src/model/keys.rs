@@ -97,6 +97,19 @@ pub enum Problem {
     },
 }
 
+impl Problem {
+    /// Whether the value stands in the run's configuration, and not in the checkpoint's.
+    #[must_use]
+    pub fn is_of_the_run(&self) -> bool {
+        match self {
+            Problem::Missing { key } | Problem::Value { key, .. } | Problem::Unsupported { key, .. } => {
+                key.starts_with("[model] ")
+            }
+            _ => false,
+        }
+    }
+}
+
 /// A table of a config, and the problems found in it so far.
 ///
 /// Every look-up returns a usable value, so that reading goes on to the next key; the value of a key with a problem is

@@ -69,6 +69,7 @@ pub enum Error {
 impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
+            Error::Refused { problems, .. } if problems.0.iter().all(Problem::is_of_the_run) => Exit::Config,
             Error::Unreadable { .. } | Error::NotJson { .. } | Error::Refused { .. } => Exit::Data,
             Error::Target { .. } | Error::NoTarget { .. } => Exit::Config,
         }

@@ -185,7 +185,7 @@ impl Plan {
             match groups.iter_mut().find(|group| group.place == place && group.counted == counted) {
                 Some(group) => {
                     group.names.push(name);
-                    group.bytes += bytes;
+                    group.bytes = Bytes(group.bytes.0.saturating_add(bytes.0));
                 }
                 None => groups.push(Group { names: vec![name], counted, place, bytes }),
             }

@@ -162,7 +162,7 @@ impl<'a> Sizes<'a> {
             (4, "(master, gradient, two moments)")
         };
         // On a GPU the sum is formed in host memory.
-        let on_their_way = if self.beside || self.ranks == 1 { 3 } else { 4 + self.ranks };
+        let on_their_way = if self.beside || self.ranks == 1 { 3 } else { self.ranks.saturating_add(4) };
         let pairs = adapter_elements(self.config, self.shape);
         vec![
             self.weights(),
@@ -294,7 +294,7 @@ impl<'a> Sizes<'a> {
 pub(super) fn adapter_elements(config: &RunConfig, shape: &Shape) -> u64 {
     let targets = config.lora.targets.as_deref();
     let of = |layer: &Layer| [Segment::A, Segment::B].map(|segment| Shape::adapted(layer, segment, targets));
-    config.lora.rank * shape.sum(|layer| of(layer).iter().sum())
+    config.lora.rank.saturating_mul(shape.sum(|layer| of(layer).iter().sum()))
 }
 
 /// What the configuration says of keeping where it leaves no choice; pages and inputs stay where "auto" puts them.

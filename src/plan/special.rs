@@ -46,7 +46,7 @@ impl Sizes<'_> {
             "nothing: it does not grow with the prompt",
         )];
         let micro = self.config.memory.micro_block.0;
-        let chunks = 2 * self.config.cp_size(self.ranks);
+        let chunks = self.config.cp_size(self.ranks).saturating_mul(2);
         for (phase, graph) in self.running() {
             let scratch = |layer: &Layer| match layer.mix {
                 Mix::Delta { value_heads, key_dim, value_dim, .. } => {

@@ -62,6 +62,16 @@ fn the_receipt_tells_memory_by_phase_rank_and_kind() {
     }
 }
 
+/// Where memory would run out does not change from run to run.
+#[test]
+fn two_runs_hold_the_same_bytes_in_every_phase() {
+    let memory = || {
+        let receipt = tiny().ranks(2, &["train", "--json", "--set", "run.steps=2"]).json();
+        receipt["memory"].clone()
+    };
+    assert_eq!(memory(), memory());
+}
+
 /// Complete events of one row: name, start and end in microseconds, arguments.
 fn row(trace: &[Value], row: u64) -> Vec<(&str, f64, f64, &Value)> {
     let events = trace.iter().filter(|event| event["ph"] == "X" && event["tid"] == row);

@@ -144,6 +144,15 @@ fn targets_that_a_shape_does_not_have_are_refused() {
     said.refused(2, &["\"v_proj\" is no linear layer of glm_moe_dsa", "kv_b_proj"]);
 }
 
+/// Of the checkpoint's own config.json it would be exit 3.
+#[test]
+fn a_rope_scaling_of_the_configuration_is_refused_as_its_fault() {
+    let scaled = |table: &str| plan(&room(), "qwen3-8b", &["--set", &format!("model.rope_scaling={table}")]);
+    scaled("{ rope_type = \"spiral\" }").refused(2, &["`[model] rope_scaling.rope_type` is \"spiral\""]);
+    scaled("{ rope_type = \"yarn\", factor = nan }")
+        .refused(2, &["--set: model.rope_scaling should be of finite numbers"]);
+}
+
 #[test]
 fn a_node_holds_its_own_ranks_and_not_those_of_others() {
     let room = room();

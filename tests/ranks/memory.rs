@@ -75,6 +75,39 @@ pub(crate) fn exact_pages(world: &mut World) {
     }
 }
 
+/// The same prompt on 1 rank, 2, 4, … as the world can be cut: the rank that holds most has its share of the pages, all
+/// ranks together hold the prompt once, and what is alive after the capture is that and next to nothing else.
+pub(crate) fn falling_pages(world: &mut World) {
+    const PAGES: u64 = 67;
+    /// The tail's one row in each layer, its last hidden state, and gaps between tensors.
+    const BESIDE: u64 = 16 << 10;
+    let model = model(Kind::Float);
+    let group = Group::random(3, 61, 200, &[3]);
+    let how = How { page_size: 3, ..PLAIN };
+    let row_bytes = model.decoder.mixer(LayerIndex(0)).planes().iter().map(PlaneRow::bytes).sum::<Bytes>().0;
+    let page_bytes = 3 * row_bytes * 3;
+    let alive = || counted(Purse::Device).live.0 + counted(Purse::Host).live.0;
+    let all = world.all.size();
+    for ranks in (1..=all).filter(|ranks| all.is_multiple_of(*ranks)) {
+        world.cut(ranks).expect("a divisor of the world");
+        let (ledger, work) = (Ledger::default(), work(world, &group, how));
+        let seat = Seat { axis: &world.cp, ledger: &ledger };
+        let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
+        let before = alive();
+        let captured = run(capture::run(&pass, &work, Keeping::HOST, world.board()));
+        let kept = alive() - before;
+        let held = captured.pages.audit(&model.decoder.mixer(LayerIndex(0)).planes()).expect("exact").0;
+        let all_held = world.cp.gather_numbers(held);
+        let share = PAGES.div_ceil(u64::try_from(ranks).expect("few"));
+        assert_eq!(all_held.iter().max(), Some(&(share * page_bytes)), "on {ranks} ranks");
+        assert_eq!(all_held.iter().sum::<u64>(), PAGES * page_bytes, "on {ranks} ranks");
+        // A GPU's own allocator deals in blocks, and pinned host memory in powers of two.
+        if device() == Device::Cpu {
+            assert!((held..=held + BESIDE).contains(&kept), "{kept} B are alive, {held} B of them pages");
+        }
+    }
+}
+
 pub(crate) fn foreign_runs(world: &mut World) {
     let model = model(Kind::Double);
     let group = Group::random(3, 61, 200, &[3, 5]);

@@ -49,6 +49,47 @@ pub(crate) fn dead_links(sources: &[Source]) -> Vec<String> {
     faults
 }
 
+/// Where the errors of the users' guide stand, each with the tests that provoke it.
+pub(crate) const ERRORS: &str = "docs/troubleshooting.md";
+
+/// What a paragraph `Tests: …` of the section on the six errors names and is not there: a test by its name, a claim of
+/// the MPI tests by its name, or a file whose documentation has an example that must not compile. A part of the section
+/// without such a paragraph is a fault too.
+pub(crate) fn absent_tests(document: &Source, code: &[Source]) -> Vec<String> {
+    let name = Regex::new(r"`([^`]+)`").expect("a pattern");
+    let start = document.text.find("\n## The six errors of the users' guide\n");
+    let Some(start) = start else { return vec![format!("{}:1: no section on the six errors", document.path)] };
+    let section = &document.text[start + 4..];
+    let section = &section[..section.find("\n## ").unwrap_or(section.len())];
+    let mut faults = Vec::new();
+    for part in section.split("\n### ").skip(1) {
+        let at = document.text.find(part).unwrap_or(start);
+        let tests = part.split("\n\n").find_map(|paragraph| paragraph.trim().strip_prefix("Tests: "));
+        let named: Vec<&str> = tests
+            .iter()
+            .flat_map(|text| name.captures_iter(text))
+            .filter_map(|hit| Some(hit.get(1)?.as_str()))
+            .collect();
+        if named.is_empty() {
+            faults.push(document.fault(at, "no paragraph `Tests: …` with a name"));
+        }
+        let absent = named.into_iter().filter(|named| !code.iter().any(|source| provokes(source, named)));
+        faults.extend(absent.map(|named| document.fault(at, &format!("there is no test `{named}`"))));
+    }
+    faults
+}
+
+/// Whether `named` is a test of this file, or this file with an example that must not compile.
+fn provokes(source: &Source, named: &str) -> bool {
+    if has_extension(named, &["rs"]) {
+        return source.path == named && source.text.contains("```compile_fail");
+    }
+    let claim = source.path == "tests/ranks.rs" && source.text.contains(&format!("(\"{named}\", "));
+    claim
+        || source.code.contains(&format!("#[test]\nfn {named}()"))
+        || source.code.contains(&format!("#[test]\n    fn {named}()"))
+}
+
 /// Dependencies of the manifest without a table row (`` | `name` | ``) in the reasons, and rows without a dependency.
 pub(crate) fn dependencies_without_reason(manifest: &str, reasons: &str) -> Vec<String> {
     let manifest: toml::Table = manifest.parse().expect("Cargo.toml is TOML");
