@@ -186,6 +186,8 @@ impl Way<'_> {
         earlier: u64,
     ) -> Result<Finished, Failure> {
         let (made, steps) = (self.tally.steps(), self.loaded.run.run.steps);
+        // What the last save takes is no part of the updates.
+        let recorded = self.records.gathered(&self.session, world);
         world.board().enter(Phase::Save);
         if self.stopped && begun {
             self.save(world, held_out[0])?;
@@ -194,7 +196,6 @@ impl Way<'_> {
         }
         let Way { loaded, session, saves, reporter, records, tally, patience, stopped } = self;
         patience.end(world);
-        let recorded = records.gathered(&session, world);
         let receipt = tally.receipt(&session, loaded, world, held_out, recorded, stopped);
         records.end(world)?;
         if let Some(note) = saves.end(world, stopped, made > earlier)? {
