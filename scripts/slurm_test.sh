@@ -179,6 +179,13 @@ a_gate_that_fails_stops_the_chain_after_it() {
     equal "$(awk '{print $1}' "$here/log" | sort -u | paste -sd' ')" "gate4_g1 gate5_g2" "what ran"
 }
 
+a_submission_that_is_refused_ends_the_chain() {
+    local code=0
+    on srun 1 8
+    SITE_PARTITION=nowhere slurm/submit gates >"$here/chain" || code=$?
+    equal "$code $(wc -l <"$here/chain")" "2 0" "exit code and submitted jobs"
+}
+
 a_rank_that_dies_fails_the_job() {
     local launcher id
     for launcher in "${LAUNCHERS[@]}"; do

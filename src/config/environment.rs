@@ -119,10 +119,10 @@ impl Environment {
         Some(ProxyAddress { address, except: except.filter(|host| !host.is_empty()).collect() })
     }
 
-    /// Whether the order of gates is waived: `LONGSTRAW_FORCE` set to anything but 0.
+    /// Whether the order of gates is waived: `LONGSTRAW_FORCE=1`.
     #[must_use]
     pub fn force(&self) -> bool {
-        self.get("LONGSTRAW_FORCE").is_some_and(|v| v != "0")
+        self.get("LONGSTRAW_FORCE").is_some_and(|v| v == "1")
     }
 
     /// `LONGSTRAW_LOG`, where set.

@@ -10,8 +10,8 @@ use crate::failure::{Classified, Exit};
 pub enum Error {
     /// The gate below has not passed for the same thing.
     #[error(
-        "{gate} runs after {below}, and {}: {}; two ways on: `make gates` runs all of them in order, LONGSTRAW_FORCE=1 or \
-         --force runs this one all the same",
+        "{gate} runs after {below}, and {}: {}; two ways on: `make gates` submits all of them in order to Slurm (`make gate1`, \
+         `make gate2` … run them here), LONGSTRAW_FORCE=1 or --force runs this one all the same",
         file.display(),
         reasons.join(", ")
     )]

@@ -34,7 +34,7 @@ pub(super) struct PlanFlags {
     /// Refuse what does not fit this much host memory of a node, all its ranks together
     #[arg(long, value_name = "GIB")]
     host_gib: Option<u64>,
-    /// One row for each gate, at its own length and group, instead of the configuration's
+    /// One row for each gate from gate2 to gate6, at its own length and group, instead of the configuration's
     #[arg(long)]
     gates: bool,
     /// The gates' gradient mode: exact, response or last=N
@@ -162,6 +162,15 @@ fn gates(
         print_json(&table);
     } else {
         print_result(&table.text());
+    }
+    if config.grpo.gradient != gradient {
+        say(&format!(
+            "the table is for gradient {gradient}, whatever the configuration says ({}); --gradient takes another",
+            config.grpo.gradient
+        ));
+    }
+    if config.gate.scale > 1 {
+        say("the table is for the gates' full lengths; gate.scale is left out");
     }
     if let Some(note) = only_planned(shape) {
         say(&note);
