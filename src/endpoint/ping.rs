@@ -76,17 +76,7 @@ impl Classified for Several {
 /// Asks `endpoint` for its models and sends `model` one tiny message. A fault is part of what comes back.
 #[must_use]
 pub fn run(endpoint: &Endpoint, model: &str) -> Ping {
-    let mut ping = Ping {
-        passed: false,
-        api_base: endpoint.base().to_owned(),
-        default_model: model.to_owned(),
-        seconds: 0.0,
-        attempts: 0,
-        checks: Vec::new(),
-        input_tokens: None,
-        output_tokens: None,
-        error: None,
-    };
+    let mut ping = Ping::of(endpoint.base(), model);
     let listed = endpoint.models();
     let goes_on = !listed.as_ref().is_err_and(|error| ends_all(&error.fault));
     ping.models(listed);
@@ -104,6 +94,21 @@ fn ends_all(fault: &Fault) -> bool {
 }
 
 impl Ping {
+    /// Nothing asked yet.
+    fn of(api_base: &str, model: &str) -> Ping {
+        Ping {
+            passed: false,
+            api_base: api_base.to_owned(),
+            default_model: model.to_owned(),
+            seconds: 0.0,
+            attempts: 0,
+            checks: Vec::new(),
+            input_tokens: None,
+            output_tokens: None,
+            error: None,
+        }
+    }
+
     fn models(&mut self, listed: Result<Answered<Vec<String>>, Error>) {
         match listed {
             Ok(Answered { value: models, attempts, took }) => {
@@ -182,23 +187,9 @@ impl Ping {
 mod tests {
     use super::*;
 
-    fn blank() -> Ping {
-        Ping {
-            passed: false,
-            api_base: "http://x".into(),
-            default_model: "judge-large".into(),
-            seconds: 0.0,
-            attempts: 0,
-            checks: Vec::new(),
-            input_tokens: None,
-            output_tokens: None,
-            error: None,
-        }
-    }
-
     #[test]
     fn a_model_that_is_not_listed_is_a_note_with_the_nearest_name() {
-        let mut ping = blank();
+        let mut ping = Ping::of("http://x", "judge-large");
         let value = vec!["other".to_owned(), "judge-larg".to_owned()];
         ping.models(Ok(Answered { value, attempts: 2, took: Duration::from_millis(1500) }));
         assert_eq!((ping.checks[0].passed, ping.checks[1].passed, ping.checks[1].required), (true, false, false));
@@ -216,13 +207,13 @@ mod tests {
     fn a_list_that_is_missing_is_a_note_where_a_message_answers() {
         let other = Fault::OtherJson { wanted: "a list of models", said: "{}".into() };
         for fault in [Fault::NotThere { status: 404, said: String::new() }, other] {
-            let mut ping = blank();
+            let mut ping = Ping::of("http://x", "judge-large");
             ping.models(Err(Error { attempts: 1, ..Error::before("http://x", fault) }));
             assert!(ping.error.is_some() && ping.text().contains("\nFAIL  models_listed"), "{}", ping.text());
             ping.forgive_list();
             assert!(ping.error.is_none() && ping.text().contains("\nnote  models_listed"), "{}", ping.text());
         }
-        let mut ping = blank();
+        let mut ping = Ping::of("http://x", "judge-large");
         ping.fail("models_listed", Error::before("http://x", Fault::WebPage));
         ping.forgive_list();
         assert!(ping.error.is_some() && ping.checks[0].required);
@@ -232,7 +223,7 @@ mod tests {
     fn the_first_fault_is_the_one_that_is_told() {
         let fault = |status| Fault::NotThere { status, said: String::new() };
         let error = |status| Error { attempts: 1, ..Error::before("http://x", fault(status)) };
-        let mut ping = blank();
+        let mut ping = Ping::of("http://x", "judge-large");
         ping.fail("models_listed", error(404));
         ping.fail("message_answered", error(405));
         assert_eq!(ping.error.map(|error| *error.fault), Some(fault(404)));

@@ -1,64 +1,29 @@
-//! The gates' lengths, and the plan of each as one table.
+//! The plan of each gate, at its own length and group, as one table.
 
 use serde::Serialize;
 
 use super::seconds::{self, Rates};
 use super::{Error, Place, Plan, Room, of_shape};
-use crate::config::{Gradient, RunConfig};
+use crate::config::{Gate, Gradient, Own, RunConfig};
 use crate::handoff::Keeping;
 use crate::model::shape::Shape;
 use crate::units::{Bytes, Pages, Tokens};
 
-/// A gate's length and group.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Rung {
-    /// The gate.
-    pub gate: &'static str,
-    /// Positions of prompt and answer.
-    pub positions: Tokens,
-    /// Answers of its prompt.
-    pub group: u64,
+/// The gates that run one step, from the shortest up.
+fn gates() -> impl Iterator<Item = Gate> {
+    Gate::ALL.into_iter().filter(|gate| (Gate::Short..=Gate::Eight).contains(gate))
 }
 
-const fn rung(gate: &'static str, positions: u64, group: u64) -> Rung {
-    Rung { gate, positions: Tokens(positions), group }
-}
-
-/// Positions of an answer in every gate.
-pub const ANSWER: Tokens = Tokens(8192);
-
-/// The gates that run a step at a length of their own, from the shortest up.
-pub const LADDER: [Rung; 9] = [
-    rung("gate2_32k", 32_768, 2),
-    rung("gate3_128k", 131_072, 2),
-    rung("gate3_256k", 262_144, 2),
-    rung("gate3_512k", 524_288, 2),
-    rung("gate3_1m", 1_048_576, 2),
-    rung("gate3_2m", 2_097_152, 2),
-    rung("gate4_g1", 2_097_152, 1),
-    rung("gate5_g2", 2_097_152, 2),
-    rung("gate6_g8", 2_097_152, 8),
-];
-
-impl Rung {
-    /// Positions of the prompt.
-    #[must_use]
-    pub fn prompt(&self) -> Tokens {
-        Tokens(self.positions.0 - ANSWER.0)
-    }
-
-    /// `config` at this gate's length and group.
-    #[must_use]
-    pub fn of(&self, config: &RunConfig, gradient: Gradient) -> RunConfig {
-        let mut config = config.clone();
-        config.context.max_seq_len = self.positions;
-        config.context.prompt_len = self.prompt();
-        config.context.answer_len = ANSWER;
-        config.context.cp_pages_per_gpu = None;
-        config.grpo.group_size = self.group;
-        config.grpo.gradient = gradient;
-        config
-    }
+/// `config` at a gate's own length and group.
+fn at(gate: &Own, config: &RunConfig, gradient: Gradient) -> RunConfig {
+    let mut config = config.clone();
+    config.context.max_seq_len = gate.positions;
+    config.context.prompt_len = gate.prompt_len;
+    config.context.answer_len = gate.answer_len;
+    config.context.cp_pages_per_gpu = None;
+    config.grpo.group_size = gate.group_size;
+    config.grpo.gradient = gradient;
+    config
 }
 
 /// A gate's plan in one row. Bytes of a rank are those of the rank that holds most.
@@ -127,20 +92,21 @@ pub fn table(
     rates: Option<Rates>,
 ) -> Table {
     let mut refused = None;
-    let mut row = |rung: &Rung| {
-        let config = rung.of(config, gradient);
+    let mut row = |gate: Gate| {
+        let own = gate.own();
+        let config = at(&own, config, gradient);
         let plan = of_shape(&config, ranks, Some(shape), room);
         let outcome = plan.refuse(room);
         let known = room.device.is_some() || room.host.is_some();
         let knob = outcome.as_ref().err().and_then(|error| knob(&plan, error));
         let fits = known.then_some(outcome.is_ok());
         if let (None, Err(error)) = (&refused, outcome) {
-            refused = Some(error.of_gate(rung.gate));
+            refused = Some(error.of_gate(gate.name()));
         }
         Row {
-            gate: rung.gate,
-            positions: rung.positions,
-            group: rung.group,
+            gate: gate.name(),
+            positions: own.positions,
+            group: own.group_size,
             pages: plan.pages,
             pages_per_rank: plan.pages_per_rank,
             device_bytes: plan.sum(Place::Device),
@@ -152,7 +118,7 @@ pub fn table(
             knob,
         }
     };
-    let gates = LADDER.iter().map(&mut row).collect();
+    let gates = gates().map(&mut row).collect();
     Table {
         model_type: shape.model_type,
         trained: shape.trained,
@@ -223,8 +189,9 @@ mod tests {
 
     #[test]
     fn every_gate_has_the_pages_that_the_ladder_promises() {
-        let pages = LADDER.map(|rung| rung.prompt().pages(Tokens(64)).0);
+        let pages: Vec<u64> = gates().map(|gate| gate.own().prompt_len.pages(Tokens(64)).0).collect();
         assert_eq!(pages, [384, 1920, 3968, 8064, 16_256, 32_640, 32_640, 32_640, 32_640]);
-        assert_eq!(pages.map(|pages| pages.div_ceil(8)), [48, 240, 496, 1008, 2032, 4080, 4080, 4080, 4080]);
+        let each: Vec<u64> = pages.iter().map(|pages| pages.div_ceil(8)).collect();
+        assert_eq!(each, [48, 240, 496, 1008, 2032, 4080, 4080, 4080, 4080]);
     }
 }
