@@ -84,6 +84,10 @@ pub enum Phase {
     Start,
     /// The prompt runs once without a graph.
     Capture,
+    /// Answers are drawn from the pages.
+    Rollout,
+    /// Answers are scored by what they say.
+    Reward,
     /// Old-policy and reference log-probabilities.
     Score,
     /// The answers run again with a graph.
@@ -102,9 +106,11 @@ pub enum Phase {
 
 impl Phase {
     /// All of them, in the order of a run.
-    pub const ALL: [Phase; 9] = [
+    pub const ALL: [Phase; 11] = [
         Phase::Start,
         Phase::Capture,
+        Phase::Rollout,
+        Phase::Reward,
         Phase::Score,
         Phase::Replay,
         Phase::Sweep,
@@ -126,6 +132,8 @@ impl Phase {
         match self {
             Phase::Start => "start",
             Phase::Capture => "capture",
+            Phase::Rollout => "rollout",
+            Phase::Reward => "reward",
             Phase::Score => "score",
             Phase::Replay => "replay",
             Phase::Sweep => "sweep",

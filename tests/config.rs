@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use longstraw::config::{
-    DEFAULT_TOML, Dtype, Environment, Error, Gate, Gradient, Loaded, Overrides, Problem, RewardFn, RunConfig,
-    SUPPORTED, Source, document, load_gate_in, load_in,
+    DEFAULT_TOML, Dtype, Environment, Error, Gate, Gradient, Loaded, Overrides, Problem, RewardFn, RewardName,
+    RunConfig, SUPPORTED, Source, document, load_gate_in, load_in,
 };
 use longstraw::failure::{Classified, Exit, Failure};
 use longstraw::units::{Pages, Tokens};
@@ -65,7 +65,7 @@ fn the_users_files_are_accepted_unchanged() {
     assert_eq!(run.prompt_pages(), Pages(32_640));
     assert_eq!((run.cp_size(8), run.dp_size(8), run.dp_size(16)), (8, 1, 2));
     assert_eq!(run.pages_per_rank(8), Pages(4080));
-    assert_eq!(run.grpo.reward_fn, RewardFn::Synthetic);
+    assert_eq!(run.grpo.reward_fn, RewardFn::only(RewardName::Synthetic));
     assert_eq!(run.grpo.gradient, Gradient::Exact);
     assert_eq!(run.model.dtype, Dtype::Bfloat16);
     assert_eq!(run.endpoint.default_model.as_deref(), Some("claude-sonnet-4-20250514"));
@@ -128,7 +128,33 @@ fn every_wrong_value_is_refused_with_the_right_one() {
         ("grpo.constant_divisor=8", "grpo.constant_divisor should be left out"),
         ("grpo.gradient={ last = 2088961 }", "grpo.gradient should be { last = 2088960 } at most"),
         ("grpo.gradient=full", "grpo.gradient should be \"exact\", \"response\" or { last = N }, not \"full\""),
-        ("grpo.reward_fn=judge", "grpo.reward_fn should be \"synthetic\", \"data\" or \"one\", not \"judge\""),
+        ("grpo.reward_fn=jury", "or \"judge\", or a list of { name, weight }, not \"jury\""),
+        ("grpo.reward_fn=[]", "grpo.reward_fn should be \"synthetic\", \"data\","),
+        ("grpo.reward_fn=[{ name = \"contains\" }]", "or a list of { name, weight }"),
+        (
+            "grpo.reward_fn=[{ name = \"contains\", weight = 0.0 }]",
+            "grpo.reward_fn should be of finite weights that are not 0: the weight of contains is 0.0",
+        ),
+        (
+            "grpo.reward_fn=[{ name = \"one\", weight = 1.0 }, { name = \"contains\", weight = 1.0 }]",
+            "one is for validation runs and stands alone",
+        ),
+        (
+            "grpo.reward_fn=[{ name = \"regex\", weight = 1.0 }, { name = \"regex\", weight = 2.0 }]",
+            "grpo.reward_fn should be without repetition: regex stands in it twice",
+        ),
+        ("grpo.reward_fn=judge", "data.path should be set to a file of JSON lines: grpo.reward_fn = \"judge\" takes"),
+        ("grpo.reward_fn=json_field", "reward.field should be set to a field"),
+        ("grpo.reward_fn=length", "reward.length_tokens should be set to a number of tokens"),
+        ("grpo.reward_fn=command", "reward.command should be set to a program"),
+        ("rollout.top_p=0", "rollout.top_p should be above 0 and at most 1: it is 0.0"),
+        ("rollout.max_tokens=0", "rollout.max_tokens should be at least 1"),
+        ("rollout.max_tokens=8193", "rollout.max_tokens should be at most 8192"),
+        ("rollout.token_sec_max=0", "rollout.token_sec_max should be above 0, or inf"),
+        ("reward.judge_scale=[10.0, 0.0]", "reward.judge_scale should be two finite numbers, the lower first"),
+        ("reward.missing_share_max=1.5", "reward.missing_share_max should be from 0 to 1: it is 1.5"),
+        ("reward.judge_parallel=0", "reward.judge_parallel should be at least 1"),
+        ("data.too_long=cut", "data.too_long should be \"refuse\", \"cut_middle\" or \"cut_left\", not \"cut\""),
         ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
         ("optimizer.lr=nan", "optimizer.lr should be a finite number from 0: it is NaN"),
         ("optimizer.lr=-1e-5", "optimizer.lr should be a finite number from 0: it is -1e-5"),
@@ -144,7 +170,6 @@ fn every_wrong_value_is_refused_with_the_right_one() {
             "parallel.cp_size should be 1: memory.prompt_no_grad = false runs whole sequences",
         ),
         ("memory.activation_ckpt=none", "memory.activation_ckpt should be \"layer\": this build does not"),
-        ("grpo.updates_per_group=2", "grpo.updates_per_group should be 1: this build does not"),
         ("model.weights=fp8", "model.weights should be \"checkpoint\": this build does not hold weights in fp8 yet"),
         ("model.path=", "model.path should be a text that is not empty, not an empty text"),
         ("lora.rank=0", "lora.rank should be at least 1"),
@@ -160,7 +185,7 @@ fn every_wrong_value_is_refused_with_the_right_one() {
 
 #[test]
 fn every_value_this_build_does_not_support_has_a_refusal() {
-    let flags = ["none", "2", "fp8", "false"];
+    let flags = ["none", "fp8", "false"];
     assert_eq!(SUPPORTED.len(), flags.len());
     for (row, flag) in SUPPORTED.iter().zip(flags) {
         let found = problems(users(&[&format!("{}={flag}", row.key)]));
@@ -367,7 +392,7 @@ fn a_gate_goes_before_files_and_behind_variables_and_flags() {
     let Loaded { run, rank, .. } = gate(Gate::Two, &variables, &flags).expect("accepted");
     assert_eq!((run.grpo.group_size, run.grpo.gradient), (4, Gradient::Exact));
     assert_eq!((rank.dir, run.data.path), (PathBuf::from("elsewhere"), Some(PathBuf::from("mine.jsonl"))));
-    assert_eq!(gate(Gate::One, &[], &[]).expect("accepted").run.grpo.reward_fn, RewardFn::One);
+    assert_eq!(gate(Gate::One, &[], &[]).expect("accepted").run.grpo.reward_fn, RewardFn::only(RewardName::One));
     let found = problems(gate(Gate::Two, &[], &["context.cp_pages_per_gpu=48"]));
     assert_eq!(found.len(), 1);
     assert!(found[0].contains("context.cp_pages_per_gpu should be 4080"), "{found:?}");
@@ -482,6 +507,7 @@ fn the_digest_changes_with_every_shared_value_and_with_no_other() {
         "memory.cpu_offload_inputs=true",
         "memory.keep_attention=false",
         "run.direct=false",
+        "rollout.pages_on_device=true",
     ];
     let loaded = load(&[], &[], &given).expect("accepted");
     let before = serde_json::to_value(&loaded.run).expect("JSON");
@@ -533,6 +559,7 @@ fn other_value(value: &serde_json::Value) -> serde_json::Value {
         ("response", "exact"),
         ("float32", "float64"),
         ("checkpoint", "fp8"),
+        ("refuse", "cut_left"),
     ];
     match value {
         serde_json::Value::Bool(on) => (!on).into(),
@@ -548,8 +575,25 @@ fn other_value(value: &serde_json::Value) -> serde_json::Value {
 }
 
 #[test]
+fn answers_are_drawn_from_pages_only_and_the_judge_is_asked_only_where_that_is_wanted() {
+    let found = problems(load(&[], &[], &["rollout.sample=true", "memory.prompt_no_grad=false"]));
+    assert!(found.iter().any(|p| p.contains("rollout.sample should be false")), "{found:?}");
+    let found = problems(load(&[], &[], &["rollout.sample=true"]));
+    assert!(found.iter().any(|p| p.contains("grpo.reward_fn should be another one")), "{found:?}");
+    let found = problems(load(&[], &[], &["grpo.reward_fn=judge"]));
+    assert!(found.iter().any(|p| p.contains("endpoint.usage.reward_scoring should be true")), "{found:?}");
+    let found = problems(load(&[], &[], &["grpo.reward_fn=judge", "endpoint.usage.reward_scoring=true"]));
+    for key in ["endpoint.api_base", "endpoint.default_model"] {
+        assert!(found.iter().any(|p| p.contains(&format!("{key} should be set"))), "{found:?}");
+    }
+}
+
+#[test]
 fn the_resolved_file_loads_to_the_same_run() {
     let flags = [
+        "grpo.reward_fn=[{ name = \"contains\", weight = 1.0 }, { name = \"exact_match\", weight = 0.5 }]",
+        "rollout.sample=true",
+        "data.path=x.jsonl",
         "grpo.gradient={ last = 3 }",
         "model.rope_scaling={ rope_type = \"yarn\", factor = 4.0 }",
         "optimizer.max_grad_norm=inf",

@@ -4,8 +4,9 @@
 use std::collections::BTreeSet;
 
 use super::address;
-use super::choices::{Aggregation, Gradient, RewardFn};
+use super::choices::{Aggregation, Gradient};
 use super::problem::{Fault, Problem};
+use super::rewards::{RewardFn, RewardName};
 use super::supported::SUPPORTED;
 use super::{Loaded, RunConfig};
 
@@ -42,7 +43,9 @@ impl RunConfig {
         check.sampling();
         check.adapters();
         check.rotary();
-        check.data();
+        check.saved();
+        check.rollout();
+        check.rewards();
         check.at_least_one("gate.scale", self.gate.scale, "1 runs the gates at their full lengths");
         check.endpoint();
         check.supported();
@@ -56,7 +59,7 @@ impl Loaded {
     pub fn notes(&self) -> Vec<String> {
         let (grpo, optimizer, steps) = (&self.run.grpo, &self.run.optimizer, self.run.run.steps);
         let mut notes = Vec::new();
-        if grpo.group_size == 1 && grpo.reward_fn != RewardFn::One {
+        if grpo.group_size == 1 && grpo.reward_fn != RewardFn::only(RewardName::One) {
             let how = if grpo.normalize_adv { "normalised or not, " } else { "" };
             notes.push(format!("grpo.group_size = 1: {how}the advantage of a lone answer is 0, so nothing is learnt"));
         }
@@ -71,33 +74,33 @@ impl Loaded {
     }
 }
 
-struct Check<'a> {
-    run: &'a RunConfig,
+pub(super) struct Check<'a> {
+    pub(super) run: &'a RunConfig,
     world: Option<u64>,
     problems: Vec<Problem>,
 }
 
 impl Check<'_> {
     /// Notes that `key` should `be` otherwise; the judgement rests on the keys in `with` too.
-    fn should(&mut self, key: &str, with: &[&'static str], be: impl Into<String>, why: impl Into<String>) {
+    pub(super) fn should(&mut self, key: &str, with: &[&'static str], be: impl Into<String>, why: impl Into<String>) {
         let fault = Fault::Should { be: be.into(), why: why.into() };
         self.problems.push(Problem { key: key.to_owned(), source: None, fault, with: with.to_vec() });
     }
 
     /// Notes a number outside its range; `inside` is the range's own test, false for NaN.
-    fn range(&mut self, key: &str, value: f64, inside: bool, be: &str) {
+    pub(super) fn range(&mut self, key: &str, value: f64, inside: bool, be: &str) {
         if !inside {
             self.should(key, &[], be, format!("it is {value:?}"));
         }
     }
 
-    fn at_least_one(&mut self, key: &str, value: u64, why: &str) {
+    pub(super) fn at_least_one(&mut self, key: &str, value: u64, why: &str) {
         if value == 0 {
             self.should(key, &[], "at least 1", why);
         }
     }
 
-    fn at_most(&mut self, key: &str, value: u64, most: u64, why: &str) {
+    pub(super) fn at_most(&mut self, key: &str, value: u64, most: u64, why: &str) {
         if value > most {
             self.should(key, &[], format!("at most {most}"), format!("{why} (it is {value})"));
         }
@@ -287,13 +290,8 @@ impl Check<'_> {
         }
     }
 
-    fn data(&mut self) {
-        let run = self.run;
-        if run.grpo.reward_fn == RewardFn::Data && run.data.path.is_none() {
-            let why = "grpo.reward_fn = \"data\" takes rewards from it";
-            self.should("data.path", &["grpo.reward_fn"], "set to a file of JSON lines", why);
-        }
-        self.at_least_one("checkpoint.keep", run.checkpoint.keep, "the newest checkpoint always stays");
+    fn saved(&mut self) {
+        self.at_least_one("checkpoint.keep", self.run.checkpoint.keep, "the newest checkpoint always stays");
     }
 
     fn endpoint(&mut self) {

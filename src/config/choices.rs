@@ -49,16 +49,16 @@ pub enum Schedule {
     Linear,
 }
 
-/// Where rewards come from.
+/// What to do with a prompt that is longer than the plan's.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum RewardFn {
-    /// 0 and 1 in turn.
-    Synthetic,
-    /// The data set.
-    Data,
-    /// Every answer has the reward 1 and the advantage +1, whatever the others have.
-    One,
+pub enum TooLong {
+    /// The run is refused.
+    Refuse,
+    /// Tokens in the middle go; beginning and end stay.
+    CutMiddle,
+    /// Tokens at the beginning go.
+    CutLeft,
 }
 
 /// How token losses become one number.

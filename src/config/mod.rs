@@ -13,7 +13,9 @@ mod environment;
 mod gates;
 mod json;
 mod load;
+mod online;
 mod problem;
+mod rewards;
 mod schema;
 mod source;
 mod supported;
@@ -28,13 +30,14 @@ use sha2::{Digest, Sha256};
 use crate::units::{Pages, Tokens};
 
 pub use choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When,
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, Schedule, TooLong, Weights, When,
 };
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
 pub use gates::{Gate, Own};
 pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
+pub use rewards::{RewardFn, RewardName, WeightedReward};
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
     CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GateConfig, GrpoConfig,
@@ -156,6 +159,13 @@ impl RunConfig {
     #[must_use]
     pub fn tail(&self, prompt_len: Tokens) -> Tokens {
         self.grpo.gradient.tail(prompt_len)
+    }
+
+    /// Tokens of the longest answer that the policy may give.
+    #[must_use]
+    pub fn sampled_len(&self) -> Tokens {
+        let most = self.context.answer_len;
+        self.rollout.max_tokens.map_or(most, |tokens| tokens.min(most))
     }
 
     /// The checkpoint's folder.

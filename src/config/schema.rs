@@ -5,6 +5,8 @@
 
 use figment::value::{Num, Value};
 
+use super::rewards::RewardName;
+
 /// What a value must look like.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kind {
@@ -26,6 +28,8 @@ pub(super) enum Kind {
     When,
     /// `"exact"`, `"response"` or `{ last = N }`.
     Gradient,
+    /// A reward's name, or a list of tables `{ name, weight }`.
+    Reward,
     /// A table with keys that are not ours.
     Free,
 }
@@ -121,7 +125,7 @@ pub(super) const TABLES: &[Table] = &[
         path: "grpo",
         keys: &[
             required("group_size", Kind::Count),
-            key("reward_fn", Kind::Choice(&["synthetic", "data", "one"])),
+            key("reward_fn", Kind::Reward),
             key("normalize_adv", Kind::Switch),
             key("gradient", Kind::Gradient),
             key("clip_low", Kind::Number),
@@ -154,7 +158,12 @@ pub(super) const TABLES: &[Table] = &[
     },
     Table {
         path: "data",
-        keys: &[optional("path", Kind::Text), optional("held_out", Kind::Text), key("shuffle", Kind::Switch)],
+        keys: &[
+            optional("path", Kind::Text),
+            optional("held_out", Kind::Text),
+            key("shuffle", Kind::Switch),
+            key("too_long", Kind::Choice(&["refuse", "cut_middle", "cut_left"])),
+        ],
     },
     Table {
         path: "run",
@@ -172,8 +181,34 @@ pub(super) const TABLES: &[Table] = &[
             key("log_level", Kind::Choice(&["error", "warn", "info", "debug", "trace"])),
         ],
     },
-    Table { path: "rollout", keys: &[] },
-    Table { path: "reward", keys: &[] },
+    Table {
+        path: "rollout",
+        keys: &[
+            key("sample", Kind::Switch),
+            optional("max_tokens", Kind::Count),
+            key("top_p", Kind::Number),
+            key("top_k", Kind::Count),
+            key("pages_on_device", Kind::When),
+            key("token_sec_max", Kind::Number),
+            optional("gap_warn", Kind::Number),
+        ],
+    },
+    Table {
+        path: "reward",
+        keys: &[
+            optional("after", Kind::Text),
+            optional("pattern", Kind::Text),
+            optional("field", Kind::Text),
+            optional("length_tokens", Kind::Count),
+            optional("command", Kind::Texts),
+            key("command_sec", Kind::Count),
+            optional("rubric", Kind::Text),
+            key("judge_scale", Kind::Pair),
+            key("judge_tokens", Kind::Count),
+            key("judge_parallel", Kind::Count),
+            key("missing_share_max", Kind::Number),
+        ],
+    },
     Table { path: "checkpoint", keys: &[key("every", Kind::Count), key("keep", Kind::Count)] },
     Table { path: "gate", keys: &[key("scale", Kind::Count)] },
     Table {
@@ -194,6 +229,8 @@ pub(super) const TABLES: &[Table] = &[
             key("reward_scoring", Kind::Switch),
             key("log_summary", Kind::Switch),
             key("sample_replay", Kind::Switch),
+            key("data_generation", Kind::Switch),
+            key("prompt_text", Kind::Switch),
         ],
     },
 ];
@@ -259,6 +296,13 @@ fn is_text(value: &Value) -> bool {
     matches!(value, Value::String(_, text) if !text.is_empty())
 }
 
+/// `{ name = "contains", weight = 0.5 }`.
+fn is_weighted_reward(value: &Value) -> bool {
+    let Value::Dict(_, dict) = value else { return false };
+    let known = dict.get("name").is_some_and(|name| Kind::Choice(RewardName::WORDS).accepts(name));
+    dict.len() == 2 && known && dict.get("weight").is_some_and(is_number)
+}
+
 fn is_count(value: &Value) -> bool {
     match value {
         Value::Num(_, Num::F32(_) | Num::F64(_)) => false,
@@ -276,6 +320,8 @@ impl Kind {
             (Kind::Number, value) => is_number(value),
             (Kind::Text, value) => is_text(value),
             (Kind::Choice(words), Value::String(_, text)) => words.contains(&text.as_str()),
+            (Kind::Reward, Value::String(_, text)) => RewardName::WORDS.contains(&text.as_str()),
+            (Kind::Reward, Value::Array(_, items)) => !items.is_empty() && items.iter().all(is_weighted_reward),
             (Kind::Texts, Value::Array(_, items)) => items.iter().all(is_text),
             (Kind::Pair, Value::Array(_, items)) => items.len() == 2 && items.iter().all(is_number),
             (Kind::When, Value::String(_, text)) => text == "auto",
@@ -297,6 +343,9 @@ impl Kind {
                 let (last, first) = words.split_last().map_or(("", &words[..0]), |(l, f)| (*l, f));
                 let first: Vec<String> = first.iter().map(|w| format!("\"{w}\"")).collect();
                 format!("{} or \"{last}\"", first.join(", "))
+            }
+            Kind::Reward => {
+                format!("{}, or a list of {{ name, weight }}", Kind::Choice(RewardName::WORDS).expects())
             }
             Kind::Texts => "a list of texts".to_owned(),
             Kind::Pair => "a list of two numbers".to_owned(),

@@ -26,12 +26,6 @@ pub const SUPPORTED: &[Supported] = &[
         lacks: |run| run.memory.activation_ckpt == ActivationCkpt::None,
     },
     Supported {
-        key: "grpo.updates_per_group",
-        be: "1",
-        what: "make several updates from one set of scores",
-        lacks: |run| run.grpo.updates_per_group > 1,
-    },
-    Supported {
         key: "model.weights",
         be: "\"checkpoint\"",
         what: "hold weights in fp8",

@@ -9,8 +9,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, RewardFn, Schedule, Weights, When,
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, Schedule, TooLong, Weights, When,
 };
+use super::rewards::RewardFn;
 use crate::units::{Pages, Tokens};
 
 /// `[parallel]`: how ranks share the work.
@@ -168,6 +169,8 @@ pub struct DataConfig {
     pub held_out: Option<PathBuf>,
     /// Prompts come in an order drawn from the seed.
     pub shuffle: bool,
+    /// What to do with a prompt that is longer than the plan's.
+    pub too_long: TooLong,
 }
 
 /// `[run]`: the part that must be equal on all ranks; the rest is [`super::RankConfig`].
@@ -188,15 +191,63 @@ pub struct RunTable {
     pub trace: bool,
 }
 
-/// `[rollout]`: no keys of its own yet; a table all the same, so that a key put there is an error.
+/// `[rollout]`: sampling of answers. Its temperature is `grpo.temperature`.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
-pub struct RolloutConfig {}
+pub struct RolloutConfig {
+    /// The policy answers for itself; otherwise answers come with the data.
+    pub sample: bool,
+    /// Tokens of an answer, its end included; absent: `context.answer_len`. Read it through
+    /// [`super::RunConfig::sampled_len`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_tokens: Option<Tokens>,
+    /// The most probable tokens that together have this probability are drawn from; 1: all.
+    pub top_p: f64,
+    /// So many of the most probable tokens are drawn from; 0: all.
+    pub top_k: u64,
+    /// Whether all layers' pages lie on the device while answers are drawn.
+    pub pages_on_device: When,
+    /// The most seconds that a token may take by the plan's prediction.
+    pub token_sec_max: f64,
+    /// Largest difference between a sampled token's log-probability and its score that is not warned of; absent: by the
+    /// model's dtype.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gap_warn: Option<f64>,
+}
 
-/// `[reward]`: no keys of its own yet; a table all the same, so that a key put there is an error.
+/// `[reward]`: scoring of answers; `grpo.reward_fn` says which of it is used.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
-pub struct RewardConfig {}
+pub struct RewardConfig {
+    /// Only what follows the last of these texts in an answer is scored; absent: all of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub after: Option<String>,
+    /// Pattern of the reward `regex`, where a record has none of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<String>,
+    /// Field of the reward `json_field`, dotted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub field: Option<String>,
+    /// Tokens up to which the reward `length` is 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub length_tokens: Option<Tokens>,
+    /// Program and arguments of the reward `command`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub command: Option<Vec<String>>,
+    /// Seconds that it may take for a group.
+    pub command_sec: u64,
+    /// File with the rubric of the reward `judge`; absent: a general one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rubric: Option<PathBuf>,
+    /// Lowest and highest score that the judge may give; they become the rewards 0 and 1.
+    pub judge_scale: [f64; 2],
+    /// Tokens of a judge's reply, at most.
+    pub judge_tokens: u64,
+    /// Requests that are under way at one time.
+    pub judge_parallel: u64,
+    /// The largest share of an update's answers without a reward that does not stop the run.
+    pub missing_share_max: f64,
+}
 
 /// `[checkpoint]`: saved states.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
@@ -259,6 +310,10 @@ pub struct EndpointUsage {
     pub reward_scoring: bool,
     /// A summary of the logs.
     pub log_summary: bool,
-    /// Replies to sampled prompts.
+    /// A diagnosis of the worst answers.
     pub sample_replay: bool,
+    /// Questions and answers for a data set.
+    pub data_generation: bool,
+    /// Texts of prompts may be sent along.
+    pub prompt_text: bool,
 }

@@ -1,7 +1,7 @@
 //! Which groups an update is made of, and what the whole batch knows before its first backward.
 
 use super::{Session, advantages};
-use crate::config::RewardFn;
+use crate::config::{RewardFn, RewardName};
 use crate::objective::{self, Counted, Terms};
 use crate::units::{float, from_index};
 use crate::world::World;
@@ -74,16 +74,17 @@ impl Session {
 
     fn scored(&self, index: usize) -> Scored {
         let group = self.data.group(index);
-        let rewards: Vec<Option<f64>> = match self.reward_fn {
-            RewardFn::Synthetic => {
-                (0..group.answers.len()).map(|answer| Some(if answer % 2 == 0 { 0.0 } else { 1.0 })).collect()
-            }
-            RewardFn::Data => group.answers.iter().map(|answer| answer.reward).collect(),
-            RewardFn::One => vec![Some(1.0); group.answers.len()],
+        let rewards: Vec<Option<f64>> = if self.reward_fn == RewardFn::only(RewardName::Synthetic) {
+            (0..group.answers.len()).map(|answer| Some(if answer % 2 == 0 { 0.0 } else { 1.0 })).collect()
+        } else if self.reward_fn == RewardFn::only(RewardName::One) {
+            vec![Some(1.0); group.answers.len()]
+        } else {
+            group.answers.iter().map(|answer| answer.reward).collect()
         };
-        let advantages = match self.reward_fn {
-            RewardFn::One => rewards.clone(),
-            RewardFn::Synthetic | RewardFn::Data => advantages(self, &rewards),
+        let advantages = if self.reward_fn == RewardFn::only(RewardName::One) {
+            rewards.clone()
+        } else {
+            advantages(self, &rewards)
         };
         Scored {
             name: group.name.clone(),

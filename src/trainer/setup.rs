@@ -168,7 +168,7 @@ impl Session {
             gradient: config.grpo.gradient,
             keeping,
             paged: config.memory.prompt_no_grad,
-            reward_fn: config.grpo.reward_fn,
+            reward_fn: config.grpo.reward_fn.clone(),
             normalize: config.grpo.normalize_adv,
             max_grad_norm: config.optimizer.max_grad_norm,
             grad_accum: as_index(config.optimizer.grad_accum),

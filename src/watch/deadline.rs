@@ -74,9 +74,9 @@ impl Kind {
     fn of(phase: Phase, layered: bool) -> Kind {
         match phase {
             _ if layered => Kind::Layer,
-            Phase::Start | Phase::Capture | Phase::Evaluate => Kind::Unbounded,
+            Phase::Start | Phase::Capture | Phase::Reward | Phase::Evaluate => Kind::Unbounded,
             Phase::Finalize | Phase::Update | Phase::Save => Kind::Short,
-            Phase::Score | Phase::Replay | Phase::Sweep => Kind::Whole,
+            Phase::Rollout | Phase::Score | Phase::Replay | Phase::Sweep => Kind::Whole,
         }
     }
 

@@ -1,0 +1,110 @@
+//! The rules of sampled answers and of rewards.
+
+use super::check::Check;
+use super::rewards::RewardName;
+
+/// The most requests that are under way at one time: services limit them well below.
+const PARALLEL_MAX: u64 = 64;
+
+impl Check<'_> {
+    pub(super) fn rollout(&mut self) {
+        let (run, rollout) = (self.run, &self.run.rollout);
+        let inside = rollout.top_p > 0.0 && rollout.top_p <= 1.0;
+        self.range("rollout.top_p", rollout.top_p, inside, "above 0 and at most 1");
+        self.range("rollout.token_sec_max", rollout.token_sec_max, rollout.token_sec_max > 0.0, "above 0, or inf");
+        if let Some(gap) = rollout.gap_warn {
+            self.range("rollout.gap_warn", gap, gap > 0.0, "above 0, or inf");
+        }
+        if let Some(tokens) = rollout.max_tokens {
+            self.at_least_one("rollout.max_tokens", tokens.0, "an answer has a token");
+            // A gate that is scaled down has shorter answers than the configuration it is given.
+            if run.gate.scale <= 1 {
+                let most = run.context.answer_len.0;
+                self.at_most("rollout.max_tokens", tokens.0, most, "an answer has context.answer_len positions");
+            }
+        }
+        if run.memory.prompt_no_grad {
+            return;
+        }
+        let why = "answers are drawn, and a group is updated on again, from pages, which memory.prompt_no_grad = false has none of";
+        if rollout.sample {
+            self.should("rollout.sample", &["memory.prompt_no_grad"], "false", why);
+        }
+        if run.grpo.updates_per_group > 1 {
+            self.should("grpo.updates_per_group", &["memory.prompt_no_grad"], "1", why);
+        }
+    }
+
+    pub(super) fn rewards(&mut self) {
+        const KEY: &str = "grpo.reward_fn";
+        let (run, reward) = (self.run, &self.run.reward);
+        let parts = run.grpo.reward_fn.parts();
+        for (index, part) in parts.iter().enumerate() {
+            let word = part.name.word();
+            if !(part.weight.is_finite() && part.weight != 0.0) {
+                let why = format!("the weight of {word} is {:?}", part.weight);
+                self.should(KEY, &[], "of finite weights that are not 0", why);
+            }
+            if parts[..index].iter().any(|other| other.name == part.name) {
+                self.should(KEY, &[], "without repetition", format!("{word} stands in it twice"));
+            }
+            if matches!(part.name, RewardName::One | RewardName::Synthetic) && parts.len() > 1 {
+                self.should(KEY, &[], "without it", format!("{word} is for validation runs and stands alone"));
+            }
+            self.reward(part.name);
+        }
+        if run.data.path.is_none()
+            && let Some(part) = parts.iter().find(|part| !matches!(part.name, RewardName::One | RewardName::Synthetic))
+        {
+            let why = format!("grpo.reward_fn = \"{}\" takes what it needs from it", part.name.word());
+            self.should("data.path", &[KEY], "set to a file of JSON lines", why);
+        }
+        self.at_least_one("reward.command_sec", reward.command_sec, "a program takes time; 60 is the default");
+        self.at_least_one("reward.judge_tokens", reward.judge_tokens, "a verdict has a token; 512 is the default");
+        self.at_least_one("reward.judge_parallel", reward.judge_parallel, "1 asks one after another");
+        self.at_most("reward.judge_parallel", reward.judge_parallel, PARALLEL_MAX, "no service wants more at one time");
+        let share = reward.missing_share_max;
+        self.range("reward.missing_share_max", share, (0.0..=1.0).contains(&share), "from 0 to 1");
+        let [least, most] = reward.judge_scale;
+        if !(least.is_finite() && most.is_finite() && least < most) {
+            let why = format!("it is {:?}", reward.judge_scale);
+            self.should("reward.judge_scale", &[], "two finite numbers, the lower first", why);
+        }
+    }
+
+    /// What one reward needs.
+    fn reward(&mut self, name: RewardName) {
+        const WITH: &[&str] = &["grpo.reward_fn"];
+        let (run, reward) = (self.run, &self.run.reward);
+        let why = format!("grpo.reward_fn = \"{}\" needs it", name.word());
+        match name {
+            RewardName::Data if run.rollout.sample => {
+                let why =
+                    "answers that are drawn have no rewards in the data; judge them, or set rollout.sample = false";
+                self.should("grpo.reward_fn", &["rollout.sample"], "another one", why);
+            }
+            RewardName::JsonField if reward.field.is_none() => {
+                self.should("reward.field", WITH, "set to a field, as \"result.value\"", why);
+            }
+            RewardName::Length if reward.length_tokens.is_none() => {
+                self.should("reward.length_tokens", WITH, "set to a number of tokens", why);
+            }
+            RewardName::Command if reward.command.as_ref().is_none_or(Vec::is_empty) => {
+                self.should("reward.command", WITH, "set to a program with its arguments", why);
+            }
+            RewardName::Judge if !run.endpoint.usage.reward_scoring => {
+                let why = "grpo.reward_fn names the judge, and nothing is sent to it unless this key asks for it";
+                self.should("endpoint.usage.reward_scoring", WITH, "true", why);
+            }
+            RewardName::Judge => {
+                if run.endpoint.api_base.is_none() {
+                    self.should("endpoint.api_base", WITH, "set to the service's address", why.clone());
+                }
+                if run.endpoint.default_model.is_none() {
+                    self.should("endpoint.default_model", WITH, "set to the model that judges", why);
+                }
+            }
+            _ => {}
+        }
+    }
+}
