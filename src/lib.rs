@@ -37,6 +37,7 @@ pub mod checkpoint;
 pub mod finalize;
 pub mod optimizer;
 pub mod replay;
+pub mod rollout;
 pub mod score;
 
 // Row 7.

@@ -21,6 +21,7 @@ use sha2::{Digest, Sha256};
 
 pub use cursor::Cursor;
 pub use error::{Error, Place};
+pub use order::Random;
 pub use tokenizer::Tokenizer;
 
 use crate::units::{Tokens, from_index};

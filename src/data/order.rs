@@ -2,20 +2,28 @@
 
 /// `SplitMix64` (Steele, Lea and Flood, 2014): a counter passed through a mixing function.
 #[derive(Clone, Debug)]
-pub(super) struct Random {
+pub struct Random {
     state: u64,
 }
 
 impl Random {
     /// A sequence of its own for every pair (`seed`, `stream`).
-    pub(super) fn new(seed: u64, stream: u64) -> Random {
+    #[must_use]
+    pub fn new(seed: u64, stream: u64) -> Random {
         let mut random = Random { state: seed };
         random.state = random.next() ^ stream.wrapping_mul(0xd134_2543_de82_ef95);
         random
     }
 
+    /// The sequence from a state on.
+    #[must_use]
+    pub fn from_state(state: u64) -> Random {
+        Random { state }
+    }
+
     /// 64 random bits.
-    pub(super) fn next(&mut self) -> u64 {
+    #[expect(clippy::should_implement_trait, reason = "it never ends, and an iterator's `next` says that it may")]
+    pub fn next(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.state ^ (self.state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -26,14 +34,14 @@ impl Random {
     ///
     /// # Panics
     /// When `bound` is 0.
-    pub(super) fn below(&mut self, bound: usize) -> usize {
+    pub fn below(&mut self, bound: usize) -> usize {
         assert!(bound > 0, "a number below 0 does not exist");
         let scaled = (u128::from(self.next()) * bound as u128) >> 64;
         usize::try_from(scaled).expect("a number below a usize is a usize")
     }
 
     /// Fisher–Yates, in place.
-    pub(super) fn shuffle<T>(&mut self, items: &mut [T]) {
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last + 1));
         }

@@ -15,6 +15,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+use super::answers::AnswerState;
 use super::mixer::{Backward, Mixed, Mixer, Past, PastGradient, Seat, Swept};
 use crate::exchange::{Travel, gather_rows, merge_into, nothing, return_rows, ring, ring_home, sum_in_order};
 use crate::layout::{Piece, PromptLayout, Run, Span, Tile, TileSizes, positions, tiles};
@@ -22,7 +23,7 @@ use crate::pages::PlaneRow;
 use crate::tensor::accumulation;
 use crate::tensor::attention::{self, Merged};
 use crate::tensor::kernels::Kernel;
-use crate::units::{Position, as_dim, from_dim};
+use crate::units::{Position, Tokens, as_dim, from_dim, from_index};
 
 /// Grouped-query attention with an optional sliding window.
 #[derive(Clone, Debug)]
@@ -313,6 +314,38 @@ impl Mixer for Attention {
             sum.add(&here, &attention::Partial { out_thd, lse_th });
         }
         sum.mixed(self.kind)
+    }
+
+    fn draw(&self, seat: &Seat, ask: &[Tensor], prompt: &Past, own: &AnswerState) -> Tensor {
+        let q_ahd = ask[0].contiguous();
+        let answers = q_ahd.size()[0];
+        let sum = self.unseen(answers, &q_ahd);
+        let all = 0..answers;
+        let few = |k: &Tensor, v: &Tensor| attention::few(self.kernel, &q_ahd, k, v, self.scale);
+        // The first position that the rows' window reaches.
+        let first = self.window.map_or(0, |window| as_dim(own.newest().0) + 1 - window);
+        for run in &prompt.runs {
+            let (start, rows) = (as_dim(run.start.0), run.planes[0].size()[0]);
+            let cut = (first - start).clamp(0, rows);
+            if cut < rows {
+                let seen = |plane: &Tensor| plane.narrow(0, cut, rows - cut);
+                sum.add(&all, &few(&seen(&run.planes[0]), &seen(&run.planes[1])));
+            }
+        }
+        let rows = own.seen(self.window);
+        if rows[0].size()[1] > 0 {
+            sum.add(&all, &few(&rows[0], &rows[1]));
+        }
+        // Every rank merges all parts in rank order, so that all hold the same bits.
+        let counts = vec![Tokens(from_dim(answers)); seat.axis.size()];
+        let (out_rhd, lse_rh) =
+            (gather_rows(seat.axis, &sum.out_thd, &counts), gather_rows(seat.axis, &sum.lse_th, &counts));
+        let merged = self.unseen(answers, &q_ahd);
+        for rank in (0..seat.axis.size()).map(|rank| as_dim(from_index(rank))) {
+            let part = |x: &Tensor| x.narrow(0, rank * answers, answers);
+            merged.add(&all, &attention::Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
+        }
+        merged.out_thd.to_kind(self.kind)
     }
 
     fn backward(&self, seat: &Seat, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor> {

@@ -83,7 +83,8 @@ impl Head {
         })
     }
 
-    fn log_softmax(&self, decoder: &dyn Decoder, x_tw: &Tensor) -> Tensor {
+    /// Log-probabilities of the whole vocabulary after each row, in the accumulation dtype, [t, v]: for a few rows.
+    pub fn log_softmax(&self, decoder: &dyn Decoder, x_tw: &Tensor) -> Tensor {
         let acc: Kind = accumulation(decoder.kind());
         let logits = decoder.logits(x_tw).to_kind(acc);
         let scaled = if (self.temperature - 1.0).abs() > 0.0 { logits / self.temperature } else { logits };

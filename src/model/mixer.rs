@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use tch::Tensor;
 
+use super::answers::AnswerState;
 use crate::layout::{Piece, PromptLayout, Span};
 use crate::pages::{PlaneRow, Slab, Staged};
 use crate::tensor::accumulation;
@@ -49,6 +50,14 @@ impl Past {
     #[must_use]
     pub fn of_tail(staged: &Staged, layout: &PromptLayout) -> Past {
         Self::between(staged, layout, layout.cut())
+    }
+
+    /// Every filled page row, whether it carries gradient or not, in as few runs as there are.
+    #[must_use]
+    pub fn without_gradient(staged: &Staged) -> Past {
+        let filled = staged.slabs.iter().filter(|slab| slab.run.rows().0 > 0);
+        let run = |slab: &Slab| PastRun { start: slab.run.start, planes: slab.filled(), carries: false };
+        Past { runs: filled.map(run).collect() }
     }
 
     fn between(staged: &Staged, layout: &PromptLayout, end: Position) -> Past {
@@ -174,6 +183,11 @@ pub trait Mixer {
     /// A span's rows against the past and themselves. `mix` is segment A's output for this rank's rows, in position
     /// order, possibly none.
     fn forward(&self, seat: &Seat, span: &Span, mix: &[Tensor], past: &Past) -> Mixed;
+
+    /// One row of each of several answers, all at one position: against the prompt, the answers' own earlier rows, and
+    /// themselves, no graph. `ask` are the same rows on every rank, first dimension answers; `prompt` is what this rank owns
+    /// of the prompt, `own` what it keeps of the answers, these rows included. Every rank gets the same bits.
+    fn draw(&self, seat: &Seat, ask: &[Tensor], prompt: &Past, own: &AnswerState) -> Tensor;
 
     /// Backward of [`Mixer::forward`]. `dout` is the gradient of this rank's output; `later` what later rows have left on
     /// this span's own state. Adds to `past_gradient` and returns the gradient of each tensor of `mix`.

@@ -4,6 +4,7 @@
 //! block is segment A, a mixer and segment B; phases drive blocks through `pass` and know nothing of what is inside.
 
 pub mod adapter_file;
+pub mod answers;
 pub mod attention;
 pub mod decoder;
 pub mod dense;

@@ -112,6 +112,78 @@ pub fn forward(
     }
 }
 
+/// Attention of a few queries, one for each of several answers at the same place, over keys that all of them see, without a
+/// graph: `q_ahd` is [a, h, d]; `keys` are [s, g, d] where all answers share them, or [a, s, g, d]. Query heads of one key
+/// head become rows of one rectangle, so keys are read once for all answers; long stretches of keys are cut into parts that
+/// run side by side and are merged by log-sum-exp.
+///
+/// # Panics
+/// As [`forward`].
+#[must_use]
+pub fn few(kernel: Kernel, q_ahd: &Tensor, k: &Tensor, v: &Tensor, scale: f64) -> Partial {
+    let (answers, heads, dim) = (q_ahd.size()[0], q_ahd.size()[1], q_ahd.size()[2]);
+    let shared = k.dim() == 3;
+    let (keys, groups) = if shared { (k.size()[0], k.size()[1]) } else { (k.size()[1], k.size()[2]) };
+    let q_agmd = q_ahd.view([answers, groups, heads / groups, dim]);
+    if !shared {
+        let (out, lse) = rectangles(kernel, &q_agmd, &k.transpose(1, 2), &v.transpose(1, 2), scale);
+        return Partial { out_thd: out.flatten(1, 2), lse_th: lse.flatten(1, 2) };
+    }
+    let q_1grd = q_agmd.transpose(0, 1).reshape([1, groups, -1, dim]);
+    let part = FEW_KEYS.min(keys.max(1));
+    let whole = keys / part;
+    let mut sums = Vec::new();
+    for (first, count, rows) in [(0, whole, part), (whole * part, 1, keys - whole * part)] {
+        if count * rows > 0 {
+            let cut = |x: &Tensor| x.narrow(0, first, count * rows).view([count, rows, groups, dim]).transpose(1, 2);
+            let q = q_1grd.expand([count, -1, -1, -1], false);
+            sums.push(merged(rectangles(kernel, &q, &cut(k), &cut(v), scale)));
+        }
+    }
+    let (out_grd, lse_gr) = match sums.len() {
+        1 => sums.swap_remove(0),
+        _ => {
+            let stack =
+                |of: fn(&(Tensor, Tensor)) -> &Tensor| Tensor::stack(&sums.iter().map(of).collect::<Vec<_>>(), 0);
+            merged((stack(|sum| &sum.0), stack(|sum| &sum.1)))
+        }
+    };
+    let answers_first = |x: &Tensor| x.unflatten(1, [answers, -1]).transpose(0, 1).flatten(1, 2);
+    Partial { out_thd: answers_first(&out_grd), lse_th: answers_first(&lse_gr) }
+}
+
+/// Keys of a part in [`few`]: enough parts of a long prompt to keep all of a GPU at work.
+const FEW_KEYS: i64 = 2_048;
+
+/// Out [b, g, r, d] and log-sum-exp [b, g, r] in the accumulation dtype of queries [b, g, r, d] and keys [b, g, s, d].
+fn rectangles(kernel: Kernel, q: &Tensor, k: &Tensor, v: &Tensor, scale: f64) -> (Tensor, Tensor) {
+    let acc = accumulation(q.kind());
+    let (out, lse) = match kernel {
+        Kernel::Cpu => {
+            Tensor::internal_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, None::<&Tensor>, scale)
+        }
+        // cuDNN's kernel makes a plan for every number of keys, and with each token there is one more.
+        Kernel::Cudnn | Kernel::Flash => {
+            Kernel::Flash.forward(q, k, v, false, scale).unwrap_or_else(|error| panic!("{error}"))
+        }
+        Kernel::Plain => {
+            let scores = q.to_kind(acc).matmul(&k.to_kind(acc).transpose(-1, -2)) * scale;
+            let lse = scores.logsumexp([-1i64], false);
+            ((scores - lse.unsqueeze(-1)).exp().matmul(&v.to_kind(acc)), lse)
+        }
+    };
+    (out.to_kind(acc), lse.to_kind(acc))
+}
+
+/// Parts [b, …] over different keys as one.
+fn merged((out, lse): (Tensor, Tensor)) -> (Tensor, Tensor) {
+    if lse.size()[0] == 1 {
+        return (out.squeeze_dim(0), lse.squeeze_dim(0));
+    }
+    let all = lse.logsumexp([0i64], false);
+    ((out * (lse - &all).exp().unsqueeze(-1)).sum_dim_intlist(0i64, false, all.kind()), all)
+}
+
 /// What a rectangle's backward needs of its queries: everything merged over *all* rectangles of the query.
 #[derive(Debug)]
 pub struct Merged<'a> {
@@ -216,6 +288,27 @@ fn weights(scores: &Tensor, lse_gmt: &Tensor) -> Tensor {
 mod tests {
     use super::*;
     use tch::Device;
+
+    #[test]
+    fn a_few_queries_over_shared_or_own_keys_are_plain_softmax() {
+        let randn = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu));
+        for keys in [1, 5, FEW_KEYS, 2 * FEW_KEYS + 3] {
+            let (q, k, v) = (randn(&[3, 4, 8]), randn(&[keys, 2, 8]), randn(&[keys, 2, 8]));
+            let weights = |q: &Tensor, k: &Tensor| q.view([3, 2, 2, 8]).matmul(&k.transpose(-1, -2)) * 0.3;
+            let (k_gsd, v_gsd) = (k.transpose(0, 1), v.transpose(0, 1));
+            let scores = weights(&q, &k_gsd);
+            let expected = scores.softmax(-1, Kind::Double).matmul(&v_gsd).flatten(1, 2);
+            for kernel in [Kernel::Cpu, Kernel::Plain] {
+                let shared = few(kernel, &q, &k, &v, 0.3);
+                assert!((&shared.out_thd - &expected).abs().max().double_value(&[]) < 1e-13);
+                let lse = scores.logsumexp([-1i64], false).flatten(1, 2);
+                assert!((shared.lse_th - lse).abs().max().double_value(&[]) < 1e-13);
+                let each = |x: &Tensor| x.unsqueeze(0).expand([3, -1, -1, -1], false);
+                let own = few(kernel, &q, &each(&k), &each(&v), 0.3);
+                assert!((own.out_thd - &expected).abs().max().double_value(&[]) < 1e-13);
+            }
+        }
+    }
 
     #[test]
     fn a_nan_key_shows_itself_in_a_band_too_and_a_query_without_keys_is_zero() {

@@ -41,6 +41,8 @@ pub enum Purpose {
     Hidden,
     /// Page slabs.
     Pages,
+    /// State of answers that are being drawn.
+    Answers,
     /// What lies on the device for one layer: its pages while they are made, and copies of pages and hidden states that
     /// wait in host memory.
     Stage,
@@ -52,12 +54,13 @@ pub enum Purpose {
 
 impl Purpose {
     /// All of them.
-    pub const ALL: [Purpose; 8] = [
+    pub const ALL: [Purpose; 9] = [
         Purpose::Weights,
         Purpose::Adapters,
         Purpose::Optimizer,
         Purpose::Hidden,
         Purpose::Pages,
+        Purpose::Answers,
         Purpose::Stage,
         Purpose::Checkpoints,
         Purpose::Foreign,
@@ -71,6 +74,7 @@ impl Purpose {
             Purpose::Adapters => "adapters",
             Purpose::Optimizer => "optimizer",
             Purpose::Hidden => "hidden",
+            Purpose::Answers => "answers",
             Purpose::Pages => "pages",
             Purpose::Stage => "stage",
             Purpose::Checkpoints => "checkpoints",

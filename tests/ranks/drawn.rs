@@ -1,0 +1,143 @@
+//! Answers that the policy draws for itself.
+
+use longstraw::conventional;
+use longstraw::handoff::{Keeping, Logprobs, Work};
+use longstraw::model::mixer::Seat;
+use longstraw::model::pass::Pass;
+use longstraw::rollout::{self, Ask, Drawn, Sampling, Stream};
+use longstraw::units::{Tokens, from_index};
+use longstraw::watch::Ledger;
+use longstraw::world::World;
+use longstraw::{capture, score};
+use serde_json::json;
+use tch::{Kind, Tensor};
+
+use crate::fixture::{Group, HEAD, How, Model, PLAIN, config, run, work};
+
+/// Seldom enough that some answers end by themselves and some are cut off.
+const ENDS: [i64; 2] = [3, 17];
+const LONGEST: Tokens = Tokens(40);
+
+fn ask(pages_on_device: bool) -> Ask<'static> {
+    let sampling = Sampling { top_p: 0.95, top_k: 30 };
+    let stream = Stream::of_seed(7).part(4);
+    Ask { answers: 5, longest: LONGEST, ends: &ENDS, sampling, stream, pages_on_device }
+}
+
+/// A group's answers as they are drawn, and the score pass's log-probabilities of them, in order.
+fn drawn(world: &World, model: &Model, prompt: usize, how: How, ask: &Ask) -> (Vec<Drawn>, Vec<Tensor>) {
+    let ledger = Ledger::default();
+    let seat = Seat { axis: &world.cp, ledger: &ledger };
+    let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(how.micro_block) };
+    let group = Group::random(2, 61, prompt, &[1]);
+    let prompt_work = work(world, &group, how);
+    let captured = run(capture::run(&pass, &prompt_work, how.keeping, world.board()));
+    let drawn = run(rollout::run(&pass, &HEAD, &prompt_work.layout, &captured, ask, world.board()));
+    let answers: Vec<Vec<i64>> = drawn.iter().map(|answer| answer.ids.clone()).collect();
+    let scored = Work::new(prompt_work.layout.clone(), group.prompt_ids, answers);
+    let scores = run(score::run(&pass, &HEAD, &scored, &captured, world.board()));
+    let whole = scores.0.iter().zip(&scored.answers).map(|(one, answer)| whole(world, one, &scored, answer));
+    let whole = whole.collect();
+    (drawn, whole)
+}
+
+/// All ranks' log-probabilities of an answer, in the order of its tokens.
+fn whole(world: &World, one: &Logprobs, work: &Work, answer: &longstraw::handoff::Answer) -> Tensor {
+    let first = one.first.as_ref().map_or_else(|| one.rows.narrow(0, 0, 0), Tensor::shallow_clone);
+    let owner = work.layout.last_row_owner();
+    let ranks = 0..world.cp.size();
+    let firsts: Vec<Tokens> = ranks.map(|rank| Tokens(u64::from(longstraw::units::Rank(rank) == owner))).collect();
+    let first = longstraw::exchange::gather_rows(&world.cp, &first, &firsts);
+    let rows = longstraw::exchange::gather_rows(&world.cp, &one.rows, &answer.span.counts());
+    Tensor::cat(&[first, rows], 0)
+}
+
+fn worst_gap(drawn: &[Drawn], scores: &[Tensor]) -> f64 {
+    drawn.iter().zip(scores).map(|(answer, scored)| rollout::gap(&answer.logprobs, scored)).fold(0.0, f64::max)
+}
+
+/// Sampled log-probabilities are those of the score pass; answers are the same alone and on all ranks, with windows and
+/// without, whatever the page size.
+pub(crate) fn as_scored(world: &mut World) {
+    let window = json!({ "sliding_window": 9, "num_hidden_layers": 2 });
+    for (family, extra) in [("qwen3", json!({})), ("mistral", window)] {
+        for (kind, most) in [(Kind::Double, 1e-12), (Kind::Float, 1e-4)] {
+            let model = Model::random(&config(family, &extra), kind);
+            for (prompt, page_size) in [(50, 7), (20, 64), (1, 3)] {
+                let how = How { page_size, ..PLAIN };
+                let (all, scores) = drawn(world, &model, prompt, how, &ask(true));
+                let gap = worst_gap(&all, &scores);
+                assert!(gap <= most, "{family} {kind:?} prompt {prompt}: {gap}");
+                let ranks = world.all.size();
+                world.cut(1).expect("every rank by itself");
+                let (alone, _) = drawn(world, &model, prompt, how, &ask(true));
+                world.cut(ranks).expect("all of them");
+                let ids = |drawn: &[Drawn]| drawn.iter().map(|answer| answer.ids.clone()).collect::<Vec<_>>();
+                assert_eq!(ids(&all), ids(&alone), "{family} {kind:?} prompt {prompt}");
+                let told = world.all.gather_texts(&format!("{:?}", ids(&all)));
+                assert!(told.iter().all(|other| *other == told[0]), "all ranks have the same answers");
+                for (one, other) in all.iter().zip(&alone) {
+                    let apart = rollout::gap(&one.logprobs, &Tensor::from_slice(&other.logprobs));
+                    assert!(apart <= most, "{apart}");
+                }
+            }
+        }
+    }
+}
+
+/// Each drawn token's log-probability is what a whole-sequence pass under autograd has for it.
+pub(crate) fn as_conventional(world: &mut World) {
+    let model = Model::random(&config("qwen2", &json!({})), Kind::Double);
+    let (drawn, _) = drawn(world, &model, 33, PLAIN, &ask(true));
+    let prompt_ids = Group::random(2, 61, 33, &[1]).prompt_ids;
+    let answers: Vec<Vec<i64>> = drawn.iter().map(|answer| answer.ids.clone()).collect();
+    let whole = conventional::Group {
+        prompt_ids: &prompt_ids,
+        answers: &answers,
+        tail: Tokens(0),
+        temperature: HEAD.temperature,
+    };
+    for (index, answer) in drawn.iter().enumerate() {
+        let expected = tch::no_grad(|| whole.logprobs(&*model.decoder, &model.adapters, index));
+        let gap = rollout::gap(&answer.logprobs, &expected.detach());
+        assert!(gap <= 1e-12, "answer {index}: {gap}");
+    }
+}
+
+/// Ends belong to answers, nothing follows them, and what has none is cut off at the longest length.
+pub(crate) fn ends(world: &mut World) {
+    let model = Model::random(&config("llama", &json!({})), Kind::Float);
+    let longest = Tokens(12);
+    let (drawn, _) = drawn(world, &model, 50, PLAIN, &Ask { longest, ..ask(true) });
+    for answer in &drawn {
+        let end = answer.ids.iter().position(|id| ENDS.contains(id));
+        let length = from_index(answer.ids.len());
+        match end {
+            Some(at) => assert!(at + 1 == answer.ids.len() && !answer.truncated),
+            None => assert!(Tokens(length) == longest && answer.truncated),
+        }
+        assert_eq!(answer.logprobs.len(), answer.ids.len());
+        assert!(answer.entropy > 0.0 && answer.entropy <= most_entropy(length));
+    }
+    assert!(drawn.iter().any(|answer| answer.truncated) && drawn.iter().any(|answer| !answer.truncated), "{drawn:?}");
+    let different: std::collections::BTreeSet<_> = drawn.iter().map(|answer| &answer.ids).collect();
+    assert_eq!(different.len(), drawn.len(), "answers of a group have noise of their own");
+    let one = Ask { longest: Tokens(1), ..ask(true) };
+    let (short, scores) = self::drawn(world, &model, 50, PLAIN, &one);
+    assert!(short.iter().all(|answer| answer.ids.len() == 1) && worst_gap(&short, &scores) <= 1e-4);
+}
+
+fn most_entropy(tokens: u64) -> f64 {
+    longstraw::units::float(tokens) * 61f64.ln()
+}
+
+/// Pages that stay on the device and pages that come layer by layer give the same bits, and nothing stays behind.
+pub(crate) fn residency(world: &mut World) {
+    let model = Model::random(&config("qwen3", &json!({})), Kind::Float);
+    let (resident, _) = drawn(world, &model, 50, PLAIN, &ask(true));
+    let (by_layer, _) = drawn(world, &model, 50, PLAIN, &ask(false));
+    let on_device = How { keeping: Keeping { pages: longstraw::pages::Residency::Device, ..Keeping::HOST }, ..PLAIN };
+    let (there_anyhow, _) = drawn(world, &model, 50, on_device, &ask(false));
+    assert_eq!(resident, by_layer);
+    assert_eq!(resident, there_anyhow);
+}
