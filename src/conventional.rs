@@ -37,6 +37,8 @@ pub struct Target {
     pub advantage: f64,
     /// Weight of each token.
     pub weight: f64,
+    /// 1 for tokens that are trained, 0 for the others, [tokens]; `None`: all are.
+    pub trained: Option<Tensor>,
 }
 
 impl Group<'_> {
@@ -164,6 +166,9 @@ impl Target {
         if terms.kl_coef > 0.0 {
             let gap = &self.reference - logprobs;
             token += (gap.exp() - &gap - 1.0) * terms.kl_coef;
+        }
+        if let Some(trained) = &self.trained {
+            token *= trained;
         }
         (token * self.weight).sum(logprobs.kind())
     }

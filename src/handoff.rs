@@ -26,17 +26,54 @@ pub struct Work {
 pub struct Answer {
     /// Its tokens; never empty.
     pub ids: Vec<i64>,
+    /// Which of its tokens are trained; `None`: all.
+    pub mask: Option<Vec<bool>>,
     /// Its rows.
     pub span: Span,
+}
+
+impl Answer {
+    /// 1 or 0, [1], where its first token takes part or not; `None` where all tokens do.
+    #[must_use]
+    pub fn first_is_trained(&self) -> Option<Tensor> {
+        self.mask.as_ref().map(|mask| as_numbers(&mask[..1]))
+    }
+}
+
+fn as_numbers(mask: &[bool]) -> Tensor {
+    Tensor::from_slice(&mask.iter().map(|&trained| f32::from(u8::from(trained))).collect::<Vec<f32>>())
 }
 
 impl Work {
     /// Deals a group to ranks.
     #[must_use]
     pub fn new(layout: PromptLayout, prompt_ids: Vec<i64>, answers: Vec<Vec<i64>>) -> Work {
-        let answers =
-            answers.into_iter().map(|ids| Answer { span: layout.answer(Tokens(from_index(ids.len()))), ids }).collect();
+        let answer = |ids: Vec<i64>| Answer { span: layout.answer(Tokens(from_index(ids.len()))), ids, mask: None };
+        let answers = answers.into_iter().map(answer).collect();
         Work { layout, prompt_ids, answers }
+    }
+
+    /// The same with what says which tokens of each answer are trained.
+    ///
+    /// # Panics
+    /// When a mask is not as long as its answer: data are checked before.
+    #[must_use]
+    pub fn masked(mut self, masks: Vec<Option<Vec<bool>>>) -> Work {
+        assert_eq!(masks.len(), self.answers.len(), "every answer has a mask or none");
+        for (answer, mask) in self.answers.iter_mut().zip(masks) {
+            assert!(mask.as_ref().is_none_or(|mask| mask.len() == answer.ids.len()), "a mask is as long as its answer");
+            answer.mask = mask;
+        }
+        self
+    }
+
+    /// 1 for the tokens that this rank's rows of an answer predict and that are trained, 0 for the others, [rows]; `None`
+    /// where all are.
+    #[must_use]
+    pub fn trained(&self, answer: &Answer, rank: Rank) -> Option<Tensor> {
+        let mask = answer.mask.as_ref()?;
+        let of = |piece| mask[self.layout.labels(piece)].iter().copied();
+        Some(as_numbers(&answer.span.of(rank).flat_map(of).collect::<Vec<bool>>()))
     }
 
     /// Answers that have rows on some rank, with their indices; one of a single token has none.

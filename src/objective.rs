@@ -2,13 +2,14 @@
 //!
 //! ```text
 //!   token = −min(r·A, clip(r, 1 − low, 1 + high)·A)  [+ kl · (e^d − d − 1)]     r = e^(logprob − old), d = ref − logprob
-//!   loss  = Σ weight · token        the weights are known before the first backward and belong to the whole batch
+//!   loss  = Σ share · token / divisor        the divisor belongs to the whole batch; it divides the sum of all gradients once
 //! ```
 //!
 //! The KL term is the k3 estimate of KL(policy ‖ reference), in the loss (not the reward), without importance weights.
 //! (Shao et al. 2024, arXiv 2402.03300; Schulman's note on estimates of KL.) Advantages divide by the *population*
 //! standard deviation, so rewards 0 and 1 give −1 and +1.
 
+use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use crate::units::{float, from_index};
@@ -22,6 +23,18 @@ pub enum Aggregation {
     TokenMean,
     /// Sum over tokens divided by a constant, mean over answers.
     Constant(f64),
+}
+
+impl Aggregation {
+    /// Weight of each trained token of an answer that has so many of them, before the batch's divisor.
+    #[must_use]
+    pub fn share(self, tokens: u64) -> f64 {
+        match self {
+            Aggregation::SequenceMean => 1.0 / float(tokens.max(1)),
+            Aggregation::TokenMean => 1.0,
+            Aggregation::Constant(divisor) => 1.0 / divisor,
+        }
+    }
 }
 
 /// The objective's settings.
@@ -72,14 +85,14 @@ pub fn advantages(rewards: &[Option<f64>], normalize: bool) -> Vec<Option<f64>> 
 /// One answer's place in a batch: how many tokens, and whether it has a reward.
 #[derive(Clone, Copy, Debug)]
 pub struct Counted {
-    /// Tokens of the answer.
+    /// Trained tokens of the answer.
     pub tokens: u64,
     /// Whether it has a reward; without one it takes no part.
     pub scored: bool,
 }
 
 /// Sizes of a whole batch (all groups of an update, over all ranks), from which every token's weight follows.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Batch {
     answers: u64,
     tokens: u64,
@@ -88,21 +101,32 @@ pub struct Batch {
 impl Batch {
     /// Counts every answer of the batch once, whatever ranks it is spread over. Groups with equal rewards count.
     pub fn of(answers: impl IntoIterator<Item = Counted>) -> Batch {
-        answers.into_iter().filter(|answer| answer.scored).fold(Batch { answers: 0, tokens: 0 }, |sum, answer| Batch {
-            answers: sum.answers + 1,
-            tokens: sum.tokens + answer.tokens,
-        })
+        let mut batch = Batch::default();
+        answers.into_iter().for_each(|answer| batch.add(answer));
+        batch
     }
 
-    /// Weight of each token of an answer of `tokens` tokens.
+    /// Counts a further answer.
+    pub fn add(&mut self, answer: Counted) {
+        if answer.scored {
+            self.answers += 1;
+            self.tokens += answer.tokens;
+        }
+    }
+
+    /// What the sum of all answers' gradients, each token weighing its [`Aggregation::share`], is divided by.
+    #[must_use]
+    pub fn divisor(&self, aggregation: Aggregation) -> f64 {
+        match aggregation {
+            Aggregation::SequenceMean | Aggregation::Constant(_) => float(self.answers.max(1)),
+            Aggregation::TokenMean => float(self.tokens.max(1)),
+        }
+    }
+
+    /// Weight of each token of an answer of `tokens` trained tokens, where the whole batch is known beforehand.
     #[must_use]
     pub fn weight(&self, aggregation: Aggregation, tokens: u64) -> f64 {
-        let (answers, all) = (float(self.answers.max(1)), float(self.tokens.max(1)));
-        match aggregation {
-            Aggregation::SequenceMean => 1.0 / (answers * float(tokens.max(1))),
-            Aggregation::TokenMean => 1.0 / all,
-            Aggregation::Constant(divisor) => 1.0 / (answers * divisor),
-        }
+        aggregation.share(tokens) / self.divisor(aggregation)
     }
 }
 
@@ -119,6 +143,8 @@ pub struct Tokens<'a> {
     pub advantage: f64,
     /// Weight of each token.
     pub weight: f64,
+    /// 1 for tokens that are trained, 0 for those that take no part (what a tool has put into the answer); `None`: all are.
+    pub trained: Option<&'a Tensor>,
 }
 
 /// What those tokens add.
@@ -130,8 +156,12 @@ pub struct Added {
     pub dlogprobs: Tensor,
     /// Smallest and largest ratio, if there are tokens.
     pub ratio: Option<(f64, f64)>,
-    /// Tokens whose ratio was clipped in effect.
-    pub clipped: u64,
+    /// Trained tokens.
+    pub trained: u64,
+    /// Those whose ratio was clipped in effect, below and above.
+    pub clipped: [u64; 2],
+    /// Sum of the k3 estimates of the divergence from the reference policy; 0 without one.
+    pub kl: f64,
 }
 
 /// The range that covers two ranges; a NaN in either stays, so that it is seen.
@@ -146,7 +176,7 @@ pub fn widen(one: Option<(f64, f64)>, two: Option<(f64, f64)>) -> Option<(f64, f
 /// Loss and gradient of some tokens. By hand, since the graph would be three lines long.
 #[must_use]
 pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
-    let Tokens { logprobs, old, reference, advantage, weight } = *tokens;
+    let Tokens { logprobs, old, reference, advantage, weight, trained } = *tokens;
     let ratio = (logprobs - old).exp();
     let free = &ratio * advantage;
     let bounded = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high) * advantage;
@@ -154,17 +184,27 @@ pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
     let mut token = -free.minimum(&bounded);
     // A clipped token has no gradient, also where its ratio has overflowed.
     let mut dtoken = -free.where_self(&active, &free.zeros_like());
+    let mut kl = token.zeros_like();
     if let Some(reference) = reference.filter(|_| terms.kl_coef > 0.0) {
         let gap = reference - logprobs;
-        token += (gap.exp() - &gap - 1.0) * terms.kl_coef;
+        kl = gap.exp() - &gap - 1.0;
+        token += &kl * terms.kl_coef;
         dtoken += (1.0 - gap.exp()) * terms.kl_coef;
     }
-    let any = ratio.numel() > 0;
+    let takes_part = trained.map_or_else(|| ratio.ones_like(), Tensor::shallow_clone).gt(0.0);
+    // Chosen, not multiplied: a token that takes no part may have any value.
+    let only = |x: &Tensor| x.where_self(&takes_part, &x.zeros_like());
+    let count = |x: &Tensor| u64::try_from(x.sum(Kind::Int64).int64_value(&[])).unwrap_or(0);
+    let clipped = |edge: &Tensor| count(&active.logical_not().logical_and(edge).logical_and(&takes_part));
+    let ratios = ratio.masked_select(&takes_part);
+    let any = ratios.numel() > 0;
     Added {
-        loss: token.sum(Kind::Double).double_value(&[]) * weight,
-        dlogprobs: dtoken * weight,
-        ratio: any.then(|| (ratio.min().double_value(&[]), ratio.max().double_value(&[]))),
-        clipped: u64::try_from(active.logical_not().sum(Kind::Int64).int64_value(&[])).unwrap_or(0),
+        loss: only(&token).sum(Kind::Double).double_value(&[]) * weight,
+        dlogprobs: only(&dtoken) * weight,
+        ratio: any.then(|| (ratios.min().double_value(&[]), ratios.max().double_value(&[]))),
+        trained: count(&takes_part),
+        clipped: [clipped(&ratio.lt(1.0)), clipped(&ratio.ge(1.0))],
+        kl: only(&kl).sum(Kind::Double).double_value(&[]),
     }
 }
 
@@ -203,7 +243,7 @@ mod tests {
     #[test]
     fn a_clipped_token_whose_ratio_overflows_has_no_gradient() {
         let (lp, old) = (Tensor::from_slice(&[0.0f32]), Tensor::from_slice(&[-200.0f32]));
-        let given = Tokens { logprobs: &lp, old: &old, reference: None, advantage: 1.0, weight: 1.0 };
+        let given = Tokens { logprobs: &lp, old: &old, reference: None, advantage: 1.0, weight: 1.0, trained: None };
         let added = tokens(&given, &TERMS);
         assert!((added.loss + 1.2).abs() < 1e-6 && added.dlogprobs.double_value(&[0]).abs() < 1e-12);
     }
@@ -220,8 +260,14 @@ mod tests {
             let loss = (token + (gap.exp() - &gap - 1.0) * 0.04).sum(Kind::Double) * 0.125;
             loss.backward();
             let detached = lp.detach();
-            let given =
-                Tokens { logprobs: &detached, old: &old, reference: Some(&reference), advantage, weight: 0.125 };
+            let given = Tokens {
+                logprobs: &detached,
+                old: &old,
+                reference: Some(&reference),
+                advantage,
+                weight: 0.125,
+                trained: None,
+            };
             let added = tokens(&given, &TERMS);
             assert!((added.loss - loss.double_value(&[])).abs() < 1e-15);
             assert!((added.dlogprobs - lp.grad()).abs().max().double_value(&[]) < 1e-15);
@@ -229,10 +275,44 @@ mod tests {
     }
 
     #[test]
+    fn tokens_that_take_no_part_change_nothing_whatever_they_hold() {
+        let (lp, old) = (Tensor::from_slice(&[-1.0f64, f64::NAN, -0.5]), Tensor::from_slice(&[-1.4f64, -1.0, -0.5]));
+        let mask = Tensor::from_slice(&[1.0f64, 0.0, 1.0]);
+        let all = |logprobs: &Tensor, old: &Tensor, trained: Option<&Tensor>| {
+            tokens(&Tokens { logprobs, old, reference: Some(old), advantage: 1.0, weight: 0.5, trained }, &TERMS)
+        };
+        let part = |x: &Tensor| x.index_select(0, &Tensor::from_slice(&[0i64, 2]));
+        let (masked, without) = (all(&lp, &old, Some(&mask)), all(&part(&lp), &part(&old), None));
+        assert!((masked.loss - without.loss).abs() < 1e-15 && (masked.kl - without.kl).abs() < 1e-15);
+        assert_eq!((masked.trained, masked.clipped, masked.ratio), (2, [0, 1], without.ratio));
+        assert_eq!(
+            Vec::<f64>::try_from(part(&masked.dlogprobs)).unwrap(),
+            Vec::<f64>::try_from(without.dlogprobs).unwrap()
+        );
+        assert!(masked.dlogprobs.double_value(&[1]).abs() == 0.0);
+        let down = Tokens {
+            logprobs: &part(&old),
+            old: &part(&lp),
+            reference: None,
+            advantage: -1.0,
+            weight: 1.0,
+            trained: None,
+        };
+        assert_eq!(tokens(&down, &TERMS).clipped, [1, 0]);
+    }
+
+    #[test]
     fn kl_weight_changes_the_gradient_of_a_policy_that_has_moved() {
         let (lp, old, reference) = (Tensor::from(-1.0f64), Tensor::from(-1.0f64), Tensor::from(-2.0f64));
         let at = |kl_coef| {
-            let given = Tokens { logprobs: &lp, old: &old, reference: Some(&reference), advantage: 0.5, weight: 1.0 };
+            let given = Tokens {
+                logprobs: &lp,
+                old: &old,
+                reference: Some(&reference),
+                advantage: 0.5,
+                weight: 1.0,
+                trained: None,
+            };
             tokens(&given, &Terms { kl_coef, ..TERMS }).dlogprobs.double_value(&[])
         };
         assert!((at(0.0) + 0.5).abs() < 1e-15);

@@ -46,8 +46,12 @@ pub struct Replayed {
     pub loss: f64,
     /// Smallest and largest ratio to the frozen scores on this rank; `None` where it has no token.
     pub ratio: Option<(f64, f64)>,
-    /// Tokens of this rank whose ratio was clipped in effect.
-    pub clipped: u64,
+    /// Trained tokens of this rank.
+    pub trained: u64,
+    /// Those whose ratio was clipped in effect, below and above.
+    pub clipped: [u64; 2],
+    /// Sum over them of the k3 estimates of the divergence from the reference policy.
+    pub kl: f64,
     /// Log-probabilities of this rank's tokens.
     pub logprobs: Scores,
     /// The most bytes that waited in the pool of answers' hidden states.
@@ -101,7 +105,9 @@ pub fn run(
     let nothing = Replayed {
         loss: 0.0,
         ratio: None,
-        clipped: 0,
+        trained: 0,
+        clipped: [0; 2],
+        kl: 0.0,
         logprobs: Scores(Vec::new()),
         pool_bytes: Bytes(0),
         seconds: Spent::default(),
@@ -176,7 +182,7 @@ impl Replay<'_> {
             let x_rw = self.pool.stage(slot)?;
             let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
             let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
-            let dlogprobs = self.loss(index, &rows, |scores| &scores.rows);
+            let dlogprobs = self.loss(index, &rows, self.work.trained(answer, rank), |scores| &scores.rows);
             let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
             let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw };
             let dx_tw = self.pass.backward(layer, &rows_of, &past, None, &mut gradient)?;
@@ -305,7 +311,10 @@ impl Replay<'_> {
         let dlogprobs: Vec<Tensor> = (0..self.work.answers.len())
             .map(|index| {
                 let logprobs = all.narrow(0, as_dim(index as u64), 1);
-                self.loss(index, &logprobs, |scores| scores.first.as_ref().expect("the owner scored the first token"))
+                let trained = self.work.answers[index].first_is_trained();
+                self.loss(index, &logprobs, trained, |scores| {
+                    scores.first.as_ref().expect("the owner scored the first token")
+                })
             })
             .collect();
         let gradient = Tensor::cat(&dlogprobs, 0);
@@ -327,19 +336,32 @@ impl Replay<'_> {
         Some(dtail)
     }
 
-    /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities.
-    fn loss(&mut self, index: usize, logprobs: &Tensor, of: impl Fn(&Logprobs) -> &Tensor) -> Tensor {
+    /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities. `trained` says
+    /// which of them take part; `None`: all.
+    fn loss(
+        &mut self,
+        index: usize,
+        logprobs: &Tensor,
+        trained: Option<Tensor>,
+        of: impl Fn(&Logprobs) -> &Tensor,
+    ) -> Tensor {
         let Some(advantage) = self.goal.advantages[index] else { return logprobs.zeros_like() };
+        let trained = trained.map(|trained| trained.to_device(logprobs.device()));
         let tokens = Tokens {
             logprobs,
             old: of(&self.goal.old.0[index]),
             reference: self.goal.reference.map(|scores| of(&scores.0[index])),
             advantage,
             weight: self.goal.weights[index],
+            trained: trained.as_ref(),
         };
         let added = objective::tokens(&tokens, self.goal.terms);
         self.done.loss += added.loss;
-        self.done.clipped += added.clipped;
+        self.done.trained += added.trained;
+        self.done.kl += added.kl;
+        for (sum, clipped) in self.done.clipped.iter_mut().zip(added.clipped) {
+            *sum += clipped;
+        }
         self.done.ratio = objective::widen(self.done.ratio, added.ratio);
         added.dlogprobs
     }

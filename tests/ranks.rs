@@ -30,6 +30,7 @@ type Claim = (&'static str, fn(&mut World));
 
 const CLAIMS: &[Claim] = &[
     ("collectives_move_the_same_bytes_in_many_small_rounds", wire::small_rounds),
+    ("one_rank_works_alone_while_the_others_sleep", wire::alone),
     ("a_ring_shows_every_run_and_holds_at_most_two_foreign_ones", wire::ring),
     ("the_sum_over_ranks_is_the_sum_in_rank_order_on_every_rank", wire::sum),
     ("reference_cases_hold_in_every_gradient_mode", cases::hold),
@@ -38,6 +39,7 @@ const CLAIMS: &[Claim] = &[
     ("micro_blocks_change_nothing_but_rounding", cases::micro_blocks),
     ("conventional_autograd_agrees_on_uneven_prompts_and_answers", judged::uneven),
     ("conventional_autograd_agrees_where_a_window_cuts_pages_and_ranks", judged::windows),
+    ("masked_tokens_take_no_part_in_gradient_or_loss", judged::masked),
     ("a_short_and_a_long_tail_take_different_ways_to_one_gradient", judged::both_tails),
     ("ten_exact_updates_equal_ten_conventional_ones", judged::ten_exact_updates),
     ("pages_on_the_host_and_on_the_device_give_the_same_bits", memory::residency),

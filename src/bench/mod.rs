@@ -463,6 +463,7 @@ impl Bench<'_> {
             .into_iter()
             .zip(&advantages)
             .map(|(old, advantage)| conventional::Target {
+                trained: None,
                 reference: old.shallow_clone(),
                 old,
                 advantage: advantage.unwrap_or(0.0),

@@ -48,6 +48,12 @@ pub enum Error {
         /// Where and why.
         source: serde_json::Error,
     },
+    /// What updates were being made of cannot be read.
+    #[error("the checkpoint's answers and scores between two updates of a group cannot be read: {reason}")]
+    Round {
+        /// Where and why.
+        reason: String,
+    },
     /// A file is not what was written.
     #[error("{} is damaged: its SHA-256 is {found}, and {wanted} was written", file.display())]
     Damaged {

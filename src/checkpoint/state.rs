@@ -29,6 +29,9 @@ pub struct State {
     pub inputs: BTreeMap<String, String>,
     /// The held-out margin before the first update, as the receipt tells it.
     pub held_out: Value,
+    /// Answers and scores that further updates are made of (`grpo.updates_per_group`); null between rounds.
+    #[serde(default)]
+    pub round: Value,
 }
 
 /// One thing that is not as it was saved.
@@ -123,6 +126,7 @@ mod tests {
             config: json!({"optimizer": {"lr": 0.1, "betas": [0.9, 0.999]}, "lora": {"rank": 4}}),
             inputs: [("the model".to_owned(), "m".to_owned())].into(),
             held_out: Value::Null,
+            round: Value::Null,
         }
     }
 

@@ -395,6 +395,7 @@ mod tests {
             config: serde_json::json!({"optimizer": {"eps": 1e-8}}),
             inputs: BTreeMap::new(),
             held_out: serde_json::Value::Null,
+            round: serde_json::Value::Null,
         };
         let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
         store.write(state, adapters, moments, &shape).unwrap();

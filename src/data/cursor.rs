@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::Error;
 use super::order::Random;
+use crate::units::from_index;
 
 /// A place in the endless order of a dataset: epoch after epoch, each a permutation of its own.
 ///
@@ -40,6 +41,12 @@ impl Cursor {
     #[must_use]
     pub fn offset(&self) -> usize {
         self.offset
+    }
+
+    /// Groups taken so far, over all epochs.
+    #[must_use]
+    pub fn taken(&self) -> u64 {
+        self.epoch * from_index(self.groups) + from_index(self.offset)
     }
 
     /// The next dataset index; takes it.
@@ -110,7 +117,7 @@ mod tests {
         let (mut one, mut many) = (Cursor::new(3, 5), Cursor::new(3, 5));
         let singles: Vec<usize> = (0..17).map(|_| one.next_index()).collect();
         assert_eq!(singles, many.take(17));
-        assert_eq!((many.epoch(), many.offset()), (3, 2));
+        assert_eq!((many.epoch(), many.offset(), many.taken()), (3, 2, 17));
         assert_eq!(one, many);
     }
 

@@ -227,7 +227,7 @@ impl<'a> Case<'a> {
                     tch::no_grad(|| group.logprobs(decoder, &self.adapters, index))
                 };
                 let (advantage, weight) = (self.advantages[index].unwrap_or(0.0), self.weights[index]);
-                Target { reference: old.shallow_clone(), old, advantage, weight }
+                Target { reference: old.shallow_clone(), old, advantage, weight, trained: None }
             })
             .collect();
         board.enter(Phase::Evaluate);

@@ -24,6 +24,7 @@ pub(super) fn gradients(
     let (terms, advantages, weights) = case.goal(work, kl_coef)?;
     let targets = (0..answers.len()).map(|index| {
         Ok(Target {
+            trained: None,
             old: case.get(&format!("old_logprobs.{index}"))?.to_kind(acc).to_device(pass.decoder.device()),
             reference: case.get(&format!("ref_logprobs.{index}"))?.to_kind(acc).to_device(pass.decoder.device()),
             advantage: advantages[index].unwrap_or(0.0),

@@ -62,7 +62,7 @@ impl Classified for Error {
 }
 
 /// One update's numbers: one object a line in metrics.jsonl.
-#[derive(Debug, Deserialize, Serialize)]
+#[derive(Debug, Default, Deserialize, Serialize)]
 pub struct Step {
     /// Updates made, this one included.
     pub step: u64,

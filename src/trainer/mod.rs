@@ -1,34 +1,28 @@
 //! The training loop: one step from top to bottom, one call a phase.
 
 mod evaluate;
-mod groups;
 mod memory;
 mod patience;
 mod records;
+mod rewards;
+mod round;
 mod saves;
 mod setup;
+mod step;
 mod tally;
 mod trace;
 mod whole;
-
-use std::time::Instant;
 
 pub use setup::Session;
 
 use crate::config::Loaded;
 use crate::failure::{Failure, Phase};
-use crate::handoff::{Captured, Scores, Work};
-use crate::model::lora::Adapters;
-use crate::objective;
-use crate::replay::Goal;
-use crate::report::{HeldOut, Receipt, Reporter, Seconds, Step};
-use crate::tensor::gpu;
+use crate::report::{HeldOut, Receipt, Reporter};
 use crate::world::World;
-use crate::{capture, finalize, replay, score};
-use groups::Batch;
 use patience::Patience;
 use records::Records;
 use saves::Saves;
+use step::Desk;
 use tally::Tally;
 
 /// Trains as the configuration says, from the start, or with `resume` from the newest checkpoint, to the last step or to
@@ -150,18 +144,31 @@ impl Way<'_> {
             }
             self.records.step(world, step)?;
             let cursor = self.session.cursor.clone();
+            let mut round = match self.session.round.take() {
+                Some(round) => round,
+                None => self.session.next_round(world),
+            };
             self.patience.step(self.tally.last_step_s());
-            let outcome = one_step(&mut self.session, world, &mut self.reporter, &mut self.tally, &self.patience, step);
+            let mut desk = Desk { reporter: &mut self.reporter, tally: &mut self.tally, patience: &self.patience };
+            let outcome = step::one_step(&mut self.session, world, &mut desk, &mut round, step);
             self.patience.rest();
             self.records.stepped(world)?;
             match patience::dropped(outcome)? {
                 Ok(done) => {
+                    round.made += 1;
+                    self.session.round = Some(round).filter(|round| round.made < self.session.updates_per_group);
                     self.reporter.step(&done, steps)?;
                     self.tally.stepped(done);
                 }
                 Err(why) => {
                     self.reporter.line(&format!("update {step} is {why}"));
-                    (self.session.cursor, self.stopped) = (cursor, true);
+                    self.stopped = true;
+                    // Groups that an update was made of stay as they are frozen; others run again from the start.
+                    if round.made == 0 {
+                        self.session.cursor = cursor;
+                    } else {
+                        self.session.round = Some(round);
+                    }
                     break;
                 }
             }
@@ -208,146 +215,4 @@ impl Way<'_> {
         }
         Ok(Finished { receipt, session, reporter })
     }
-}
-
-/// One update over `dp_size × grad_accum` groups.
-fn one_step(
-    session: &mut Session,
-    world: &World,
-    reporter: &mut Reporter,
-    tally: &mut Tally,
-    patience: &Patience,
-    step: u64,
-) -> Result<Step, Failure> {
-    let start = Instant::now();
-    let batch = session.next_batch(world);
-    let replayed = all_groups(session, world, &batch, reporter, tally, step);
-    patience.agree(world, replayed)?;
-    world.board().enter(Phase::Finalize);
-    let local = finalize::take(&session.adapters);
-    let summed =
-        tally.clock.time("finalize", || finalize::run(&world.all, local, &session.adapters, session.max_grad_norm));
-    let reduced = world.agree(summed)?;
-    let numbers = tally.batch_numbers(world);
-    if !numbers.loss.is_finite() {
-        return world.agree(Err(finalize::Error::Number { what: "loss", value: numbers.loss }.into()));
-    }
-    world.board().enter(Phase::Update);
-    let learning_rate = session.learning_rate(step);
-    tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));
-    world.agree(finalize::check(&session.adapters, learning_rate))?;
-    Ok(Step {
-        step,
-        gradient: session.gradient.to_string(),
-        loss: numbers.loss,
-        reward_mean: batch.reward_mean(),
-        frac_groups_zero_std: batch.zero_std_share(),
-        ratio: numbers.ratio,
-        clipped_tokens: numbers.clipped,
-        grad_norm: reduced.norm(),
-        learning_rate,
-        prompts: batch.names.clone(),
-        seconds: Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() },
-    })
-}
-
-/// Captures, scores and replays this rank's groups, one after another.
-fn all_groups(
-    session: &Session,
-    world: &World,
-    batch: &Batch,
-    reporter: &mut Reporter,
-    tally: &mut Tally,
-    step: u64,
-) -> Result<(), Failure> {
-    for (count, group) in batch.mine.iter().enumerate() {
-        reporter.now(format!(
-            "step {step}: prompt {} of {} on this rank ({})",
-            count + 1,
-            batch.mine.len(),
-            group.name
-        ));
-        if session.paged {
-            one_group(session, world, batch, group, tally)?;
-        } else {
-            whole::one_group(session, world, batch, group, tally)?;
-        }
-    }
-    Ok(())
-}
-
-/// Captures, scores and replays one group; gradients add up in the adapters.
-fn one_group(
-    session: &Session,
-    world: &World,
-    batch: &Batch,
-    group: &groups::Scored,
-    tally: &mut Tally,
-) -> Result<(), Failure> {
-    let work = session.work(&group.prompt_ids, &group.answers, world);
-    world.board().enter(Phase::Capture);
-    let pass = session.pass(world, &session.adapters);
-    tally.clock.time("pinning", || capture::make_room(&pass, &work, session.keeping))?;
-    let weights: Vec<f64> = group.answers.iter().map(|answer| batch.weight(&session.terms, answer.len())).collect();
-    let reference = match &session.reference {
-        None => None,
-        Some(reference) => {
-            let work = session.work_without_tail(&group.prompt_ids, &group.answers, world);
-            let captured = captured(session, world, &work, reference, tally)?;
-            Some(scored(session, world, &work, &captured, reference, tally)?)
-        }
-    };
-    let captured = captured(session, world, &work, &session.adapters, tally)?;
-    let old = scored(session, world, &work, &captured, &session.adapters, tally)?;
-    let goal = Goal {
-        old: &old,
-        reference: reference.as_ref(),
-        advantages: &group.advantages,
-        weights: &weights,
-        terms: &session.terms,
-    };
-    world.board().enter(Phase::Replay);
-    let done = replay::run(&pass, &session.head, &work, &captured, goal, world.board())?;
-    session.count_gradients(world);
-    tally.replayed(&done, &work, &captured, group, session)?;
-    Ok(())
-}
-
-fn captured(
-    session: &Session,
-    world: &World,
-    work: &Work,
-    adapters: &Adapters,
-    tally: &mut Tally,
-) -> Result<Captured, Failure> {
-    world.board().enter(Phase::Capture);
-    let pass = session.pass(world, adapters);
-    tally.clock.time("capture", || {
-        let captured = capture::run(&pass, work, session.keeping, world.board())?;
-        // A phase's seconds are those until it is done, not until it has been asked for.
-        gpu::synchronize(session.decoder.device())?;
-        Ok(captured)
-    })
-}
-
-fn scored(
-    session: &Session,
-    world: &World,
-    work: &Work,
-    captured: &Captured,
-    adapters: &Adapters,
-    tally: &mut Tally,
-) -> Result<Scores, Failure> {
-    world.board().enter(Phase::Score);
-    let pass = session.pass(world, adapters);
-    tally.clock.time("score", || {
-        let scores = score::run(&pass, &session.head, work, captured, world.board())?;
-        gpu::synchronize(session.decoder.device())?;
-        Ok(scores)
-    })
-}
-
-/// Advantages of a group under the session's rule.
-fn advantages(session: &Session, rewards: &[Option<f64>]) -> Vec<Option<f64>> {
-    objective::advantages(rewards, session.normalize)
 }

@@ -103,11 +103,11 @@ impl Patience {
     ///
     /// # Errors
     /// When it is dropped, or has failed here: then the others are left waiting, and the error has to end the job.
-    pub(super) fn agree(&self, world: &World, attempt: Result<(), Failure>) -> Result<(), Failure> {
+    pub(super) fn agree<T>(&self, world: &World, attempt: Result<T, Failure>) -> Result<T, Failure> {
         let attempt = dropped(attempt)?;
         let by_any = world.any(attempt.is_err());
-        attempt?;
-        if by_any { Err(self.watch.dropped("the ranks of another prompt have dropped it")) } else { Ok(()) }
+        let done = attempt?;
+        if by_any { Err(self.watch.dropped("the ranks of another prompt have dropped it")) } else { Ok(done) }
     }
 
     /// Nothing asks any more.

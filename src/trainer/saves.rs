@@ -90,11 +90,12 @@ impl Saves {
         let read = self.store.read(updates, &session.adapters);
         let saved = world.agree(read.map_err(Failure::from))?;
         world.same("the checkpoint to go on from (digest)", &saved.digest)?;
-        let State { adapter_version, cursor, held_out, .. } = saved.state;
+        let State { adapter_version, cursor, held_out, round, .. } = saved.state;
         session.adapters.restore(&saved.masters, adapter_version);
         session.optimizer.restore(saved.moments);
         session.cursor = cursor;
         world.same("the adapters (digest)", &session.adapters.digest())?;
+        session.restore_round(round, world)?;
         self.saved = Some(updates);
         notes.push(format!("going on from {}: update {} is next", self.store.place(updates).display(), updates + 1));
         let held_out = serde_json::from_value(held_out).unwrap_or_default();
@@ -104,7 +105,8 @@ impl Saves {
     /// Whether the checkpoint after `updates` updates is of this run, and not beyond its end.
     fn fits(&self, updates: u64, session: &Session, loaded: &Loaded) -> Result<(), checkpoint::Error> {
         let (folder, steps) = (self.store.place(updates), loaded.run.run.steps);
-        let differences = self.store.state(updates)?.differences(&state(session, loaded, None));
+        let differences =
+            self.store.state(updates)?.differences(&state(session, loaded, None, serde_json::Value::Null));
         if !differences.is_empty() {
             return Err(checkpoint::Error::OtherRun { folder, differences });
         }
@@ -137,7 +139,8 @@ impl Saves {
         world.board().enter(Phase::Save);
         // What rank 0 writes is every rank's.
         world.same("the adapters (digest)", &session.adapters.digest())?;
-        let state = state(session, loaded, before);
+        let round = session.round.as_ref().map(|round| round.save(session, world)).unwrap_or_default();
+        let state = state(session, loaded, before, round);
         let updates = state.updates;
         let written = match world.all.rank() {
             Rank(0) if self.saved != Some(updates) => reporter.settle().map_err(Failure::from).and_then(|()| {
@@ -212,7 +215,7 @@ fn remove(file: &Path, world: &World) -> Result<(), Failure> {
 }
 
 /// Where the session stands, and what it was made of.
-fn state(session: &Session, loaded: &Loaded, before: Option<HeldOut>) -> State {
+fn state(session: &Session, loaded: &Loaded, before: Option<HeldOut>, round: serde_json::Value) -> State {
     let optimizer_steps = session.optimizer.steps();
     State {
         updates: optimizer_steps.into(),
@@ -223,5 +226,6 @@ fn state(session: &Session, loaded: &Loaded, before: Option<HeldOut>) -> State {
         config: loaded.run.resumable(),
         inputs: session.inputs.clone(),
         held_out: serde_json::json!(before),
+        round,
     }
 }

@@ -6,9 +6,11 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
+use super::round::Round;
+use super::step::Sampler;
 use crate::checkpoint;
 use crate::config::{
-    self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule, When,
+    self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RewardName, RunConfig, Schedule, When,
 };
 use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::devices;
@@ -28,6 +30,7 @@ use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
 use crate::plan::{self, Plan, Room};
 use crate::report::{AdapterForm, open_log};
+use crate::rollout::{Sampling, Stream};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
 use crate::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
@@ -50,6 +53,14 @@ pub struct Session {
     /// The paged schedule, or whole sequences under autograd.
     pub(super) paged: bool,
     pub(super) reward_fn: RewardFn,
+    /// Each answer's advantage is its reward, from which no mean is taken.
+    pub(super) advantage_is_reward: bool,
+    /// How the policy answers; `None`: answers come with the data.
+    pub(super) sampler: Option<Sampler>,
+    /// The groups of the current round, between two of its updates.
+    pub(super) round: Option<Round>,
+    /// Updates of a round.
+    pub(super) updates_per_group: u64,
     pub(super) normalize: bool,
     pub(super) max_grad_norm: f64,
     pub(super) grad_accum: usize,
@@ -169,6 +180,10 @@ impl Session {
             keeping,
             paged: config.memory.prompt_no_grad,
             reward_fn: config.grpo.reward_fn.clone(),
+            advantage_is_reward: config.grpo.reward_fn == RewardFn::only(RewardName::One),
+            sampler: config.rollout.sample.then(|| sampler(config)),
+            round: None,
+            updates_per_group: config.grpo.updates_per_group,
             normalize: config.grpo.normalize_adv,
             max_grad_norm: config.optimizer.max_grad_norm,
             grad_accum: as_index(config.optimizer.grad_accum),
@@ -382,6 +397,17 @@ fn start_adapters(
     let linears = spec.adapted(config.lora.targets.as_deref())?;
     let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
     Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
+}
+
+fn sampler(config: &RunConfig) -> Sampler {
+    Sampler {
+        answers: as_index(config.grpo.group_size),
+        longest: config.sampled_len(),
+        ends: Vec::new(),
+        sampling: Sampling { top_p: config.rollout.top_p, top_k: config.rollout.top_k },
+        stream: Stream::of_seed(config.run.seed),
+        pages_on_device: config.rollout.pages_on_device != When::Never,
+    }
 }
 
 fn terms(config: &RunConfig) -> Terms {

@@ -1,8 +1,8 @@
 //! Numbers that a run gathers on its way to the receipt.
 
 use super::Session;
-use super::groups::Scored;
 use super::records::Recorded;
+use super::round::Frozen;
 use crate::config::Loaded;
 use crate::exchange::sum_number;
 use crate::failure::Failure;
@@ -11,7 +11,8 @@ use crate::objective;
 use crate::plan::Place;
 use crate::replay::Replayed;
 use crate::report::{HeldOut, Receipt, Seconds, Step};
-use crate::units::{Bytes, LayerIndex, Pages};
+use crate::rollout::Drawn;
+use crate::units::{Bytes, LayerIndex, Pages, Rank, from_index};
 use crate::watch::Clock;
 use crate::world::World;
 
@@ -22,7 +23,10 @@ pub(super) struct Tally {
     pub(super) clock: Clock,
     loss: f64,
     ratio: Option<(f64, f64)>,
-    clipped: u64,
+    trained: u64,
+    clipped: [u64; 2],
+    kl: f64,
+    sampled: Sampled,
     pages: Pages,
     page_bytes: Bytes,
     rewards: Vec<Option<f64>>,
@@ -39,7 +43,25 @@ pub(super) struct Tally {
 pub(super) struct BatchNumbers {
     pub(super) loss: f64,
     pub(super) ratio: Option<[f64; 2]>,
-    pub(super) clipped: u64,
+    /// Trained tokens.
+    pub(super) trained: u64,
+    /// Those whose ratio was clipped in effect, below and above.
+    pub(super) clipped: [u64; 2],
+    /// Sum over them of the estimates of the divergence from the reference policy.
+    pub(super) kl: f64,
+    /// What was drawn, if anything was.
+    pub(super) sampled: Sampled,
+}
+
+/// Numbers of drawn answers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Sampled {
+    /// Their tokens.
+    pub(super) tokens: u64,
+    /// Sum of entropies, nats.
+    pub(super) entropy: f64,
+    /// The largest distance of a token's log-probability from its score.
+    pub(super) gap: f64,
 }
 
 impl Tally {
@@ -62,36 +84,53 @@ impl Tally {
         self.steps
     }
 
-    /// A group has been replayed.
-    pub(super) fn replayed(
-        &mut self,
-        done: &Replayed,
-        work: &Work,
-        captured: &Captured,
-        group: &Scored,
-        session: &Session,
-    ) -> Result<(), Failure> {
-        self.loss += done.loss;
-        self.clipped += done.clipped;
-        self.ratio = objective::widen(self.ratio, done.ratio);
-        self.clock.add("replay", done.seconds.up);
-        self.clock.add("sweep", done.seconds.down);
+    /// A group's turn has come.
+    pub(super) fn group(&mut self, frozen: &Frozen) {
+        self.rewards.clone_from(&frozen.rewards);
+        self.advantages.clone_from(&frozen.advantages);
+    }
+
+    /// A prompt has been captured.
+    pub(super) fn captured(&mut self, work: &Work, captured: &Captured, session: &Session) -> Result<(), Failure> {
         self.pages = work.layout.pages_of(session.seat_rank);
         self.page_bytes = captured.pages.audit(&session.decoder.mixer(LayerIndex(0)).planes())?;
-        self.rewards.clone_from(&group.rewards);
-        self.advantages.clone_from(&group.advantages);
         Ok(())
     }
 
-    /// A group has gone through the conventional schedule, which has no pages and no frozen ratio.
-    pub(super) fn conventional(&mut self, loss: f64, group: &Scored) {
-        self.loss += loss;
-        self.rewards.clone_from(&group.rewards);
-        self.advantages.clone_from(&group.advantages);
+    /// A group's answers have been drawn.
+    pub(super) fn drawn(&mut self, drawn: &[Drawn]) {
+        for answer in drawn {
+            self.sampled.tokens += from_index(answer.ids.len());
+            self.sampled.entropy += answer.entropy;
+        }
     }
 
-    /// Sums over ranks; starts anew for the next update.
-    pub(super) fn batch_numbers(&mut self, world: &World) -> BatchNumbers {
+    /// A drawn answer has been scored: its tokens' log-probabilities lie this far apart at most.
+    pub(super) fn gap(&mut self, gap: f64) {
+        // A NaN is no smaller than anything, and stays.
+        self.sampled.gap = if gap <= self.sampled.gap { self.sampled.gap } else { gap };
+    }
+
+    /// A group has been replayed.
+    pub(super) fn replayed(&mut self, done: &Replayed) {
+        self.loss += done.loss;
+        self.trained += done.trained;
+        self.kl += done.kl;
+        for (sum, clipped) in self.clipped.iter_mut().zip(done.clipped) {
+            *sum += clipped;
+        }
+        self.ratio = objective::widen(self.ratio, done.ratio);
+        self.clock.add("replay", done.seconds.up);
+        self.clock.add("sweep", done.seconds.down);
+    }
+
+    /// A group has gone through the conventional schedule, which has no pages and no frozen ratio.
+    pub(super) fn conventional(&mut self, loss: f64) {
+        self.loss += loss;
+    }
+
+    /// Sums over ranks; starts anew for the next update. The loss is divided by the batch's divisor.
+    pub(super) fn batch_numbers(&mut self, world: &World, divisor: f64) -> BatchNumbers {
         let own = self.ratio.take();
         let has = world.all.gather_numbers(u64::from(own.is_some()));
         let (least, most) = own.unwrap_or((0.0, 0.0));
@@ -101,9 +140,25 @@ impl Tally {
             .zip(least.into_iter().zip(most))
             .filter(|(has, _)| **has == 1)
             .fold(None, |range, (_, next)| objective::widen(range, Some(next)));
-        let clipped = world.all.gather_numbers(std::mem::take(&mut self.clipped)).iter().sum();
-        let loss = sum_number(&world.all, std::mem::take(&mut self.loss));
-        BatchNumbers { loss, ratio: ratio.map(<[f64; 2]>::from), clipped }
+        let count = |own: u64| world.all.gather_numbers(own).iter().sum();
+        let clipped = std::mem::take(&mut self.clipped).map(count);
+        let sampled = std::mem::take(&mut self.sampled);
+        // Every rank of a prompt has drawn the same; the first one's numbers count.
+        let first = world.cp.rank() == Rank(0);
+        let gaps = world.all.gather_floats(sampled.gap);
+        let sampled = Sampled {
+            tokens: count(if first { sampled.tokens } else { 0 }),
+            entropy: sum_number(&world.all, if first { sampled.entropy } else { 0.0 }),
+            gap: gaps.into_iter().fold(0.0, |most, gap| if gap <= most { most } else { gap }),
+        };
+        BatchNumbers {
+            loss: sum_number(&world.all, std::mem::take(&mut self.loss)) / divisor,
+            ratio: ratio.map(<[f64; 2]>::from),
+            trained: count(std::mem::take(&mut self.trained)),
+            clipped,
+            kl: sum_number(&world.all, std::mem::take(&mut self.kl)),
+            sampled,
+        }
     }
 
     /// Seconds of the update that has just ended; the clock starts anew.

@@ -210,6 +210,11 @@ impl Board {
         Ok(())
     }
 
+    /// The rank is where it was, and goes on: it waits for something that has an end of its own.
+    pub fn alive(&self) {
+        self.pass();
+    }
+
     /// A step has ended, and what comes next is no part of one. Failures still name the last phase.
     pub fn rest(&self) {
         self.tell(Border::Rest);

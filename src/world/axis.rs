@@ -2,6 +2,8 @@
 
 use std::any::Any;
 use std::cell::{Cell, OnceCell};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use mpi::datatype::{Partition, PartitionMut};
 use mpi::request;
@@ -10,6 +12,14 @@ use mpi::traits::{CommunicatorCollectives, Destination, Root, Source};
 
 use crate::units::Rank;
 use crate::watch::{Place, Waiting};
+
+/// Marks the message that ends a sleep.
+const WAKE: i32 = 7;
+/// A sleeping rank looks up after so long at first, and then ever less often.
+const NAP_LEAST: Duration = Duration::from_micros(200);
+const NAP_MOST: Duration = Duration::from_millis(50);
+/// How often a sleeping rank says that it is alive.
+const ALIVE: Duration = Duration::from_secs(5);
 
 /// Some ranks in a fixed order, and the collectives among them.
 pub struct Axis {
@@ -86,6 +96,30 @@ impl Axis {
     #[must_use]
     pub fn road<R: 'static>(&self) -> Option<&R> {
         self.road.get()?.downcast_ref()
+    }
+
+    /// Rank 0 ends what the others [`Axis::sleep`] through.
+    pub(super) fn wake(&self) {
+        for rank in 1..self.communicator.size() {
+            self.communicator.process_at_rank(rank).send_with_tag(&[1u8][..], WAKE);
+        }
+    }
+
+    /// Sleeps until rank 0 calls [`Axis::wake`], without a core at work as in a collective; `alive` is called every few
+    /// seconds.
+    pub(super) fn sleep(&self, alive: impl Fn()) {
+        let _waiting = self.place.waits();
+        let first = self.communicator.process_at_rank(0);
+        let (mut nap, mut told) = (NAP_LEAST, Instant::now());
+        while first.immediate_probe_with_tag(WAKE).is_none() {
+            thread::sleep(nap);
+            nap = (2 * nap).min(NAP_MOST);
+            if told.elapsed() > ALIVE {
+                told = Instant::now();
+                alive();
+            }
+        }
+        let (_, _): (Vec<u8>, _) = first.receive_vec_with_tag(WAKE);
     }
 
     /// Waits until every rank of the axis has come here.

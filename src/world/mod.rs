@@ -239,6 +239,24 @@ impl World {
         }
     }
 
+    /// Rank 0 does what takes long and needs no other rank, such as asking a service; the others sleep meanwhile. All agree
+    /// on the outcome, and rank 0 has what came of it. It must come to an end by itself: nobody's deadline holds for it but
+    /// rank 0's own.
+    ///
+    /// # Errors
+    /// When it failed.
+    pub fn alone<T: Default>(&self, work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+        let done = if self.all.rank() == Rank(0) {
+            let done = work();
+            self.all.wake();
+            done
+        } else {
+            self.all.sleep(|| self.board.alive());
+            Ok(T::default())
+        };
+        self.agree(done)
+    }
+
     /// A failure that every rank sees alike: rank 0 speaks.
     fn together(&self, error: Error) -> Failure {
         self.speaker.set(Some(Rank(0)));

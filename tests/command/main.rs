@@ -18,6 +18,7 @@ mod kills;
 mod launch;
 mod lines;
 mod memory;
+mod online;
 mod parity;
 mod ping;
 mod plan;

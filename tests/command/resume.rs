@@ -33,11 +33,11 @@ fn arguments<'a>(run_dir: &'a str, flags: &[&'a str], sets: &[&'a str]) -> Vec<&
     arguments
 }
 
-fn train(room: &Room, run_dir: &str, flags: &[&str], sets: &[&str]) -> Said {
+pub(crate) fn train(room: &Room, run_dir: &str, flags: &[&str], sets: &[&str]) -> Said {
     room.ranks(2, &arguments(run_dir, flags, sets))
 }
 
-fn start(room: &Room, run_dir: &str, flags: &[&str], sets: &[&str]) -> Running {
+pub(crate) fn start(room: &Room, run_dir: &str, flags: &[&str], sets: &[&str]) -> Running {
     room.start(&Call { ranks: 2, program: LONGSTRAW, arguments: &arguments(run_dir, flags, sets), variables: &[] })
 }
 
@@ -49,7 +49,7 @@ fn updates(room: &Room, run_dir: &str) -> usize {
 
 /// Sends a signal to a rank of a run that goes on, once it has made so many updates.
 #[track_caller]
-fn signal(room: &Room, running: &mut Running, run_dir: &str, made: usize, rank: usize, signal: &str) {
+pub(crate) fn signal(room: &Room, running: &mut Running, run_dir: &str, made: usize, rank: usize, signal: &str) {
     running.until("the update", || (updates(room, run_dir) >= made).then_some(()));
     let log = room.read(&format!("{run_dir}/logs/rank_{rank}.log"));
     let process = log.rsplit("process ").next().unwrap().lines().next().unwrap().trim().to_owned();
@@ -57,7 +57,7 @@ fn signal(room: &Room, running: &mut Running, run_dir: &str, made: usize, rank: 
 }
 
 /// The checkpoints that are there.
-fn checkpoints(room: &Room, run_dir: &str) -> Vec<String> {
+pub(crate) fn checkpoints(room: &Room, run_dir: &str) -> Vec<String> {
     let folder = room.path().join(run_dir).join("checkpoints");
     let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<String> = names.collect();
@@ -68,7 +68,7 @@ fn checkpoints(room: &Room, run_dir: &str) -> Vec<String> {
 /// A run that has made `steps` updates in all: its metrics have each once, its ranks hold the same adapters. Returns
 /// their digest.
 #[track_caller]
-fn complete(room: &Room, run_dir: &str, steps: u64) -> String {
+pub(crate) fn complete(room: &Room, run_dir: &str, steps: u64) -> String {
     let receipt = room.read_json(&format!("{run_dir}/receipt.json"));
     assert_eq!((&receipt["passed"], receipt["steps"].as_u64()), (&Value::Bool(true), Some(steps)));
     assert!(receipt.get("stopped").is_none(), "{receipt}");
@@ -80,7 +80,7 @@ fn complete(room: &Room, run_dir: &str, steps: u64) -> String {
 }
 
 /// The metrics but for their seconds, which no two runs share.
-fn numbers(room: &Room, run_dir: &str) -> Vec<Value> {
+pub(crate) fn numbers(room: &Room, run_dir: &str) -> Vec<Value> {
     let metrics = room.read(&format!("{run_dir}/metrics.jsonl"));
     let without_seconds = |line| {
         let mut step: Value = serde_json::from_str(line).unwrap();

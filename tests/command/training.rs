@@ -23,7 +23,7 @@ pub(crate) fn config(model: &Path) -> String {
     )
 }
 
-fn ids(length: usize, from: usize) -> Vec<usize> {
+pub(crate) fn ids(length: usize, from: usize) -> Vec<usize> {
     (0..length).map(|at| (from + 37 * at + at * at) % 256).collect()
 }
 

@@ -129,7 +129,7 @@ impl Case {
                 } else {
                     tch::no_grad(|| group.logprobs(&*self.decoder, &self.adapters, index))
                 };
-                Target { reference: old.shallow_clone(), old, advantage, weight: WEIGHT }
+                Target { reference: old.shallow_clone(), old, advantage, weight: WEIGHT, trained: None }
             })
             .collect();
         if exact {

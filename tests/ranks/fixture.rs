@@ -88,6 +88,8 @@ pub(crate) struct Group {
     pub(crate) prompt_ids: Vec<i64>,
     pub(crate) answers: Vec<Vec<i64>>,
     pub(crate) advantages: Vec<Option<f64>>,
+    /// Which tokens of each answer are trained.
+    pub(crate) masks: Vec<Option<Vec<bool>>>,
 }
 
 impl Group {
@@ -99,7 +101,8 @@ impl Group {
             Vec::<i64>::try_from(drawn).expect("integers")
         };
         let advantages = (0..lengths.len()).map(|i| Some([1.0, -1.0, 0.4, -0.7, 0.2][i % 5])).collect();
-        Group { prompt_ids: draw(prompt), answers: lengths.iter().map(|&length| draw(length)).collect(), advantages }
+        let answers = lengths.iter().map(|&length| draw(length)).collect();
+        Group { prompt_ids: draw(prompt), answers, advantages, masks: vec![None; lengths.len()] }
     }
 
     pub(crate) fn batch(&self) -> Batch {
@@ -144,7 +147,7 @@ pub(crate) fn work(world: &World, group: &Group, how: How) -> Work {
     let prompt = Tokens(from_index(group.prompt_ids.len()));
     let tail = Tokens(how.tail.min(prompt.0));
     let layout = PromptLayout::new(prompt, Tokens(how.page_size), world.cp.size(), tail);
-    Work::new(layout, group.prompt_ids.clone(), group.answers.clone())
+    Work::new(layout, group.prompt_ids.clone(), group.answers.clone()).masked(group.masks.clone())
 }
 
 fn replay(
@@ -192,6 +195,10 @@ pub(crate) fn conventional_step(model: &Model, group: &Group, tail: u64, batch: 
         .map(|index| {
             let logprobs = tch::no_grad(|| whole.logprobs(&*model.decoder, &model.adapters, index)).detach();
             conventional::Target {
+                trained: group.masks[index].as_ref().map(|mask| {
+                    let numbers: Vec<f32> = mask.iter().map(|&trained| f32::from(u8::from(trained))).collect();
+                    Tensor::from_slice(&numbers).to_device(device())
+                }),
                 old: &logprobs + OLD,
                 reference: logprobs + REFERENCE,
                 advantage: group.advantages[index].expect("every answer has an advantage"),

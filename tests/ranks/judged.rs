@@ -50,6 +50,29 @@ pub(crate) fn uneven(world: &mut World) {
     }
 }
 
+/// Tokens that a tool has put into an answer take no part, wherever they stand: first, last, at ranks' edges, nearly all.
+pub(crate) fn masked(world: &mut World) {
+    let model = Model::random(&config("qwen3", &json!({})), Kind::Double);
+    for (prompt, page_size, tail) in [(65, 7, 1), (33, 64, u64::MAX), (40, 3, 0)] {
+        let mut group = Group::random(4, 61, prompt, &[9, 2, 1, 12, 7]);
+        let every = |kept: fn(usize) -> bool, length: usize| Some((0..length).map(kept).collect::<Vec<bool>>());
+        group.masks = vec![
+            every(|at| at != 0, 9),
+            every(|at| at == 0, 2),
+            None,
+            every(|at| at % 3 == 1, 12),
+            every(|at| at == 6, 7),
+        ];
+        let how = How { page_size, tail, ..PLAIN };
+        compare(world, &model, &group, how, &format!("masks, prompt {prompt}, tail {tail}"));
+        let trained = longstraw::units::from_index(8 + 1 + 1 + 4 + 1);
+        let done = step(world, &model, &group, how, &group.batch());
+        let _ = own(&model.adapters);
+        let counted: u64 = world.cp.gather_numbers(done.replayed.trained).iter().sum();
+        assert_eq!(counted, trained, "tokens that take part, over all ranks");
+    }
+}
+
 /// Windows of 1 (a query sees itself), of less than a page, of about a page, and of more than a rank's chunk.
 pub(crate) fn windows(world: &mut World) {
     for window in [1, 5, 8, 33, 500] {

@@ -97,3 +97,14 @@ pub(crate) fn sum(world: &mut World) {
     }
     axis.set_round_bytes(whole);
 }
+
+pub(crate) fn alone(world: &mut World) {
+    for round in 0..3u64 {
+        let done = world.alone(|| {
+            std::thread::sleep(std::time::Duration::from_millis(30 * round));
+            Ok(round + 7)
+        });
+        let expected = if world.all.rank().0 == 0 { round + 7 } else { 0 };
+        assert_eq!(done.ok(), Some(expected));
+    }
+}

@@ -1,0 +1,114 @@
+//! The online loop on the tiny reference checkpoint: the policy answers for itself, and updates are made of what it said.
+
+use serde_json::Value;
+
+use super::checkpoints::case;
+use super::resume::{checkpoints, complete, numbers, signal, start, train};
+use super::room::Room;
+use super::training::{config, lines};
+
+/// Sampled answers over prompts of uneven lengths, several updates of each group, some of them on two groups.
+fn room(extra: &str) -> Room {
+    let prompts: Vec<Value> = [96, 61, 5, 33]
+        .into_iter()
+        .map(|length| serde_json::json!({"name": format!("of {length}"), "prompt_ids": super::training::ids(length, length)}))
+        .collect();
+    let config = config(&case("qwen3"))
+        .replace("reward_fn = \"data\"", "reward_fn = \"synthetic\"")
+        .replace("[lora]", &format!("{extra}[rollout]\nsample = true\ntop_p = 0.9\nmax_tokens = 11\n[lora]"));
+    Room::with(&[("config.toml", &config), ("train.jsonl", &lines(&prompts))])
+}
+
+#[test]
+fn drawn_answers_are_the_same_at_one_two_and_four_ranks_and_the_ratio_is_one() {
+    let room = room("");
+    let answers = |run: &str| {
+        let text = room.read(&format!("{run}/answers.jsonl"));
+        let of = |line| {
+            let line: Value = serde_json::from_str(line).unwrap();
+            (line["prompt"].clone(), line["answer"].clone(), line["tokens"].clone(), line["text"].clone())
+        };
+        text.lines().map(of).collect::<Vec<_>>()
+    };
+    let mut all = Vec::new();
+    for ranks in [1, 2, 4] {
+        let run = format!("run{ranks}");
+        let arguments = ["train", "--run-dir", &run, "--set", "model.dtype=float64", "--set", "run.steps=3"];
+        room.ranks(ranks, &arguments).ended(0, &[]);
+        let steps: Vec<Value> = room
+            .read(&format!("{run}/metrics.jsonl"))
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect();
+        assert!(steps.iter().all(|step| step["ratio"] == serde_json::json!([1.0, 1.0])), "{steps:?}");
+        assert!(steps.iter().all(|step| step["sampled_gap"].as_f64().unwrap() < 1e-10), "{steps:?}");
+        assert!(steps.iter().all(|step| step["entropy"].as_f64().unwrap() > 0.0), "{steps:?}");
+        all.push(answers(&run));
+    }
+    assert_eq!(all[0].len(), 9, "three answers of each of three groups");
+    assert!(all[0] == all[1] && all[0] == all[2], "answers do not depend on the number of ranks");
+}
+
+#[test]
+fn prompt_groups_side_by_side_draw_and_learn_as_one_with_its_groups_accumulated() {
+    let room = room("");
+    let sets = ["model.dtype=float64", "run.steps=2"];
+    train(&room, "side", &[], &[&sets[..], &["parallel.cp_size=1"]].concat()).ended(0, &[]);
+    train(&room, "one", &[], &[&sets[..], &["optimizer.grad_accum=2"]].concat()).ended(0, &[]);
+    let norm = |run: &str| -> Vec<f64> {
+        numbers(&room, run).iter().map(|step| step["grad_norm"].as_f64().unwrap()).collect()
+    };
+    let loss =
+        |run: &str| -> Vec<f64> { numbers(&room, run).iter().map(|step| step["loss"].as_f64().unwrap()).collect() };
+    for (one, other) in norm("side").iter().zip(norm("one")).chain(loss("side").iter().zip(loss("one"))) {
+        assert!((one - other).abs() <= 1e-10 * one.abs().max(1e-3), "{one} and {other}");
+    }
+}
+
+#[test]
+fn further_updates_of_a_group_move_the_ratio_and_go_on_from_a_checkpoint_between_them() {
+    let room = room("updates_per_group = 3\n");
+    let sets = ["run.steps=7", "checkpoint.every=2", "checkpoint.keep=9"];
+    train(&room, "whole", &[], &sets).ended(0, &[]);
+    let steps = numbers(&room, "whole");
+    for (index, step) in steps.iter().enumerate() {
+        let exactly_one = step["ratio"] == serde_json::json!([1.0, 1.0]);
+        assert_eq!(
+            exactly_one,
+            index % 3 == 0,
+            "only a round's first update has the frozen scores' own adapters: {step}"
+        );
+        assert_eq!(step["prompts"], steps[index - index % 3]["prompts"]);
+    }
+    assert_ne!(steps[0]["prompts"], steps[3]["prompts"]);
+    let mut running = start(&room, "run", &[], &sets);
+    signal(&room, &mut running, "run", 3, 1, "-9");
+    assert_ne!(running.end().code, 0);
+    assert!(checkpoints(&room, "run").contains(&"step_2".to_owned()), "in the middle of a round");
+    std::fs::remove_dir_all(room.path().join("run/checkpoints/step_4")).ok();
+    room.write("run/latest", "checkpoints/step_2\n");
+    train(&room, "run", &["--resume"], &sets).ended(0, &["going on from run/checkpoints/step_2: update 3 is next"]);
+    assert_eq!(complete(&room, "run", 7), complete(&room, "whole", 7));
+    assert_eq!(numbers(&room, "run"), numbers(&room, "whole"));
+}
+
+#[test]
+fn a_group_with_equal_rewards_is_left_out_and_counted_and_with_a_reference_policy_it_is_not() {
+    let record = |rewards: [f64; 3]| {
+        let mut record = super::training::record(33, [4, 2, 2]);
+        for (answer, reward) in record["answers"].as_array_mut().unwrap().iter_mut().zip(rewards) {
+            answer["reward"] = reward.into();
+        }
+        record
+    };
+    let data = lines(&[record([1.0, 1.0, 1.0]), record([0.0, 1.0, 0.0])]);
+    let room = Room::with(&[("config.toml", &config(&case("qwen3"))), ("train.jsonl", &data)]);
+    let sets = ["run.steps=1", "optimizer.grad_accum=2"];
+    train(&room, "run", &[], &sets).ended(0, &[]);
+    let step = numbers(&room, "run").remove(0);
+    assert_eq!((&step["groups_skipped"], &step["frac_groups_zero_std"]), (&1.into(), &0.5.into()));
+    assert!(step["grad_norm"].as_f64().unwrap() > 0.0 && step["kl"].is_null());
+    train(&room, "kl", &[], &[&sets[..], &["grpo.kl_coef=0.1"]].concat()).ended(0, &[]);
+    let step = numbers(&room, "kl").remove(0);
+    assert_eq!((&step["groups_skipped"], step["kl"].as_f64()), (&0.into(), Some(0.0)));
+}
