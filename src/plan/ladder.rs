@@ -166,7 +166,7 @@ impl Table {
         let mut lines = vec![
             format!("gradient {}, {ranks} ranks, {here} on a node", self.gradient),
             format!(
-                "{:<10} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  fits",
+                "{:<12} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  fits",
                 "gate", "positions", "group", "pages", "a rank", "device", "host", "node's host", "seconds"
             ),
         ];
@@ -178,7 +178,7 @@ impl Table {
             };
             let seconds = row.seconds.map_or("-".to_owned(), |seconds| format!("{seconds:.1}"));
             format!(
-                "{:<10} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  {fits}",
+                "{:<12} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  {fits}",
                 row.gate,
                 row.positions.to_string(),
                 row.group,

@@ -79,15 +79,15 @@ impl Rollout {
     /// In words.
     pub(super) fn text(&self, answers: u64) -> String {
         let pages = if self.pages_on_device {
-            "pages of all layers on the device meanwhile".to_owned()
+            "pages of all layers on the device".to_owned()
         } else {
-            format!("pages brought layer by layer for every token, {} a rank", self.moved())
+            format!("pages layer by layer for every token, {} to a rank", self.moved())
         };
         let seconds = match (self.seconds_per_token, self.seconds) {
             (Some(token), Some(all)) => format!("; {token:.4} s a token, {all:.1} s in all by the prediction"),
             _ => String::new(),
         };
-        format!("answers drawn, up to {} tokens of {answers} at a time, {pages}{seconds}", self.tokens)
+        format!("{answers} answers of up to {} tokens drawn together, {pages}{seconds}", self.tokens)
     }
 }
 

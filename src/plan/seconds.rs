@@ -171,12 +171,11 @@ impl Seconds {
                 phase.copied_bytes / 1e9
             ));
         }
-        if let Some(rollout) = self.phases.iter().find(|phase| phase.phase == Phase::Rollout) {
-            let Rates { memory, launch, .. } = self.rates;
+        if self.phases.iter().any(|phase| phase.phase == Phase::Rollout) {
+            let Rates { memory, launch, message, .. } = self.rates;
             lines.push(format!(
-                "  of it {:.1} to draw answers as long as may be, at {:.0} % of {memory} GB/s of device memory and {launch} \
-                 µs an operation, assumed and not measured",
-                rollout.seconds,
+                "  rollout: answers as long as may be, at {:.0} % of {memory} GB/s of device memory, {launch} µs an \
+                 operation, {message} µs a message",
                 efficiency * 100.0
             ));
         }
