@@ -102,10 +102,7 @@ impl Gate {
     /// What the gate is by its name; of [`Gate::Key`], which has no run, all is 0.
     #[must_use]
     pub fn own(self) -> Own {
-        let mut gathered = Gathered::default();
-        gathered.builtin("gates", EVERY_TOML);
-        gathered.builtin(self.name(), self.toml());
-        let files = gathered.layers.iter().fold(figment::Figment::new(), |files, layer| files.merge(layer));
+        let files = self.files();
         // No run has the length 0, so a key that a gate's file lacks cannot be met.
         let of = |path: &str| files.extract_inner::<u64>(path).unwrap_or_default();
         Own {
@@ -115,6 +112,20 @@ impl Gate {
             group_size: of("grpo.group_size"),
             steps: of("run.steps"),
         }
+    }
+
+    /// Whether the policy answers for itself in it; answers that come with the data are the rule.
+    #[must_use]
+    pub fn samples(self) -> bool {
+        self.files().extract_inner("rollout.sample").unwrap_or_default()
+    }
+
+    /// All gates' values and, before them, its own.
+    fn files(self) -> figment::Figment {
+        let mut gathered = Gathered::default();
+        gathered.builtin("gates", EVERY_TOML);
+        gathered.builtin(self.name(), self.toml());
+        gathered.layers.iter().fold(figment::Figment::new(), |files, layer| files.merge(layer))
     }
 
     /// The gate of this name.

@@ -2,27 +2,29 @@
 
 use serde::Serialize;
 
-use super::seconds::{self, Rates};
-use super::{Error, Place, Plan, Room, of_shape};
-use crate::config::{Gate, Gradient, Own, RunConfig};
+use super::seconds::Rates;
+use super::{Error, Place, Plan, Rollout, Room, of_shape};
+use crate::config::{Gate, Gradient, RunConfig};
 use crate::handoff::Keeping;
 use crate::model::shape::Shape;
 use crate::units::{Bytes, Pages, Tokens};
 
-/// The gates that run one step, from the shortest up.
+/// The gates that train, in their order.
 fn gates() -> impl Iterator<Item = Gate> {
-    Gate::ALL.into_iter().filter(|gate| (Gate::Short..=Gate::Eight).contains(gate))
+    Gate::ALL.into_iter().filter(|gate| (Gate::Short..=Gate::Online).contains(gate))
 }
 
 /// `config` at a gate's own length and group.
-fn at(gate: &Own, config: &RunConfig, gradient: Gradient) -> RunConfig {
+fn at(gate: Gate, config: &RunConfig, gradient: Gradient) -> RunConfig {
+    let own = gate.own();
     let mut config = config.clone();
-    config.context.max_seq_len = gate.positions;
-    config.context.prompt_len = gate.prompt_len;
-    config.context.answer_len = gate.answer_len;
+    config.context.max_seq_len = own.positions;
+    config.context.prompt_len = own.prompt_len;
+    config.context.answer_len = own.answer_len;
     config.context.cp_pages_per_gpu = None;
-    config.grpo.group_size = gate.group_size;
+    config.grpo.group_size = own.group_size;
     config.grpo.gradient = gradient;
+    config.rollout.sample = gate.samples();
     config
 }
 
@@ -47,7 +49,10 @@ pub struct Row {
     pub node_host_bytes: Bytes,
     /// What is kept where for the way back.
     pub keeping: Keeping,
-    /// Predicted seconds of a group.
+    /// How answers are drawn, where they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rollout: Option<Rollout>,
+    /// Predicted seconds of a group, all its updates.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
     /// Whether it stays within the room; absent where nothing is known of the room.
@@ -93,27 +98,30 @@ pub fn table(
 ) -> Table {
     let mut refused = None;
     let mut row = |gate: Gate| {
-        let own = gate.own();
-        let config = at(&own, config, gradient);
-        let plan = of_shape(&config, ranks, Some(shape), room);
+        let config = at(gate, config, gradient);
+        let mut plan = of_shape(&config, ranks, Some(shape), room);
+        if let Some(rates) = rates {
+            plan.time(&config, shape, rates);
+        }
         let outcome = plan.refuse(room);
         let known = room.device.is_some() || room.host.is_some();
         let knob = outcome.as_ref().err().and_then(|error| knob(&plan, error));
-        let fits = known.then_some(outcome.is_ok());
+        let fits = (known || outcome.is_err()).then_some(outcome.is_ok());
         if let (None, Err(error)) = (&refused, outcome) {
             refused = Some(error.of_gate(gate.name()));
         }
         Row {
             gate: gate.name(),
-            positions: own.positions,
-            group: own.group_size,
+            positions: config.context.max_seq_len,
+            group: config.grpo.group_size,
             pages: plan.pages,
             pages_per_rank: plan.pages_per_rank,
             device_bytes: plan.sum(Place::Device),
             host_bytes: plan.sum(Place::Host),
             node_host_bytes: Bytes(plan.sum(Place::Host).0.saturating_mul(plan.ranks_per_node)),
             keeping: plan.keeping,
-            seconds: rates.and_then(|rates| seconds::predict(&config, &plan, shape, rates)).map(|all| all.total),
+            rollout: plan.rollout,
+            seconds: plan.seconds.as_ref().map(|seconds| seconds.round),
             fits,
             knob,
         }
@@ -131,9 +139,12 @@ pub fn table(
     }
 }
 
-/// What brings down the largest part of the memory that an error is about.
+/// What brings down the largest part of the memory that an error is about, or a token's time.
 fn knob(plan: &Plan, error: &Error) -> Option<String> {
-    let Error::DoesNotFit { what, .. } = error;
+    let what = match error {
+        Error::DoesNotFit { what, .. } => what,
+        Error::TooSlow { seconds, how, .. } => return Some(format!("{seconds:.3} s a token: {how}")),
+    };
     let place = if *what == "device" { Place::Device } else { Place::Host };
     let largest = plan.alive(&[place]).into_iter().max_by_key(|addend| addend.bytes)?;
     Some(format!("{what} memory: {}, {}: {}", largest.name, largest.bytes, largest.knob))
@@ -155,7 +166,7 @@ impl Table {
         let mut lines = vec![
             format!("gradient {}, {ranks} ranks, {here} on a node", self.gradient),
             format!(
-                "{:<10} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  fits",
+                "{:<12} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  fits",
                 "gate", "positions", "group", "pages", "a rank", "device", "host", "node's host", "seconds"
             ),
         ];
@@ -167,7 +178,7 @@ impl Table {
             };
             let seconds = row.seconds.map_or("-".to_owned(), |seconds| format!("{seconds:.1}"));
             format!(
-                "{:<10} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  {fits}",
+                "{:<12} {:>9} {:>5} {:>6} {:>6} {:>11} {:>11} {:>11} {:>9}  {fits}",
                 row.gate,
                 row.positions.to_string(),
                 row.group,
@@ -190,8 +201,8 @@ mod tests {
     #[test]
     fn every_gate_has_the_pages_that_the_ladder_promises() {
         let pages: Vec<u64> = gates().map(|gate| gate.own().prompt_len.pages(Tokens(64)).0).collect();
-        assert_eq!(pages, [384, 1920, 3968, 8064, 16_256, 32_640, 32_640, 32_640, 32_640]);
+        assert_eq!(pages, [384, 1920, 3968, 8064, 16_256, 32_640, 32_640, 32_640, 32_640, 384]);
         let each: Vec<u64> = pages.iter().map(|pages| pages.div_ceil(8)).collect();
-        assert_eq!(each, [48, 240, 496, 1008, 2032, 4080, 4080, 4080, 4080]);
+        assert_eq!(each, [48, 240, 496, 1008, 2032, 4080, 4080, 4080, 4080, 48]);
     }
 }

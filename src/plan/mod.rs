@@ -6,6 +6,7 @@
 
 pub mod ladder;
 mod phases;
+mod rollout;
 pub mod seconds;
 mod sizes;
 mod special;
@@ -22,8 +23,10 @@ use crate::model::spec::Spec;
 use crate::pages::Residency;
 use crate::units::{Bytes, Pages};
 use crate::watch::{Purpose, Purse};
+use seconds::Rates;
 
 pub use crate::watch::available_memory;
+pub use rollout::Rollout;
 
 /// Why a run is refused before it starts.
 #[derive(Debug, thiserror::Error)]
@@ -44,13 +47,30 @@ pub enum Error {
         /// The largest addends, each with what brings it down.
         parts: String,
     },
+    /// Answers that would be drawn too slowly.
+    #[error(
+        "{at}a token of the sampled answers takes {seconds:.3} s by the plan, and rollout.token_sec_max is {most}: {why}; {how}"
+    )]
+    TooSlow {
+        /// The gate it is of, with a colon behind it; empty for a plan by itself.
+        at: String,
+        /// Predicted seconds of a token.
+        seconds: f64,
+        /// The most that the configuration allows.
+        most: f64,
+        /// What takes so long.
+        why: String,
+        /// What brings it down.
+        how: &'static str,
+    },
 }
 
 impl Error {
     /// The same, said of a gate.
-    fn of_gate(self, gate: &str) -> Error {
-        let Error::DoesNotFit { who, what, needed, available, parts, .. } = self;
-        Error::DoesNotFit { at: format!("{gate}: "), who, what, needed, available, parts }
+    fn of_gate(mut self, gate: &str) -> Error {
+        let (Error::DoesNotFit { at, .. } | Error::TooSlow { at, .. }) = &mut self;
+        *at = format!("{gate}: ");
+        self
     }
 }
 
@@ -118,6 +138,16 @@ struct Choice {
     keeping: Keeping,
     /// Whether the prompt's index sets wait for the way back; otherwise keys are chosen again.
     index_sets: bool,
+    /// Whether pages of all layers are on the device while answers are drawn; otherwise they come layer by layer.
+    all_pages: bool,
+}
+
+impl Choice {
+    /// What the configuration says, where it leaves no choice; otherwise the least on the device but for pages.
+    fn stated(config: &RunConfig, pages: Residency) -> Choice {
+        let all_pages = config.rollout.pages_on_device == When::Always;
+        Choice { keeping: sizes::stated(config, pages), index_sets: false, all_pages }
+    }
 }
 
 /// The layout, and the sum where the model is known.
@@ -138,6 +168,9 @@ pub struct Plan {
     /// Whether index sets of a prompt that is swept wait for the way back; absent where no layer chooses keys.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index_sets: Option<bool>,
+    /// How answers are drawn; absent where they come with the data, and while the model is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rollout: Option<Rollout>,
     /// A rank's memory; empty while the model is not known.
     pub addends: Vec<Addend>,
     /// Seconds of a group by phase, where they were asked for.
@@ -234,46 +267,83 @@ pub struct Room {
 }
 
 impl Plan {
-    /// Refuses a plan that does not stay within `room`.
+    /// Predicts seconds at some rates: of a group, phase by phase, and of a token that is drawn.
+    pub fn time(&mut self, config: &RunConfig, shape: &Shape, rates: Rates) {
+        self.time_answers(config, shape, &rates);
+        self.seconds = seconds::predict(config, self, shape, rates);
+    }
+
+    /// Refuses a plan that does not stay within `room`, or whose answers are drawn too slowly as far as that is predicted.
     ///
     /// # Errors
-    /// Names the parts of the sum, the largest first, each with what brings it down.
+    /// Names the parts of the sum, the largest first, each with what brings it down; or the seconds of a token, and why.
     pub fn refuse(&self, room: &Room) -> Result<(), Error> {
         let host: &[Place] = if room.host_only { &[Place::Device, Place::Host] } else { &[Place::Host] };
         room.device.map_or(Ok(()), |device| self.fits(1, "device", &[Place::Device], device))?;
-        room.host.map_or(Ok(()), |memory| self.fits(room.ranks_here, "host", host, memory))
+        room.host.map_or(Ok(()), |memory| self.fits(room.ranks_here, "host", host, memory))?;
+        self.rollout.map_or(Ok(()), Rollout::refuse)
     }
 }
 
 /// The plan of `config` for a world of `ranks`, with what it leaves open chosen for `room`: pages on the device where
-/// they fit, every layer's tail inputs kept or as few as must be, attention outputs kept where there is room. Without
-/// room: what a configuration says, and otherwise the least memory on the device and no layer left out.
+/// they fit, every layer's tail inputs kept or as few as must be, attention outputs kept where there is room; and once that
+/// is chosen, pages of all layers on the device while answers are drawn, where they fit. Without room: what a configuration
+/// says, and otherwise the least memory on the device and no layer left out.
 #[must_use]
 pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room) -> Plan {
     of_shape(config, ranks, spec.map(Shape::of).as_ref(), room)
 }
 
 /// The same of any shape, be it trained or only planned. Where layers choose keys, the prompt's index sets are kept where
-/// there is room.
+/// there is room. On a GPU a token of sampled answers is timed at an H200's rates; [`Plan::time`] takes others.
 #[must_use]
 pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Room) -> Plan {
     let choosing = shape.is_some_and(|shape| shape.layers.iter().any(|layer| layer.mix.chooses().is_some()));
-    let with = |choice: Choice| Plan {
-        ranks,
-        ranks_per_node: if room.ranks_here == 0 { ranks } else { room.ranks_here.min(ranks) },
-        cp_size: config.cp_size(ranks),
-        pages: config.prompt_pages(),
-        pages_per_rank: config.pages_per_rank(ranks),
-        keeping: choice.keeping,
-        index_sets: choosing.then_some(choice.index_sets),
-        addends: shape
-            .map(|shape| sizes::Sizes::of(config, ranks, shape, choice, !room.host_only).addends())
-            .unwrap_or_default(),
-        seconds: None,
+    let with = |choice: Choice| {
+        let sizes = shape.map(|shape| sizes::Sizes::of(config, ranks, shape, choice, !room.host_only));
+        Plan {
+            ranks,
+            ranks_per_node: if room.ranks_here == 0 { ranks } else { room.ranks_here.min(ranks) },
+            cp_size: config.cp_size(ranks),
+            pages: config.prompt_pages(),
+            pages_per_rank: config.pages_per_rank(ranks),
+            keeping: choice.keeping,
+            index_sets: choosing.then_some(choice.index_sets),
+            rollout: sizes.as_ref().and_then(|sizes| Rollout::of(sizes)),
+            addends: sizes.map(|sizes| sizes.addends()).unwrap_or_default(),
+            seconds: None,
+        }
     };
+    let fits = |choice: Choice| with(choice).refuse(room).is_ok();
     let known = room.device.is_some() || room.host.is_some();
-    let least = || Choice { keeping: sizes::stated(config, Residency::Host), index_sets: false };
-    let Some(shape) = shape.filter(|_| known) else { return with(least()) };
+    let least = Choice::stated(config, Residency::Host);
+    let Some(shape) = shape else { return with(least) };
+    let mut choice = if known {
+        let tried = tried(config, shape, choosing);
+        let sum = |choice: &Choice| {
+            let plan = with(*choice);
+            plan.sum(Place::Host).0.saturating_add(plan.sum(Place::Device).0)
+        };
+        let first = tried.iter().copied().find(|&choice| fits(choice));
+        first.unwrap_or_else(|| tried.into_iter().min_by_key(sum).unwrap_or(least))
+    } else {
+        least
+    };
+    // Whatever waits for the way back, a prompt that is there once for all tokens costs them nothing more.
+    let all_pages = Choice { all_pages: true, ..choice };
+    let roomy = room.device.is_some() || (room.host_only && room.host.is_some());
+    if config.rollout.sample && config.rollout.pages_on_device == When::Auto && roomy && fits(all_pages) {
+        choice = all_pages;
+    }
+    let mut plan = with(choice);
+    if !room.host_only {
+        plan.time_answers(config, shape, &Rates::h200(shape));
+    }
+    plan
+}
+
+/// What may be chosen, from the cheapest in time down.
+fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<Choice> {
     let memory = &config.memory;
     let most = if memory.inputs_every == 0 { shape.layers.len().max(1) } else { 1 };
     let swept = choosing && config.tail(config.context.prompt_len) > memory.micro_block;
@@ -284,25 +354,21 @@ pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Ro
             continue;
         }
         for step in 1..=most {
-            let stated = sizes::stated(config, pages);
-            let every = if memory.inputs_every == 0 { step } else { stated.every };
+            let stated = Choice::stated(config, pages);
+            let every = if memory.inputs_every == 0 { step } else { stated.keeping.every };
             let attention = memory.keep_attention == When::Auto && step == 1;
-            let choice = |keeping: Keeping| Choice { keeping, index_sets };
-            tried.extend(attention.then_some(choice(Keeping { every, attention, ..stated })));
-            tried.push(choice(Keeping { every, ..stated }));
+            let choice = |keeping: Keeping| Choice { keeping, index_sets, ..stated };
+            tried.extend(attention.then_some(choice(Keeping { every, attention, ..stated.keeping })));
+            tried.push(choice(Keeping { every, ..stated.keeping }));
         }
     }
     // Computing again costs more than bringing pages over, so the first choice that fits is taken in this order: index sets
     // kept, since choosing again takes a score of every pair of the prompt's positions; then fewer layers left out, then
     // attention kept, then pages on the device.
-    tried.sort_by_key(|&Choice { keeping, index_sets }| {
+    tried.sort_by_key(|&Choice { keeping, index_sets, .. }| {
         (!index_sets, keeping.every, !keeping.attention, keeping.pages == Residency::Host)
     });
-    let plans = || tried.iter().map(|&choice| with(choice));
-    plans().find(|plan| plan.refuse(room).is_ok()).unwrap_or_else(|| {
-        let sum = |plan: &Plan| plan.sum(Place::Host).0.saturating_add(plan.sum(Place::Device).0);
-        plans().min_by_key(sum).unwrap_or_else(|| with(least()))
-    })
+    tried
 }
 
 /// A number of GiB as bytes.

@@ -33,6 +33,12 @@ impl Sizes<'_> {
         rows.min(MIXED_ROWS.max(self.config.memory.micro_block.0))
     }
 
+    /// Whether a GPU's attention is made of matrix products: no fused kernel has the dtype, or a window.
+    pub(super) fn plain(&self) -> bool {
+        let windowed = |layer: &Layer| matches!(layer.mix, Mix::Grouped { window: Some(_), .. });
+        self.beside && (self.config.model.dtype != Dtype::Bfloat16 || self.shape.layers.iter().any(windowed))
+    }
+
     /// What attention takes on a GPU for its own: a fused kernel outputs and, in backward, dk and dv of every query head;
     /// matrix products about six tiles of scores.
     fn workspace(&self, queries: u64, graph: bool) -> (u64, String) {
@@ -47,13 +53,11 @@ impl Sizes<'_> {
             })
         };
         let (query_heads, width) = (of(|heads, _, _| heads), of(|heads, dim, _| heads * dim));
-        let windowed = of(|_, _, window| u64::from(window.is_some())) > 0;
         let keys = self.rows.min(from_dim(KEYS_MAX));
         let outputs = product(&[queries, width, self.model + if graph { acc } else { 0 }]).0;
         let gradients = if graph { product(&[keys, width, 2 * acc]).0 } else { 0 };
-        let plain = self.config.model.dtype != Dtype::Bfloat16 || windowed;
         let tile = [queries.min(from_dim(TileSizes::PLAIN.rows)), keys.min(from_dim(TileSizes::PLAIN.keys))];
-        let scores = if plain { product(&[query_heads, tile[0], tile[1], acc, 6]).0 } else { 0 };
+        let scores = if self.plain() { product(&[query_heads, tile[0], tile[1], acc, 6]).0 } else { 0 };
         let fused = outputs.saturating_add(gradients);
         if scores > fused {
             return (scores, format!("six tiles of scores, {} queries by {} keys", tile[0], tile[1]));

@@ -1,9 +1,10 @@
 //! Predicted seconds of a step on one group: operations divided by rates, bytes divided by the bus's rate, and of the two
 //! the larger, phase by phase.
 //!
-//! Rates are inputs. What stands here was measured on one NVIDIA H200 (docs/benchmarks.md); for another device they are
-//! given on the command line. The sum knows nothing of launches: where each operation is small, the host that asks for
-//! them sets the pace, and the prediction is too short.
+//! Rates are inputs. What stands here was measured on one NVIDIA H200 (docs/benchmarks.md), or is an assumption where its
+//! comment says so; for another device rates are given on the command line. Launches are counted where a token is drawn and
+//! nowhere else: where each operation of another phase is small, the host that asks for them sets the pace, and the
+//! prediction is too short.
 
 use serde::Serialize;
 
@@ -12,6 +13,7 @@ use super::work::{Asked, Work};
 use crate::config::RunConfig;
 use crate::failure::Phase;
 use crate::model::shape::{Mix, Shape};
+use crate::units::float;
 
 /// What a device does in a second.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -26,7 +28,15 @@ pub struct Rates {
     pub choosing: f64,
     /// Between host and device, each way, GB/s for each rank.
     pub host: f64,
-    /// The share of the kernels' rates that a phase reaches.
+    /// The device's own memory, GB/s.
+    pub memory: f64,
+    /// From device to device, each way, GB/s.
+    pub between: f64,
+    /// From the launch of one small operation to that of the next, microseconds.
+    pub launch: f64,
+    /// A message from one rank to another that nothing runs beside, microseconds.
+    pub message: f64,
+    /// The share of the kernels' and the memory's rates that a phase reaches.
     pub efficiency: f64,
 }
 
@@ -51,6 +61,13 @@ impl Rates {
             attention_backward: nearest.2,
             choosing: 74.6,
             host: 54.6,
+            // Nominal: HBM3e of an H200, and half of its NVLink's 900 GB/s both ways. Neither is measured yet.
+            memory: 4800.0,
+            between: 450.0,
+            // As measured where small operations follow one another (docs/benchmarks.md).
+            launch: 10.0,
+            // An assumption: a gather among eight ranks takes about 30 µs.
+            message: 4.0,
             efficiency: 0.8,
         }
     }
@@ -67,7 +84,7 @@ pub struct PhaseSeconds {
     pub attention_tera: f64,
     /// Bytes between host and device, in the direction that has more.
     pub copied_bytes: f64,
-    /// Seconds of the computation.
+    /// Seconds of the computation; of a rollout, with launches and messages.
     pub compute: f64,
     /// Seconds of the copies, which run beside it.
     pub copies: f64,
@@ -84,6 +101,10 @@ pub struct Seconds {
     pub phases: Vec<PhaseSeconds>,
     /// All of them, one after another.
     pub total: f64,
+    /// Updates on the group.
+    pub updates: u64,
+    /// All updates: further ones have a capture, a replay and a sweep of their own.
+    pub round: f64,
 }
 
 /// The seconds of a step on one group under `plan`; none for the conventional schedule, which is not counted.
@@ -92,23 +113,28 @@ pub fn predict(config: &RunConfig, plan: &Plan, shape: &Shape, rates: Rates) -> 
     if !config.memory.prompt_no_grad {
         return None;
     }
-    let phases: Vec<PhaseSeconds> = Work::of(config, plan, shape)
-        .phases()
-        .into_iter()
-        .map(|(phase, asked)| phase_seconds(phase, &asked, &rates))
-        .collect();
+    let work = Work::of(config, plan, shape);
+    let timed = |(phase, asked): (Phase, Asked)| phase_seconds(phase, &asked, &rates);
+    let phases: Vec<PhaseSeconds> = work.phases().into_iter().map(timed).collect();
     let total = phases.iter().map(|phase| phase.seconds).sum();
-    Some(Seconds { rates, phases, total })
+    let further: f64 = work.further().into_iter().map(timed).map(|phase| phase.seconds).sum();
+    let updates = config.grpo.updates_per_group;
+    let round = total + float(updates.saturating_sub(1)) * further;
+    Some(Seconds { rates, phases, total, updates, round })
 }
 
-fn phase_seconds(phase: Phase, asked: &Asked, rates: &Rates) -> PhaseSeconds {
+pub(super) fn phase_seconds(phase: Phase, asked: &Asked, rates: &Rates) -> PhaseSeconds {
     const TERA: f64 = 1e12;
     const GIGA: f64 = 1e9;
+    const MICRO: f64 = 1e-6;
     let at_rates = asked.products / (rates.matmul * TERA)
         + asked.attention_forward / (rates.attention_forward * TERA)
         + asked.attention_backward / (rates.attention_backward * TERA)
         + asked.choosing / (rates.choosing * GIGA);
-    let compute = at_rates / rates.efficiency;
+    let reading = asked.reads / (rates.memory * GIGA);
+    let waiting = (asked.launches * rates.launch + asked.messages * rates.message) * MICRO
+        + asked.message_bytes / (rates.between * GIGA);
+    let compute = at_rates.max(reading) / rates.efficiency + waiting;
     let copied_bytes = asked.bytes_in.max(asked.bytes_out);
     let copies = copied_bytes / (rates.host * GIGA);
     PhaseSeconds {
@@ -143,6 +169,22 @@ impl Seconds {
                 phase.attention_tera,
                 phase.copies,
                 phase.copied_bytes / 1e9
+            ));
+        }
+        if self.phases.iter().any(|phase| phase.phase == Phase::Rollout) {
+            let Rates { memory, launch, message, .. } = self.rates;
+            lines.push(format!(
+                "  rollout: answers as long as may be, at {:.0} % of {memory} GB/s of device memory, {launch} µs an \
+                 operation, {message} µs a message",
+                efficiency * 100.0
+            ));
+        }
+        if self.updates > 1 {
+            lines.push(format!(
+                "predicted seconds of a group's {} updates: {:.1}; a further one captures, replays and sweeps, {:.1}",
+                self.updates,
+                self.round,
+                (self.round - self.total) / float(self.updates - 1)
             ));
         }
         lines.join("\n")

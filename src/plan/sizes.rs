@@ -56,7 +56,7 @@ fn counted(name: &str) -> &'static [Purpose] {
         "weights" => &[Purpose::Weights],
         "adapters" => &[Purpose::Adapters, Purpose::Optimizer],
         "pages" | "states at a border" => &[Purpose::Pages],
-        "staged pages" => &[Purpose::Stage],
+        "staged pages" | "pages of all layers" => &[Purpose::Stage],
         "foreign page runs" | "messages between ranks" => &[Purpose::Foreign],
         "answers' hidden states" | "answers' index sets" => &[Purpose::Hidden],
         "tail's block inputs" | "tail's attention outputs" | "prompt's index sets" => &[Purpose::Checkpoints],
@@ -116,6 +116,7 @@ impl<'a> Sizes<'a> {
             self.borders(),
             self.messages(),
             self.answers(),
+            self.rollout(),
             self.capture(),
             self.tail(),
             self.index_sets(),
@@ -212,14 +213,14 @@ impl<'a> Sizes<'a> {
     }
 
     /// The most bytes of state that a position has in `count` layers one after another.
-    fn state_of(&self, count: u64) -> u64 {
+    pub(super) fn state_of(&self, count: u64) -> u64 {
         let count = usize::try_from(count).unwrap_or(usize::MAX).clamp(1, self.shape.layers.len().max(1));
         let state = |layers: &[Layer]| layers.iter().map(|layer| layer.mix.widths().state).sum::<u64>() * self.model;
         self.shape.layers.windows(count).map(state).max().unwrap_or(0)
     }
 
     /// In words: the state of a position in `layers` layers.
-    fn state_words(&self, layers: u64, bytes: u64) -> String {
+    pub(super) fn state_words(&self, layers: u64, bytes: u64) -> String {
         let each = self.state_of(1);
         let all = if layers == self.layers { "all layers".to_owned() } else { format!("{layers} layers") };
         if each * layers == bytes { format!("{each} B × {layers} layers") } else { format!("{bytes} B in {all}") }
@@ -238,21 +239,25 @@ impl<'a> Sizes<'a> {
         )];
         if host {
             // Beside the layer that computes lies the next one; while left-out layers are computed again, that and one more.
-            let beside = if self.travels && self.keeping.every > 1 { 2 } else { 1 };
-            let beside = if self.beside { beside } else { 0 };
-            let layers = if self.config.memory.layer_wise_transfer { 1 + beside } else { self.layers };
-            let staged = self.state_of(layers);
-            for phase in [Phase::Replay, Phase::Sweep] {
-                sum.push(within(
-                    phase,
-                    "staged pages",
-                    product(&[self.rows, staged]),
-                    format!("{} positions × {} at a time", self.rows, self.state_words(layers, staged)),
-                    "use more ranks (parallel.cp_size)",
-                ));
-            }
+            let further = if self.travels && self.keeping.every > 1 { 2 } else { 1 };
+            sum.extend([Phase::Replay, Phase::Sweep].map(|phase| self.staged(phase, further)));
         }
         sum
+    }
+
+    /// Pages on the device while layers come one after another: of the one that computes and, where copies run beside it,
+    /// of `further` ones.
+    pub(super) fn staged(&self, phase: Phase, further: u64) -> Addend {
+        let further = if self.beside { further } else { 0 };
+        let layers = if self.config.memory.layer_wise_transfer { 1 + further } else { self.layers };
+        let staged = self.state_of(layers);
+        within(
+            phase,
+            "staged pages",
+            product(&[self.rows, staged]),
+            format!("{} positions × {} at a time", self.rows, self.state_words(layers, staged)),
+            "use more ranks (parallel.cp_size)",
+        )
     }
 
     /// Whether ranks with GPUs meet in host memory.

@@ -34,6 +34,7 @@ impl Plan {
             return lines.join("\n");
         }
         lines.push(self.choice(config));
+        lines.extend(self.rollout.map(|rollout| rollout.text(config.grpo.group_size)));
         for (title, place) in [("device", Place::Device), ("host", Place::Host)] {
             let peak = self.peak_phase(&[place]);
             let at = peak.map(|phase| format!(", what stays and what {phase} adds")).unwrap_or_default();

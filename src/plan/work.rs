@@ -11,6 +11,9 @@
 //!                 + (k − 1)/k of a forward                            `Replay::fill_tail`, where one layer in k is kept
 //! ```
 //!
+//! A rollout's token is a row of every answer, on every rank; only attention is dealt to the ranks. Where it is drawn, the
+//! policy's prompt is captured before that, and again if a reference comes between.
+//!
 //! Frozen weights have no gradient, so a backward costs what its forward costs; an adapter's costs twice that. Attention's
 //! backward is counted as 2.5 forwards, as its rate is. A multiplication and an addition are two operations.
 
@@ -39,6 +42,32 @@ pub(super) struct Asked {
     pub(super) bytes_in: f64,
     /// Bytes back.
     pub(super) bytes_out: f64,
+    /// Bytes that the device reads of its own memory, where that may take longer than computing.
+    pub(super) reads: f64,
+    /// Small operations, where it is the host that sets their pace.
+    pub(super) launches: f64,
+    /// Messages that nothing runs beside.
+    pub(super) messages: f64,
+    /// Bytes of them, from device to device.
+    pub(super) message_bytes: f64,
+}
+
+impl Asked {
+    /// All of it so many times.
+    fn times(self, by: f64) -> Asked {
+        Asked {
+            products: self.products * by,
+            attention_forward: self.attention_forward * by,
+            attention_backward: self.attention_backward * by,
+            choosing: self.choosing * by,
+            bytes_in: self.bytes_in * by,
+            bytes_out: self.bytes_out * by,
+            reads: self.reads * by,
+            launches: self.launches * by,
+            messages: self.messages * by,
+            message_bytes: self.message_bytes * by,
+        }
+    }
 }
 
 /// How often a phase runs each part of a layer.
@@ -49,6 +78,14 @@ struct Runs {
     attention: [f64; 2],
     choosing: f64,
 }
+
+impl Runs {
+    /// One pass without a graph.
+    const FORWARD: Runs = Runs { a: [1.0, 0.0], b: [1.0, 0.0], attention: [1.0, 0.0], choosing: 1.0 };
+}
+
+/// Small operations of a layer for one token: norms, seven projections with their adapters, rotation, attention, merging.
+const LAYER_LAUNCHES: f64 = 30.0;
 
 /// Consecutive rows of a sequence.
 #[derive(Clone, Copy)]
@@ -93,7 +130,11 @@ impl<'a> Work<'a> {
         Work {
             config,
             shape,
-            choice: Choice { keeping: plan.keeping, index_sets: plan.index_sets.unwrap_or(false) },
+            choice: Choice {
+                keeping: plan.keeping,
+                index_sets: plan.index_sets.unwrap_or(false),
+                all_pages: plan.rollout.is_some_and(|rollout| rollout.pages_on_device),
+            },
             ranks: float(plan.ranks),
             sharers,
             rows: float(plan.pages_per_rank.0) * float(config.context.page_size.0),
@@ -105,23 +146,33 @@ impl<'a> Work<'a> {
 
     /// Every phase of a step on one group, in its order.
     pub(super) fn phases(&self) -> Vec<(Phase, Asked)> {
-        let mut phases = vec![
-            (Phase::Capture, self.capture()),
-            (Phase::Score, self.score()),
+        // With a reference the prompt and the answers run under the starting policy too, which takes the pages' place.
+        let (captures, scores) = match (self.config.grpo.kl_coef > 0.0, self.config.rollout.sample) {
+            (true, true) => (3.0, 2.0),
+            (true, false) => (2.0, 2.0),
+            (false, _) => (1.0, 1.0),
+        };
+        let mut phases = vec![(Phase::Capture, self.capture().times(captures))];
+        if self.config.rollout.sample {
+            phases.push((Phase::Rollout, self.rollout()));
+        }
+        phases.push((Phase::Score, self.score().times(scores)));
+        phases.extend([
             (Phase::Replay, self.replay()),
             (Phase::Sweep, self.sweep()),
             (Phase::Finalize, self.finalize()),
-        ];
-        if self.config.grpo.kl_coef > 0.0 {
-            // The prompt and the answers run under the starting policy too.
-            for (_, asked) in phases.iter_mut().take(2) {
-                let Asked { products, attention_forward, attention_backward, choosing, bytes_in, bytes_out } = asked;
-                for number in [products, attention_forward, attention_backward, choosing, bytes_in, bytes_out] {
-                    *number *= 2.0;
-                }
-            }
-        }
+        ]);
         phases
+    }
+
+    /// The phases of a further update on the same group: its scores stay, the prompt's pages are made anew.
+    pub(super) fn further(&self) -> [(Phase, Asked); 4] {
+        [
+            (Phase::Capture, self.capture()),
+            (Phase::Replay, self.replay()),
+            (Phase::Sweep, self.sweep()),
+            (Phase::Finalize, self.finalize()),
+        ]
     }
 
     fn prompt(&self) -> Rows {
@@ -181,8 +232,7 @@ impl<'a> Work<'a> {
     }
 
     fn capture(&self) -> Asked {
-        let once = Runs { a: [1.0, 0.0], b: [1.0, 0.0], attention: [1.0, 0.0], choosing: 1.0 };
-        let mut asked = self.share(self.layers(self.prompt(), once));
+        let mut asked = self.share(self.layers(self.prompt(), Runs::FORWARD));
         let keeping = self.choice.keeping;
         if keeping.pages == Residency::Host {
             asked.bytes_out += self.rows * self.state();
@@ -191,28 +241,94 @@ impl<'a> Work<'a> {
             asked.bytes_out += self.tail_bytes();
         }
         self.travel(&mut asked, false, |_| true);
-        self.to_experts(&mut asked, self.rows, once);
+        self.to_experts(&mut asked, self.rows, Runs::FORWARD);
         asked
     }
 
+    /// Every token of the longest answers.
+    pub(super) fn rollout(&self) -> Asked {
+        self.token().times(self.sampled())
+    }
+
+    fn sampled(&self) -> f64 {
+        float(self.config.sampled_len().0)
+    }
+
+    /// One token of every answer, half-way through the longest.
+    fn token(&self) -> Asked {
+        let row = Rows { start: float(self.config.context.prompt_len.0) + self.sampled() / 2.0, count: 1.0 };
+        let (mut rows, mut mixed) = (Asked::default(), Asked::default());
+        for layer in &self.shape.layers {
+            self.segments(layer, row, Runs::FORWARD, &mut rows);
+            mixing(layer, row, Runs::FORWARD, &mut mixed);
+        }
+        let mut asked = self.share(mixed);
+        asked.products += rows.products + 2.0 * float(self.shape.width) * float(self.shape.vocabulary);
+        let mut asked = asked.times(self.group());
+        asked.reads = self.token_reads();
+        asked.launches = LAYER_LAUNCHES * (float(self.shape.depth()) + 1.0);
+        if !self.choice.all_pages {
+            asked.bytes_in += self.staged();
+        }
+        let others = self.sharers - 1.0;
+        let meets = |layer: &Layer| layer.mix.widths().beside > 0;
+        let partial = |layer: &Layer| if meets(layer) { partial(layer) } else { 0 };
+        let bytes = others * self.group() * float(self.shape.sum(partial)) * self.acc;
+        // Partial outputs in every layer that attends, and the tokens that the first rank has drawn.
+        asked.messages = others * (float(self.shape.sum(|layer| u64::from(meets(layer)))) + 1.0);
+        if self.through_host() {
+            asked.bytes_in += bytes;
+            asked.bytes_out += bytes;
+        } else {
+            asked.message_bytes = bytes;
+        }
+        asked
+    }
+
+    /// Bytes that a rank reads for a token: weights once for all answers, experts as if each were chosen, and keys and
+    /// values of the rank's pages and of its share of the answers.
+    fn token_reads(&self) -> f64 {
+        let experts = float(self.shape.experts()) / float(self.config.parallel.ep_size.max(1));
+        let head = float(self.shape.width) * float(self.shape.vocabulary);
+        let weights = float(self.shape.sum(|layer| layer.parameters)) + experts + head;
+        let adapters = float(adapter_elements(self.config, self.shape)) * self.acc;
+        let answers = self.group() * self.sampled() / 2.0 / self.sharers;
+        let keys = |layer: &Layer| {
+            let widths = layer.mix.widths();
+            match layer.mix {
+                Mix::Grouped { window, .. } => {
+                    let seen = window.map_or(self.rows, |window| self.rows.min(float(window)));
+                    (seen + answers) * float(widths.state) * self.model
+                }
+                Mix::Latent { index, .. } => {
+                    let chosen = self.group() * float(index.top) / self.sharers * float(widths.carries);
+                    let scored = if index.owner { (self.rows + answers) * float(index.dim) } else { 0.0 };
+                    (chosen + scored) * self.model
+                }
+                Mix::Delta { .. } => {
+                    let (inputs, state) = layer.mix.border();
+                    self.group() * (float(inputs) * self.model + float(state) * self.acc)
+                }
+            }
+        };
+        weights * self.model + adapters + self.shape.layers.iter().map(keys).sum::<f64>()
+    }
+
     fn score(&self) -> Asked {
-        let once = Runs { a: [1.0, 0.0], b: [1.0, 0.0], attention: [1.0, 0.0], choosing: 1.0 };
-        let mut asked = self.layers(self.answer(), once);
-        scale(&mut asked, self.group());
+        let mut asked = self.layers(self.answer(), Runs::FORWARD).times(self.group());
         asked.products += self.head(1.0);
         let mut asked = self.share(asked);
         let hidden = self.hidden();
         asked.bytes_in += self.staged() + hidden + self.group() * self.gathered();
         asked.bytes_out += hidden + self.group() * self.gathered();
         self.travel(&mut asked, false, latent);
-        self.to_experts(&mut asked, self.answer_rows(), once);
+        self.to_experts(&mut asked, self.answer_rows(), Runs::FORWARD);
         asked
     }
 
     fn replay(&self) -> Asked {
         let runs = Runs { a: [3.0, 1.0], b: [2.0, 1.0], attention: [2.0, 1.0], choosing: 1.0 };
-        let mut asked = self.layers(self.answer(), runs);
-        scale(&mut asked, self.group());
+        let mut asked = self.layers(self.answer(), runs).times(self.group());
         // Log-probabilities, then the same rows with a graph and back.
         asked.products += self.head(3.0);
         let mut asked = self.share(asked);
@@ -341,6 +457,12 @@ impl<'a> Work<'a> {
     }
 }
 
+/// Elements of a row's partial output over some keys, with its log-sum-exp.
+pub(super) fn partial(layer: &Layer) -> u64 {
+    let widths = layer.mix.widths();
+    widths.output + widths.beside
+}
+
 /// Whether latents of a layer are gathered for answers too, whose rows then stay.
 fn latent(layer: &Layer) -> bool {
     matches!(layer.mix, Mix::Latent { .. })
@@ -373,13 +495,6 @@ fn mixing(layer: &Layer, rows: Rows, runs: Runs, asked: &mut Asked) {
             asked.products += (forward.max(backward) + 2.0 * backward) * rows.count * float(value_heads) * row;
         }
     }
-}
-
-fn scale(asked: &mut Asked, by: f64) {
-    asked.products *= by;
-    asked.attention_forward *= by;
-    asked.attention_backward *= by;
-    asked.choosing *= by;
 }
 
 #[cfg(test)]

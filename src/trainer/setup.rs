@@ -329,7 +329,15 @@ fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Re
         host_only: device == Device::Cpu,
         host: plan::available_memory(),
     };
-    let plan = plan::of(config, ranks, Some(spec), &room);
+    let mut plan = plan::of(config, ranks, Some(spec), &room);
+    // Pages of all layers come to every rank's device or to none, so that no rank waits for the others at each token.
+    let staged = plan.rollout.is_some_and(|rollout| !rollout.pages_on_device);
+    let any_staged = world.all.gather_numbers(u64::from(staged)).contains(&1);
+    if any_staged && !staged {
+        let mut by_layer = config.clone();
+        by_layer.rollout.pages_on_device = When::Never;
+        plan = plan::of(&by_layer, ranks, Some(spec), &room);
+    }
     world.agree(plan.refuse(&room).map_err(Failure::from))?;
     // Machines may have different room; what is computed again takes every rank's part, so the tightest one decides.
     let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);

@@ -7,7 +7,7 @@ use longstraw::config::{self, Gradient};
 use longstraw::failure::{Exit, Failure};
 use longstraw::model::shape::Shape;
 use longstraw::parity;
-use longstraw::plan::seconds::{Rates, predict};
+use longstraw::plan::seconds::Rates;
 use longstraw::plan::{self, Room, ladder};
 use longstraw::report::{print_result, say};
 
@@ -34,7 +34,7 @@ pub(super) struct PlanFlags {
     /// Refuse what does not fit this much host memory of a node, all its ranks together
     #[arg(long, value_name = "GIB")]
     host_gib: Option<u64>,
-    /// One row for each gate from gate2 to gate6, at its own length and group, instead of the configuration's
+    /// One row for each gate from gate2 to gate7, at its own length and group, instead of the configuration's
     #[arg(long)]
     gates: bool,
     /// The gates' gradient mode: exact, response or last=N
@@ -62,7 +62,10 @@ struct RateFlags {
     /// Copies between host and device, each way, for each rank
     #[arg(long, value_name = "GB/S", value_parser = rate)]
     rate_host: Option<f64>,
-    /// Share of the kernels' rates that a phase reaches
+    /// A GPU's own memory
+    #[arg(long, value_name = "GB/S", value_parser = rate)]
+    rate_memory: Option<f64>,
+    /// Share of the kernels' and the memory's rates that a phase reaches
     #[arg(long, value_name = "SHARE", value_parser = share)]
     efficiency: Option<f64>,
 }
@@ -75,6 +78,7 @@ impl RateFlags {
             attention_forward: self.rate_attention_forward.unwrap_or(known.attention_forward),
             attention_backward: self.rate_attention_backward.unwrap_or(known.attention_backward),
             host: self.rate_host.unwrap_or(known.host),
+            memory: self.rate_memory.unwrap_or(known.memory),
             efficiency: self.efficiency.unwrap_or(known.efficiency),
             ..known
         }
@@ -82,7 +86,7 @@ impl RateFlags {
 
     fn given(&self) -> bool {
         let rates = [self.rate_matmul, self.rate_attention_forward, self.rate_attention_backward, self.rate_host];
-        rates.into_iter().chain([self.efficiency]).any(|rate| rate.is_some())
+        rates.into_iter().chain([self.rate_memory, self.efficiency]).any(|rate| rate.is_some())
     }
 }
 
@@ -115,7 +119,11 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
         return gates(config, ranks, shape.as_ref(), &room, plan_flags, rates);
     }
     let mut plan = plan::of_shape(config, ranks, shape.as_ref(), &room);
-    plan.seconds = shape.as_ref().and_then(|shape| rates(shape).and_then(|rates| predict(config, &plan, shape, rates)));
+    if let Some(shape) = &shape
+        && let Some(rates) = rates(shape)
+    {
+        plan.time(config, shape, rates);
+    }
     if plan_flags.json {
         print_json(&plan);
     } else {

@@ -25,6 +25,7 @@ mod plan;
 mod refusals;
 mod resume;
 mod room;
+mod sampling;
 mod secret;
 mod service;
 mod study;
