@@ -156,12 +156,31 @@ pub struct Added {
     pub dlogprobs: Tensor,
     /// Smallest and largest ratio, if there are tokens.
     pub ratio: Option<(f64, f64)>,
-    /// Trained tokens.
-    pub trained: u64,
-    /// Those whose ratio was clipped in effect, below and above.
-    pub clipped: [u64; 2],
-    /// Sum of the k3 estimates of the divergence from the reference policy; 0 without one.
+    /// What trained tokens tell besides.
+    pub told: Told,
+}
+
+/// What trained tokens tell of an update, as sums over tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Told {
+    /// Tokens.
+    pub tokens: u64,
+    /// Those whose ratio was clipped in effect from below.
+    pub clipped_low: u64,
+    /// And from above.
+    pub clipped_high: u64,
+    /// The k3 estimates, without their weight; 0 without a KL term.
     pub kl: f64,
+}
+
+impl Told {
+    /// Adds other tokens.
+    pub fn add(&mut self, other: Told) {
+        self.tokens += other.tokens;
+        self.clipped_low += other.clipped_low;
+        self.clipped_high += other.clipped_high;
+        self.kl += other.kl;
+    }
 }
 
 /// The range that covers two ranges; a NaN in either stays, so that it is seen.
@@ -195,16 +214,17 @@ pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
     // Chosen, not multiplied: a token that takes no part may have any value.
     let only = |x: &Tensor| x.where_self(&takes_part, &x.zeros_like());
     let count = |x: &Tensor| u64::try_from(x.sum(Kind::Int64).int64_value(&[])).unwrap_or(0);
-    let clipped = |edge: &Tensor| count(&active.logical_not().logical_and(edge).logical_and(&takes_part));
+    // A token is clipped from below where its advantage is negative, else from above.
+    let clipped = count(&active.logical_not().logical_and(&takes_part));
+    let (clipped_low, clipped_high) = if advantage < 0.0 { (clipped, 0) } else { (0, clipped) };
+    let kl = only(&kl).sum(Kind::Double).double_value(&[]);
     let ratios = ratio.masked_select(&takes_part);
     let any = ratios.numel() > 0;
     Added {
         loss: only(&token).sum(Kind::Double).double_value(&[]) * weight,
         dlogprobs: only(&dtoken) * weight,
         ratio: any.then(|| (ratios.min().double_value(&[]), ratios.max().double_value(&[]))),
-        trained: count(&takes_part),
-        clipped: [clipped(&ratio.lt(1.0)), clipped(&ratio.ge(1.0))],
-        kl: only(&kl).sum(Kind::Double).double_value(&[]),
+        told: Told { tokens: count(&takes_part), clipped_low, clipped_high, kl },
     }
 }
 
@@ -283,22 +303,32 @@ mod tests {
         };
         let part = |x: &Tensor| x.index_select(0, &Tensor::from_slice(&[0i64, 2]));
         let (masked, without) = (all(&lp, &old, Some(&mask)), all(&part(&lp), &part(&old), None));
-        assert!((masked.loss - without.loss).abs() < 1e-15 && (masked.kl - without.kl).abs() < 1e-15);
-        assert_eq!((masked.trained, masked.clipped, masked.ratio), (2, [0, 1], without.ratio));
+        assert!((masked.loss - without.loss).abs() < 1e-15);
+        assert_eq!((masked.told, masked.ratio), (without.told, without.ratio));
+        assert_eq!((masked.told.tokens, masked.told.clipped_high), (2, 1));
         assert_eq!(
             Vec::<f64>::try_from(part(&masked.dlogprobs)).unwrap(),
             Vec::<f64>::try_from(without.dlogprobs).unwrap()
         );
         assert!(masked.dlogprobs.double_value(&[1]).abs() == 0.0);
-        let down = Tokens {
-            logprobs: &part(&old),
-            old: &part(&lp),
-            reference: None,
-            advantage: -1.0,
-            weight: 1.0,
-            trained: None,
+    }
+
+    #[test]
+    fn clipped_tokens_are_told_by_their_side_and_divergence_as_a_sum() {
+        let (lp, old) =
+            (Tensor::from_slice(&[0.5f64, -0.5, 0.0]), Tensor::zeros([3], (Kind::Double, tch::Device::Cpu)));
+        let reference = Tensor::from_slice(&[1.5f64, -0.5, 0.0]);
+        let at = |advantage, reference| {
+            let given = Tokens { logprobs: &lp, old: &old, reference, advantage, weight: 1.0, trained: None };
+            tokens(&given, &TERMS).told
         };
-        assert_eq!(tokens(&down, &TERMS).clipped, [1, 0]);
+        assert_eq!(at(1.0, None), Told { tokens: 3, clipped_low: 0, clipped_high: 1, kl: 0.0 });
+        assert_eq!(at(-1.0, None), Told { tokens: 3, clipped_low: 1, clipped_high: 0, kl: 0.0 });
+        assert_eq!(at(0.0, None), Told { tokens: 3, ..Told::default() });
+        let mut sum = at(1.0, Some(&reference));
+        sum.add(at(-1.0, Some(&reference)));
+        assert_eq!((sum.tokens, sum.clipped_low, sum.clipped_high), (6, 1, 1));
+        assert!((sum.kl - 2.0 * (1.0_f64.exp() - 2.0)).abs() < 1e-12);
     }
 
     #[test]

@@ -184,8 +184,8 @@ impl Sizes<'_> {
         let mut sum = vec![
             within(
                 "logits",
-                product(&[group, vocabulary, model + 3 * acc + 8]),
-                format!("{group} answers × vocabulary {vocabulary}, with their order and its sums"),
+                product(&[group, vocabulary, model + 2 * acc + 48]),
+                format!("{group} answers × vocabulary {vocabulary}, in float64 with noise, order and sums"),
             ),
             within("token rows", product(&[group, row, model]), format!("{group} answers × {row} elements of a layer")),
             within(

@@ -58,6 +58,7 @@ fn counted(name: &str) -> &'static [Purpose] {
         "pages" | "states at a border" => &[Purpose::Pages],
         "staged pages" | "pages of all layers" => &[Purpose::Stage],
         "foreign page runs" | "messages between ranks" => &[Purpose::Foreign],
+        "answers' keys and values" | "answers' recurrent states" => &[Purpose::Answers],
         "answers' hidden states" | "answers' index sets" => &[Purpose::Hidden],
         "tail's block inputs" | "tail's attention outputs" | "prompt's index sets" => &[Purpose::Checkpoints],
         _ => &[],

@@ -88,13 +88,16 @@ pub struct Step {
     pub seconds: Seconds,
 }
 
-/// Log-prob margin of right over wrong answers on held-out prompts, in nats.
+/// What is measured on held-out prompts.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub struct HeldOut {
-    /// Mean over prompts of the best-rewarded answers' log-probability minus that of the others.
-    pub margin: f64,
-    /// Share of prompts whose best-rewarded answer is the most probable.
-    pub accuracy: f64,
+    /// Mean over prompts of the best-rewarded answers' log-probability minus that of the others, in nats; absent where no
+    /// prompt has better and worse answers.
+    pub margin: Option<f64>,
+    /// Share of those prompts whose best-rewarded answer is the most probable.
+    pub accuracy: Option<f64>,
+    /// Mean reward of the answers that the policy draws; absent where answers come with the data.
+    pub reward: Option<f64>,
     /// How many prompts.
     pub prompts: usize,
 }
@@ -298,11 +301,15 @@ fn table(receipt: &Receipt, folder: &Path) -> String {
     row("loss, first and last update", format!("{:.6}, {:.6}", receipt.loss_first, receipt.loss));
     if let [Some(before), Some(after)] = receipt.held_out {
         let prompts = after.prompts;
-        row(
-            "held-out margin, right over wrong (nats)",
-            format!("{:.3} -> {:.3} on {prompts} prompts", before.margin, after.margin),
-        );
-        row("held-out accuracy", format!("{:.2} -> {:.2}", before.accuracy, after.accuracy));
+        if let (Some(first), Some(last)) = (before.reward, after.reward) {
+            row("held-out mean reward", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
+        }
+        if let (Some(first), Some(last)) = (before.margin, after.margin) {
+            row("held-out margin, right over wrong (nats)", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
+        }
+        if let (Some(first), Some(last)) = (before.accuracy, after.accuracy) {
+            row("held-out accuracy", format!("{first:.2} -> {last:.2}"));
+        }
     }
     for (name, seconds) in receipt.seconds.by_phase() {
         row(&format!("seconds, {name}"), format!("{seconds:.1}"));

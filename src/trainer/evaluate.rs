@@ -1,16 +1,34 @@
-//! Held-out evaluation: how much more probable the right answer is than the wrong ones.
+//! Held-out evaluation: how much more probable the right answer is than the wrong ones, and what the policy's own answers
+//! are worth.
 
 use super::Session;
 use super::patience::Patience;
-use crate::data::Dataset;
+use super::rewards;
+use super::round::Answer;
+use crate::data::{Dataset, Group};
 use crate::exchange::sum_number;
 use crate::failure::{Failure, Phase};
+use crate::handoff::Captured;
 use crate::report::{HeldOut, Reporter};
 use crate::units::{float, from_index};
 use crate::world::World;
-use crate::{capture, finalize, objective, score};
+use crate::{capture, finalize, objective, rollout, score};
 
-/// Margin and accuracy over the held-out groups, the same on every rank; `None` without held-out data.
+/// The branch of the run's noise that held-out prompts have: no group of the run has this number.
+const BRANCH: u64 = u64::MAX;
+
+/// Sums over the prompts of this prompt group of ranks.
+#[derive(Default)]
+struct Sums {
+    margin: f64,
+    right: f64,
+    /// Rewards, and how many; the same on every rank of the world.
+    reward: f64,
+    rewarded: u64,
+}
+
+/// Margin and accuracy over the held-out groups that have better and worse answers, and mean reward of drawn answers over
+/// all, where answers are drawn; the same on every rank. `None` without anything to measure.
 pub(super) fn held_out(
     session: &Session,
     world: &World,
@@ -19,62 +37,104 @@ pub(super) fn held_out(
 ) -> Result<Option<HeldOut>, Failure> {
     let Some(data) = &session.held_out else { return Ok(None) };
     // A group without a better and a worse answer has no margin; an answer without a reward is neither.
-    let rewards = |index: usize| data.group(index).answers.iter().map(|answer| answer.reward).collect::<Vec<_>>();
-    let told: Vec<usize> = (0..data.len()).filter(|&index| objective::spread(&rewards(index)).is_some()).collect();
-    if told.len() < data.len() {
+    let told = (0..data.len()).filter(|&index| has_margin(data.group(index))).count();
+    let draws = session.sampler.is_some();
+    if told < data.len() && !draws {
         reporter.line(&format!(
             "{} of {} held-out prompts have no better and worse answer",
-            data.len() - told.len(),
+            data.len() - told,
             data.len()
         ));
     }
-    if told.is_empty() {
+    let wanted: Vec<usize> = (0..data.len()).filter(|&index| draws || has_margin(data.group(index))).collect();
+    if wanted.is_empty() {
         return Ok(None);
     }
     // How long it takes is not known, so a signal ends it; what it has measured is lost, and measured again.
     patience.step(None);
-    let mut sums = (0.0, 0.0);
-    let measured = prompts(session, world, reporter, data, &told, &mut sums);
-    let measured = patience.agree(world, measured);
+    let mut sums = Sums::default();
+    let measured = prompts(session, world, reporter, patience, (data, &wanted), &mut sums);
     patience.rest();
     measured?;
-    let (margin, right) = (sum_number(&world.all, sums.0), sum_number(&world.all, sums.1));
+    let (margin, right) = (sum_number(&world.all, sums.margin), sum_number(&world.all, sums.right));
     if !margin.is_finite() {
         return world.agree(Err(finalize::Error::Number { what: "held-out margin", value: margin }.into()));
     }
-    let prompts = float(from_index(told.len()));
-    Ok(Some(HeldOut { margin: margin / prompts, accuracy: right / prompts, prompts: told.len() }))
+    let mean = |sum: f64, count: u64| (count > 0).then(|| sum / float(count));
+    Ok(Some(HeldOut {
+        margin: mean(margin, from_index(told)),
+        accuracy: mean(right, from_index(told)),
+        reward: mean(sums.reward, sums.rewarded),
+        prompts: wanted.len(),
+    }))
 }
 
-/// Adds margin and right answers of this prompt group's share of the groups in `told`, on one of its ranks.
+fn has_margin(group: &Group) -> bool {
+    objective::spread(&group.answers.iter().map(|answer| answer.reward).collect::<Vec<_>>()).is_some()
+}
+
+/// The prompts that are wanted, as many side by side as there are prompt groups of ranks. Every rank comes to every turn,
+/// also without a prompt.
 fn prompts(
     session: &Session,
     world: &World,
     reporter: &mut Reporter,
-    data: &Dataset,
-    told: &[usize],
-    (margin, right): &mut (f64, f64),
+    patience: &Patience,
+    (data, wanted): (&Dataset, &[usize]),
+    sums: &mut Sums,
 ) -> Result<(), Failure> {
-    for (count, &index) in told.iter().enumerate().filter(|(count, _)| count % world.dp_size == world.dp_index) {
+    for (turn, side_by_side) in wanted.chunks(world.dp_size).enumerate() {
         world.board().enter(Phase::Evaluate);
-        reporter.now(format!("held-out prompt {} of {}", count + 1, told.len()));
-        let group = data.group(index);
-        let scored = || group.answers.iter().filter_map(|answer| Some((answer, answer.reward?)));
-        let answers: Vec<Vec<i64>> = scored().map(|(answer, _)| answer.ids.clone()).collect();
-        let work = session.work_without_tail(&group.prompt_ids, &answers, world);
-        let pass = session.pass(world, &session.adapters);
-        let captured = capture::run(&pass, &work, session.keeping, world.board())?;
+        let count = turn * world.dp_size + side_by_side.len();
+        reporter.now(&format!("held-out prompt {count} of {}", wanted.len()));
+        let own = side_by_side.get(world.dp_index).map(|&index| (index, data.group(index)));
+        let answered = own.map_or(Ok(Vec::new()), |(index, group)| one(session, world, index, group, sums));
+        let answers = patience.agree(world, answered)?;
+        if session.sampler.is_some() {
+            let groups: Vec<&Group> = side_by_side.iter().map(|&index| data.group(index)).collect();
+            let told = rewards::told(session, world, &groups, &answers)?;
+            for reward in told.iter().flat_map(rewards::Told::rewards).flatten() {
+                sums.reward += reward;
+                sums.rewarded += 1;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One prompt: adds its margin, and returns the policy's answers if it is to answer.
+fn one(session: &Session, world: &World, index: usize, group: &Group, sums: &mut Sums) -> Result<Vec<Answer>, Failure> {
+    let scored = || group.answers.iter().filter_map(|answer| Some((answer, answer.reward?)));
+    let answers: Vec<Vec<i64>> = scored().map(|(answer, _)| answer.ids.clone()).collect();
+    let work = session.work_without_tail(&group.prompt_ids, &answers, world);
+    let pass = session.pass(world, &session.adapters);
+    let captured = capture::run(&pass, &work, session.keeping, world.board())?;
+    if has_margin(group) {
         let scores = score::run(&pass, &session.head, &work, &captured, world.board())?;
         let logprobs: Vec<f64> = scores.0.iter().map(|one| sum_number(&world.cp, local_sum(one))).collect();
         let rewards: Vec<f64> = scored().map(|(_, reward)| reward).collect();
         let (apart, best) = margin_of(&logprobs, &rewards);
         // Every rank of a prompt group has the same number; one of them counts it.
         if world.cp.rank().0 == 0 {
-            *margin += apart;
-            *right += f64::from(u8::from(best));
+            sums.margin += apart;
+            sums.right += f64::from(u8::from(best));
         }
     }
-    Ok(())
+    drawn(session, world, index, &work.layout, &captured)
+}
+
+fn drawn(
+    session: &Session,
+    world: &World,
+    index: usize,
+    layout: &crate::layout::PromptLayout,
+    captured: &Captured,
+) -> Result<Vec<Answer>, Failure> {
+    let Some(sampler) = &session.sampler else { return Ok(Vec::new()) };
+    let pass = session.pass(world, &session.adapters);
+    let ask = sampler.ask(sampler.stream.part(BRANCH).part(from_index(index)));
+    let drawn = rollout::run(&pass, &session.head, layout, captured, &ask, world.board())?;
+    Ok(drawn.into_iter().map(Answer::drawn).collect())
 }
 
 /// Log-probability of this rank's tokens of an answer.

@@ -1,6 +1,7 @@
 //! The training loop: one step from top to bottom, one call a phase.
 
 mod evaluate;
+mod inputs;
 mod memory;
 mod patience;
 mod records;

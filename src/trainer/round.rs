@@ -7,16 +7,21 @@
 //! What is frozen is saved with a checkpoint that falls between two updates of a round, whole and not by rank, so that the
 //! run may go on with another number of ranks.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::Session;
+use super::rewards::{self, Absence, Told};
 use crate::exchange::gather_rows;
 use crate::failure::Failure;
 use crate::handoff::{Logprobs, Scores, Work};
 use crate::objective::{self, Counted};
+use crate::{data, rollout};
+use crate::report::Step;
 use crate::tensor::accumulation;
-use crate::units::{Rank, Tokens, from_index};
+use crate::units::{Rank, Tokens, float, from_index};
 use crate::world::World;
 
 /// One group's place in the data.
@@ -42,6 +47,16 @@ pub(super) struct Answer {
 }
 
 impl Answer {
+    /// One that the policy has given.
+    pub(super) fn drawn(drawn: rollout::Drawn) -> Answer {
+        Answer { ids: drawn.ids, mask: None, given: None, truncated: drawn.truncated }
+    }
+
+    /// One that stands in the data.
+    pub(super) fn supplied(answer: &data::Answer) -> Answer {
+        Answer { ids: answer.ids.clone(), mask: answer.mask.clone(), given: answer.reward, truncated: false }
+    }
+
     /// Tokens that are trained.
     pub(super) fn trained(&self) -> u64 {
         let all = from_index(self.ids.len());
@@ -87,6 +102,10 @@ pub(super) struct Known {
     pub(super) tokens: Vec<u64>,
     /// Answers that were cut off.
     pub(super) truncated: u64,
+    /// Parts of each answer's reward, by name.
+    pub(super) parts: Vec<BTreeMap<String, f64>>,
+    /// Why rewards are missing.
+    pub(super) absent: Vec<Absence>,
     /// Whether it takes no part.
     pub(super) skipped: bool,
 }
@@ -134,16 +153,50 @@ impl Round {
     }
 
     /// Adds what all ranks know of a group.
-    pub(super) fn know(&mut self, answers: &[Answer], rewards: &[Option<f64>], skipped: bool) {
-        for (answer, reward) in answers.iter().zip(rewards) {
+    pub(super) fn know(&mut self, told: &Told, skipped: bool) {
+        let rewards = told.rewards();
+        for (answer, reward) in told.answers.iter().zip(&rewards) {
             self.counts.add(Counted { tokens: answer.trained(), scored: reward.is_some() });
         }
         self.known.push(Known {
-            rewards: rewards.to_vec(),
-            tokens: answers.iter().map(|answer| from_index(answer.ids.len())).collect(),
-            truncated: from_index(answers.iter().filter(|answer| answer.truncated).count()),
+            rewards,
+            tokens: told.answers.iter().map(|answer| from_index(answer.ids.len())).collect(),
+            truncated: from_index(told.answers.iter().filter(|answer| answer.truncated).count()),
+            parts: told.verdicts.iter().map(|verdict| verdict.parts.clone()).collect(),
+            absent: told.verdicts.iter().filter_map(|verdict| verdict.failure.clone()).collect(),
             skipped,
         });
+    }
+
+    /// Whether enough answers have a reward.
+    pub(super) fn enough(&self, most: f64, step: u64) -> Result<(), rewards::Error> {
+        let answers = self.known.iter().map(|group| group.rewards.len()).sum();
+        rewards::enough(self.known.iter().flat_map(|group| &group.absent), answers, most, step)
+    }
+
+    /// An update's numbers that follow from what all ranks know of its groups.
+    pub(super) fn numbers(&self, step: Step, prompts: &[u64], draws: bool) -> Step {
+        let groups: Vec<Vec<Option<f64>>> = self.known.iter().map(|group| group.rewards.clone()).collect();
+        let answers: Vec<u64> = self.known.iter().flat_map(|group| group.tokens.iter().copied()).collect();
+        let mut failures: BTreeMap<String, u64> = BTreeMap::new();
+        for absence in self.known.iter().flat_map(|group| &group.absent) {
+            *failures.entry(absence.kind.clone()).or_default() += 1;
+        }
+        let mut parts: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+        for (name, value) in self.known.iter().flat_map(|group| &group.parts).flatten() {
+            parts.entry(name.clone()).or_default().push(*value);
+        }
+        let mean = |values: Vec<f64>| values.iter().sum::<f64>() / float(from_index(values.len().max(1)));
+        let truncated = self.known.iter().map(|group| group.truncated).sum();
+        let step = Step {
+            group_update: self.made,
+            groups_skipped: from_index(self.known.iter().filter(|group| group.skipped).count()),
+            reward_failures: failures,
+            reward_parts: parts.into_iter().map(|(name, values)| (name, mean(values))).collect(),
+            truncated_share: draws.then(|| float(truncated) / float(from_index(answers.len().max(1)))),
+            ..step
+        };
+        step.with_rewards(&groups).with_lengths(prompts, &answers)
     }
 
     /// The round in a checkpoint's words; every rank takes part, and all get the same. Nothing where no update was made of it.

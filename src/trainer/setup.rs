@@ -6,13 +6,15 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
+use super::inputs::{self, Inputs};
+use super::rewards;
 use super::round::Round;
 use super::step::Sampler;
 use crate::checkpoint;
 use crate::config::{
     self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RewardName, RunConfig, Schedule, When,
 };
-use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
+use crate::data::{Cursor, Dataset, Group, Tokenizer};
 use crate::devices;
 use crate::exchange;
 use crate::failure::Failure;
@@ -30,6 +32,7 @@ use crate::objective::{Aggregation, Terms};
 use crate::optimizer::{AdamW, Settings};
 use crate::plan::{self, Plan, Room};
 use crate::report::{AdapterForm, open_log};
+use crate::reward::Scorer;
 use crate::rollout::{Sampling, Stream};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
@@ -52,7 +55,16 @@ pub struct Session {
     pub(super) keeping: Keeping,
     /// The paged schedule, or whole sequences under autograd.
     pub(super) paged: bool,
-    pub(super) reward_fn: RewardFn,
+    /// What rank 0 scores answers with.
+    pub(super) scorer: Option<Scorer>,
+    /// What makes texts of answers, where there is one.
+    pub(super) tokenizer: Option<Tokenizer>,
+    /// Positions of the longest answer.
+    pub(super) answer_len: Tokens,
+    /// The largest share of an update's answers that may lack a reward.
+    pub(super) missing_share_max: f64,
+    /// Beyond this distance between drawing and scoring a user is warned.
+    pub(super) gap_warn: f64,
     /// Each answer's advantage is its reward, from which no mean is taken.
     pub(super) advantage_is_reward: bool,
     /// How the policy answers; `None`: answers come with the data.
@@ -149,10 +161,11 @@ impl Session {
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, loaded.rank.stall_sec)?;
         // What is quick to check comes first: weights may take minutes.
-        let (data, held_out) = world.agree(open_data(config, &spec))?;
+        let Inputs { data, held_out, tokenizer, ends } = world.agree(inputs::open(config, &spec))?;
         let digests = [Some(&data), held_out.as_ref()].map(|data| data.map(Dataset::digest).unwrap_or_default());
         world.same("the data (digest)", &digests[0])?;
         world.same("the held-out data (digest)", &digests[1])?;
+        let scorer = world.agree(scorer(config, world, [Some(&data), held_out.as_ref()], tokenizer.is_some()))?;
         let weights = world.agree(load_weights(config, &spec, device))?;
         let mut held = vec![world.ledger().hold(Purpose::Weights, Purse::Device, weights.bytes())];
         let model_digest = weights.digest().to_owned();
@@ -179,9 +192,16 @@ impl Session {
             gradient: config.grpo.gradient,
             keeping,
             paged: config.memory.prompt_no_grad,
-            reward_fn: config.grpo.reward_fn.clone(),
+            scorer,
+            answer_len: if plan.rollout.is_some() { config.sampled_len() } else { config.context.answer_len },
+            missing_share_max: config.reward.missing_share_max,
+            gap_warn: config.rollout.gap_warn.unwrap_or(match config.model.dtype {
+                Dtype::Float64 => 1e-8,
+                Dtype::Float32 => 1e-4,
+                Dtype::Bfloat16 => 0.5,
+            }),
             advantage_is_reward: config.grpo.reward_fn == RewardFn::only(RewardName::One),
-            sampler: config.rollout.sample.then(|| sampler(config)),
+            sampler: plan.rollout.map(|rollout| sampler(config, ends, rollout.pages_on_device)),
             round: None,
             updates_per_group: config.grpo.updates_per_group,
             normalize: config.grpo.normalize_adv,
@@ -199,7 +219,8 @@ impl Session {
             adapters,
             data,
             held_out,
-            inputs: inputs([&model_digest, &digests[0], &digests[1], &start]),
+            tokenizer,
+            inputs: names([&model_digest, &digests[0], &digests[1], &start]),
             model_digest,
             spec,
             weights,
@@ -296,7 +317,7 @@ impl Session {
 }
 
 /// Names of what a run reads, in the order of `digests`.
-fn inputs(digests: [&str; 4]) -> BTreeMap<String, String> {
+fn names(digests: [&str; 4]) -> BTreeMap<String, String> {
     let names = ["the model", "the data", "the held-out data", "the starting adapters"];
     names.into_iter().zip(digests).map(|(name, digest)| (name.to_owned(), digest.to_owned())).collect()
 }
@@ -407,14 +428,30 @@ fn start_adapters(
     Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
 }
 
-fn sampler(config: &RunConfig) -> Sampler {
+/// What scores answers, on rank 0; data that are only compared by their own rewards need nothing more.
+fn scorer(
+    config: &RunConfig,
+    world: &World,
+    [data, held_out]: [Option<&Dataset>; 2],
+    texts: bool,
+) -> Result<Option<Scorer>, Failure> {
+    if world.all.rank() != Rank(0) {
+        return Ok(None);
+    }
+    // Held-out answers are scored only where they are drawn.
+    let held_out = held_out.filter(|_| config.rollout.sample);
+    let sets: Vec<&Dataset> = data.into_iter().chain(held_out).collect();
+    rewards::open(config, &sets, texts).map(Some)
+}
+
+fn sampler(config: &RunConfig, ends: Vec<i64>, pages_on_device: bool) -> Sampler {
     Sampler {
         answers: as_index(config.grpo.group_size),
         longest: config.sampled_len(),
-        ends: Vec::new(),
+        ends,
         sampling: Sampling { top_p: config.rollout.top_p, top_k: config.rollout.top_k },
         stream: Stream::of_seed(config.run.seed),
-        pages_on_device: config.rollout.pages_on_device != When::Never,
+        pages_on_device,
     }
 }
 
@@ -434,33 +471,4 @@ fn terms(config: &RunConfig) -> Terms {
 
 fn cursor(config: &RunConfig, groups: usize) -> Cursor {
     Cursor::new(config.data.shuffle.then_some(config.run.seed), groups)
-}
-
-/// Training and held-out data; without a data file, random tokens at the planned lengths.
-fn open_data(config: &RunConfig, spec: &Spec) -> Result<(Dataset, Option<Dataset>), Failure> {
-    let limits = Limits {
-        prompt_len_max: config.context.prompt_len,
-        answer_len_max: config.context.answer_len,
-        vocab_size: spec.vocabulary,
-        group_size: as_index(config.grpo.group_size),
-    };
-    let Some(path) = &config.data.path else { return Ok((random_group(config, spec), None)) };
-    let folder = config.model_path()?;
-    let tokenizer = if folder.join("tokenizer.json").is_file() { Some(Tokenizer::open(folder)?) } else { None };
-    let held_out = config.data.held_out.as_ref();
-    let held_out = held_out.map(|path| Dataset::open(path, tokenizer.as_ref(), &limits)).transpose()?;
-    Ok((Dataset::open(path, tokenizer.as_ref(), &limits)?, held_out))
-}
-
-/// One group of random tokens at the planned lengths: what a run needs to be measured, not to learn.
-fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
-    tch::manual_seed(i64::try_from(config.run.seed).unwrap_or(i64::MAX));
-    let draw = |count: Tokens| -> Vec<i64> {
-        let drawn = tch::Tensor::randint(as_dim(spec.vocabulary), [count.dim()], (Kind::Int64, Device::Cpu));
-        Vec::<i64>::try_from(drawn).unwrap_or_default()
-    };
-    let prompt_ids = draw(config.context.prompt_len);
-    let answers =
-        (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None }).collect();
-    Dataset::of(vec![Group { name: "random tokens".into(), prompt_ids, answers }])
 }

@@ -10,6 +10,7 @@ use super::rewards::{self, Told};
 use super::round::{Answer, Frozen, Place, Round};
 use super::tally::Tally;
 use super::{Session, whole};
+use crate::data::Group;
 use crate::failure::{Failure, Phase};
 use crate::handoff::{Captured, Scores, Work};
 use crate::model::lora::Adapters;
@@ -17,7 +18,7 @@ use crate::objective;
 use crate::replay::Goal;
 use crate::report::{Reporter, Seconds, Step};
 use crate::tensor::gpu;
-use crate::units::Tokens;
+use crate::units::{Tokens, from_index};
 use crate::world::World;
 use crate::{capture, finalize, replay, rollout, score};
 
@@ -46,7 +47,10 @@ pub(super) fn one_step(
 ) -> Result<Step, Failure> {
     let start = Instant::now();
     all_groups(session, world, desk, round, step)?;
-    let Desk { tally, .. } = desk;
+    if round.made == 0 {
+        world.agree(round.enough(session.missing_share_max, step).map_err(Failure::from))?;
+    }
+    let tally = &mut *desk.tally;
     world.board().enter(Phase::Finalize);
     let divisor = round.counts.divisor(session.terms.aggregation);
     let local = finalize::divided(finalize::take(&session.adapters), divisor);
@@ -61,19 +65,27 @@ pub(super) fn one_step(
     let learning_rate = session.learning_rate(step);
     tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));
     world.agree(finalize::check(&session.adapters, learning_rate))?;
-    let names = round.places.iter().map(|place| session.data.group(place.index).name.clone());
+    let seconds = Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() };
+    let groups = || round.places.iter().map(|place| session.data.group(place.index));
+    let prompts: Vec<u64> = groups().map(|group| from_index(group.prompt_ids.len())).collect();
+    let draws = session.sampler.is_some();
     let step = Step {
         step,
         gradient: session.gradient.to_string(),
-        loss: numbers.loss,
-        ratio: numbers.ratio,
-        clipped_tokens: numbers.clipped.iter().sum(),
         grad_norm: reduced.norm(),
         learning_rate,
-        prompts: names.collect(),
-        seconds: Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() },
-        ..rewards::numbers(round)
+        prompts: groups().map(|group| group.name.clone()).collect(),
+        seconds,
+        ..numbers.into_step(session.reference.is_some())
     };
+    let step = round.numbers(step, &prompts, draws);
+    if let Some(gap) = step.sampled_gap.filter(|&gap| gap > session.gap_warn || gap.is_nan()) {
+        desk.reporter.line(&format!(
+            "warning: a token was drawn with a log-probability that lies {gap:.1e} from its score, more than \
+             rollout.gap_warn allows ({:.1e}): drawing and scoring do not compute the same policy",
+            session.gap_warn
+        ));
+    }
     Ok(step)
 }
 
@@ -83,9 +95,10 @@ fn all_groups(session: &Session, world: &World, desk: &mut Desk, round: &mut Rou
     for turn in 0..turns {
         let place = round.places[turn * world.dp_size + world.dp_index];
         let name = &session.data.group(place.index).name;
-        desk.reporter.now(format!("step {step}: prompt {} of {turns} on this rank ({name})", turn + 1));
+        let at = turn + 1;
+        desk.reporter.now(&format!("step {step}: prompt {at} of {turns} on this rank ({name})"));
         if round.made == 0 {
-            first_turn(session, world, desk, round, turn)?;
+            first_turn(session, world, desk, round, (turn, step))?;
         } else {
             let again = again(session, world, &round.mine[turn], desk.tally);
             desk.patience.agree(world, again)?;
@@ -100,19 +113,20 @@ fn first_turn(
     world: &World,
     desk: &mut Desk,
     round: &mut Round,
-    turn: usize,
+    (turn, step): (usize, u64),
 ) -> Result<(), Failure> {
     let side_by_side = turn * world.dp_size..(turn + 1) * world.dp_size;
     let place = round.places[side_by_side.start + world.dp_index];
     let answered = desk.patience.agree(world, answered(session, world, place, desk.tally))?;
     world.board().enter(Phase::Reward);
     let start = Instant::now();
-    let told = rewards::told(session, world, &round.places[side_by_side], &answered.answers)?;
+    let groups: Vec<&Group> = round.places[side_by_side].iter().map(|place| session.data.group(place.index)).collect();
+    let told = rewards::told(session, world, &groups, &answered.answers)?;
     desk.tally.clock.add("reward", start.elapsed().as_secs_f64());
-    for told in &told {
+    for (told, group) in told.iter().zip(&groups) {
         let rewards = told.rewards();
-        let skipped = session.leaves_nothing(&rewards);
-        round.know(&told.answers, &rewards, skipped);
+        desk.reporter.answers(&rewards::lines(step, group, told, &session.advantages(&rewards)))?;
+        round.know(told, session.leaves_nothing(&rewards));
     }
     let frozen = freeze(session, world, place, answered, &told[world.dp_index], desk.tally);
     round.mine.push(desk.patience.agree(world, frozen)?);
@@ -123,13 +137,7 @@ fn first_turn(
 fn answered(session: &Session, world: &World, place: Place, tally: &mut Tally) -> Result<Answered, Failure> {
     let group = session.data.group(place.index);
     let Some(sampler) = &session.sampler else {
-        let answer = |answer: &crate::data::Answer| Answer {
-            ids: answer.ids.clone(),
-            mask: None,
-            given: answer.reward,
-            truncated: false,
-        };
-        let answers = group.answers.iter().map(answer).collect();
+        let answers = group.answers.iter().map(Answer::supplied).collect();
         return Ok(Answered { answers, captured: None, drawn: Vec::new() });
     };
     let longest = vec![vec![0; sampler.longest.index()]; sampler.answers];
@@ -137,14 +145,8 @@ fn answered(session: &Session, world: &World, place: Place, tally: &mut Tally) -
     let work = session.work(&group.prompt_ids, &[], world);
     let captured = captured(session, world, &work, &session.adapters, tally)?;
     let drawn = draw(session, world, &work, &captured, place, tally)?;
-    let answers = drawn.iter().map(|drawn| Answer {
-        ids: drawn.ids.clone(),
-        mask: None,
-        given: None,
-        truncated: drawn.truncated,
-    });
-    let answers = answers.collect();
-    Ok(Answered { answers, captured: Some(captured), drawn: drawn.into_iter().map(|drawn| drawn.logprobs).collect() })
+    let logprobs = drawn.iter().map(|drawn| drawn.logprobs.clone()).collect();
+    Ok(Answered { answers: drawn.into_iter().map(Answer::drawn).collect(), captured: Some(captured), drawn: logprobs })
 }
 
 /// The policy's answers to a captured prompt.

@@ -7,12 +7,12 @@ use crate::config::Loaded;
 use crate::exchange::sum_number;
 use crate::failure::Failure;
 use crate::handoff::{Captured, Work};
-use crate::objective;
+use crate::objective::{self, Told};
 use crate::plan::Place;
 use crate::replay::Replayed;
 use crate::report::{HeldOut, Receipt, Seconds, Step};
 use crate::rollout::Drawn;
-use crate::units::{Bytes, LayerIndex, Pages, Rank, from_index};
+use crate::units::{Bytes, LayerIndex, Pages, Rank, float, from_index};
 use crate::watch::Clock;
 use crate::world::World;
 
@@ -23,9 +23,7 @@ pub(super) struct Tally {
     pub(super) clock: Clock,
     loss: f64,
     ratio: Option<(f64, f64)>,
-    trained: u64,
-    clipped: [u64; 2],
-    kl: f64,
+    told: Told,
     sampled: Sampled,
     pages: Pages,
     page_bytes: Bytes,
@@ -43,12 +41,8 @@ pub(super) struct Tally {
 pub(super) struct BatchNumbers {
     pub(super) loss: f64,
     pub(super) ratio: Option<[f64; 2]>,
-    /// Trained tokens.
-    pub(super) trained: u64,
-    /// Those whose ratio was clipped in effect, below and above.
-    pub(super) clipped: [u64; 2],
-    /// Sum over them of the estimates of the divergence from the reference policy.
-    pub(super) kl: f64,
+    /// What trained tokens tell, over all ranks.
+    pub(super) told: Told,
     /// What was drawn, if anything was.
     pub(super) sampled: Sampled,
 }
@@ -62,6 +56,26 @@ pub(super) struct Sampled {
     pub(super) entropy: f64,
     /// The largest distance of a token's log-probability from its score.
     pub(super) gap: f64,
+}
+
+impl BatchNumbers {
+    /// A step with what they say of it.
+    pub(super) fn into_step(self, kl_term: bool) -> Step {
+        let Told { tokens, clipped_low, clipped_high, kl } = self.told;
+        let share = |count: u64| float(count) / float(tokens.max(1));
+        let drawn = self.sampled.tokens > 0;
+        Step {
+            loss: self.loss,
+            ratio: self.ratio,
+            clipped_tokens: clipped_low + clipped_high,
+            clip_low_share: share(clipped_low),
+            clip_high_share: share(clipped_high),
+            kl: (kl_term && tokens > 0).then(|| kl / float(tokens)),
+            entropy: drawn.then(|| self.sampled.entropy / float(self.sampled.tokens)),
+            sampled_gap: drawn.then_some(self.sampled.gap),
+            ..Step::default()
+        }
+    }
 }
 
 impl Tally {
@@ -114,11 +128,7 @@ impl Tally {
     /// A group has been replayed.
     pub(super) fn replayed(&mut self, done: &Replayed) {
         self.loss += done.loss;
-        self.trained += done.trained;
-        self.kl += done.kl;
-        for (sum, clipped) in self.clipped.iter_mut().zip(done.clipped) {
-            *sum += clipped;
-        }
+        self.told.add(done.told);
         self.ratio = objective::widen(self.ratio, done.ratio);
         self.clock.add("replay", done.seconds.up);
         self.clock.add("sweep", done.seconds.down);
@@ -141,7 +151,13 @@ impl Tally {
             .filter(|(has, _)| **has == 1)
             .fold(None, |range, (_, next)| objective::widen(range, Some(next)));
         let count = |own: u64| world.all.gather_numbers(own).iter().sum();
-        let clipped = std::mem::take(&mut self.clipped).map(count);
+        let own = std::mem::take(&mut self.told);
+        let told = Told {
+            tokens: count(own.tokens),
+            clipped_low: count(own.clipped_low),
+            clipped_high: count(own.clipped_high),
+            kl: sum_number(&world.all, own.kl),
+        };
         let sampled = std::mem::take(&mut self.sampled);
         // Every rank of a prompt has drawn the same; the first one's numbers count.
         let first = world.cp.rank() == Rank(0);
@@ -154,9 +170,7 @@ impl Tally {
         BatchNumbers {
             loss: sum_number(&world.all, std::mem::take(&mut self.loss)) / divisor,
             ratio: ratio.map(<[f64; 2]>::from),
-            trained: count(std::mem::take(&mut self.trained)),
-            clipped,
-            kl: sum_number(&world.all, std::mem::take(&mut self.kl)),
+            told,
             sampled,
         }
     }
@@ -168,6 +182,8 @@ impl Tally {
         self.pinning_seconds += of("pinning");
         Seconds {
             capture: of("capture"),
+            rollout: of("rollout"),
+            reward: of("reward"),
             score: of("score"),
             replay: of("replay"),
             sweep: of("sweep"),

@@ -68,7 +68,7 @@ pub(crate) fn masked(world: &mut World) {
         let trained = longstraw::units::from_index(8 + 1 + 1 + 4 + 1);
         let done = step(world, &model, &group, how, &group.batch());
         let _ = own(&model.adapters);
-        let counted: u64 = world.cp.gather_numbers(done.replayed.trained).iter().sum();
+        let counted: u64 = world.cp.gather_numbers(done.replayed.told.tokens).iter().sum();
         assert_eq!(counted, trained, "tokens that take part, over all ranks");
     }
 }
