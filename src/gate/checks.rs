@@ -41,6 +41,7 @@ pub(super) fn of_run(receipt: &Receipt, expected: &Expected) -> Vec<Check> {
         pages(receipt, expected),
         page_bytes(receipt, expected),
     ];
+    checks.extend(receipt.sampled_gap.map(|gap| sampled(gap, receipt.gap_warn)));
     checks.extend(expected.advantages.as_ref().map(|wanted| advantages(receipt, wanted)));
     checks
 }
@@ -69,6 +70,12 @@ pub(super) fn as_named(receipt: &Receipt, gate: Gate) -> Check {
                  of its name: leave context, grpo.group_size and run.steps to the gate";
     let limit = format!("exactly {}, lengths times gate.scale", told(&wanted));
     check(AS_NAMED, told(&found), limit, found == wanted, means)
+}
+
+fn sampled(gap: f64, most: f64) -> Check {
+    let means = "tokens were drawn from another distribution than the one that they are scored under: the answers' own state \
+                 or their positions are wrong while they are drawn, or pages are stale";
+    check("sampled_gap", json!(gap), format!("at most {most:e} nats (rollout.gap_warn)"), gap <= most, means)
 }
 
 fn ended(receipt: &Receipt) -> Check {
@@ -195,6 +202,8 @@ pub(super) mod tests {
             loss: 0.5,
             grad_norm: 0.1,
             ratio_first: Some([1.0, 1.0]),
+            sampled_gap: Some(1e-6),
+            gap_warn: 1e-4,
             rewards: vec![Some(0.0), Some(1.0)],
             advantages: vec![Some(-1.0), Some(1.0)],
             adapter_digest: vec!["ab".into(), "ab".into()],
@@ -210,7 +219,7 @@ pub(super) mod tests {
     #[test]
     fn a_good_receipt_passes_every_check() {
         let checks = of_run(&good(), &expected());
-        assert_eq!((failed(&checks), checks.len()), (vec![], 11));
+        assert_eq!((failed(&checks), checks.len()), (vec![], 12));
     }
 
     /// A check's name, a fault that should fail it, and words of what that means.
@@ -246,6 +255,8 @@ pub(super) mod tests {
                 "parallel.cp_size",
             ),
             ("page_bytes", |r| r.page_bytes_per_rank[1] = Bytes(4001), "view of a larger buffer"),
+            ("sampled_gap", |r| r.sampled_gap = Some(2e-4), "another distribution"),
+            ("sampled_gap", |r| r.sampled_gap = Some(f64::NAN), "another distribution"),
             ("advantages", |r| r.advantages = vec![Some(1.0), Some(-1.0)], "grpo.normalize_adv"),
             ("advantages", |r| r.advantages = vec![Some(-0.5), Some(0.5)], "grpo.normalize_adv"),
             ("advantages", |r| r.advantages = vec![Some(-1.0), None], "grpo.reward_fn"),

@@ -207,6 +207,10 @@ pub struct Receipt {
     pub advantages: Vec<Option<f64>>,
     /// Smallest and largest ratio of the first replay; absent where there was no token.
     pub ratio_first: Option<[f64; 2]>,
+    /// Largest distance of a drawn token's log-probability from its score, over all updates; absent where none was drawn.
+    pub sampled_gap: Option<f64>,
+    /// Beyond it a user is warned.
+    pub gap_warn: f64,
     /// Norm of the last update's gradient before clipping.
     pub grad_norm: f64,
     /// Held-out margin before the first and after the last update.

@@ -157,13 +157,11 @@ impl<'a> Rollout<'a> {
         let mut logprobs_av =
             self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
         loop {
-            // A border for every token: who watches sees that it goes on, and a stop is heard here.
-            board.layer(LayerIndex(0))?;
             let tokens = self.draw(&logprobs_av)?;
             if self.live.is_empty() {
                 return Ok(self.drawn);
             }
-            let x_aw = self.rows(&tokens)?;
+            let x_aw = self.rows(&tokens, board)?;
             logprobs_av = self.head.log_softmax(self.pass.decoder, &x_aw);
         }
     }
@@ -218,7 +216,7 @@ impl<'a> Rollout<'a> {
     }
 
     /// The answers' next rows through all layers, from the tokens that they read: last hidden states, [answers, w].
-    fn rows(&mut self, tokens: &[i64]) -> Result<Tensor, Failure> {
+    fn rows(&mut self, tokens: &[i64], board: &Board) -> Result<Tensor, Failure> {
         let Pass { decoder, adapters, seat, .. } = *self.pass;
         let mut x_aw = decoder.embed(tokens);
         let layers = decoder.layers();
@@ -229,6 +227,10 @@ impl<'a> Rollout<'a> {
             let past = Past::without_gradient(staged.as_ref().unwrap_or_else(|| &self.staged[layer]));
             let (index, mixer) = (LayerIndex(layer), decoder.mixer(LayerIndex(layer)));
             let length = from_index(self.drawn[self.live[0]].ids.len()) - 1;
+            // Who watches sees every token, and a stop is heard there; every layer of each would cost a message of its own.
+            if length == 0 || layer == 0 {
+                board.layer(index)?;
+            }
             // One position for all rows: the tables of one row serve every answer.
             let position = as_dim(self.layout.end().plus(Tokens(length)).0);
             let projected = decoder.project(index, &x_aw, position..position + 1, adapters);

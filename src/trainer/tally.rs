@@ -25,6 +25,8 @@ pub(super) struct Tally {
     ratio: Option<(f64, f64)>,
     told: Told,
     sampled: Sampled,
+    /// The largest distance between drawing and scoring over all updates.
+    gap_most: Option<f64>,
     pages: Pages,
     page_bytes: Bytes,
     rewards: Vec<Option<f64>>,
@@ -196,6 +198,10 @@ impl Tally {
     /// An update has ended.
     pub(super) fn stepped(&mut self, step: Step) {
         self.seconds.add(&step.seconds);
+        // A NaN is no smaller than anything, and stays.
+        if let Some(gap) = step.sampled_gap.filter(|gap| self.gap_most.is_none_or(|most| !(*gap <= most))) {
+            self.gap_most = Some(gap);
+        }
         self.steps = step.step;
         if self.first.is_none() {
             self.first = Some(step);
@@ -263,6 +269,8 @@ impl Tally {
             rewards: self.rewards,
             advantages: self.advantages,
             ratio_first: self.first.as_ref().and_then(|step| step.ratio),
+            sampled_gap: self.gap_most,
+            gap_warn: session.gap_warn,
             grad_norm: last.map_or(0.0, |step| step.grad_norm),
             held_out,
             adapter_digest: world.all.gather_texts(&session.adapters.digest()),
