@@ -37,6 +37,7 @@ pub mod checkpoint;
 pub mod finalize;
 pub mod optimizer;
 pub mod replay;
+pub mod reward;
 pub mod score;
 
 // Row 7.
