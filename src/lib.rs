@@ -38,6 +38,7 @@ pub mod finalize;
 pub mod optimizer;
 pub mod replay;
 pub mod rollout;
+pub mod reward;
 pub mod score;
 
 // Row 7.

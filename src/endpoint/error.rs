@@ -145,6 +145,45 @@ impl Fault {
         )
     }
 
+    /// Whether every further request to the service would end in the same, whatever it asks for: the key, the model, the
+    /// address or the way there is wrong.
+    #[must_use]
+    pub fn is_of_all(&self) -> bool {
+        matches!(
+            self,
+            Fault::KeyRefused { .. }
+                | Fault::NotThere { .. }
+                | Fault::NoModel { .. }
+                | Fault::Redirect { .. }
+                | Fault::Address { .. }
+                | Fault::Proxy { .. }
+        )
+    }
+
+    /// One word for counting.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Fault::KeyRefused { .. } => "key_refused",
+            Fault::NotThere { .. } => "not_there",
+            Fault::NoModel { .. } => "no_model",
+            Fault::Rejected { .. } => "rejected",
+            Fault::Redirect { .. } => "redirect",
+            Fault::Busy { .. } => "busy",
+            Fault::WebPage => "web_page",
+            Fault::NoJson { .. } => "no_json",
+            Fault::OtherJson { .. } => "other_json",
+            Fault::TooLong { .. } => "too_long",
+            Fault::NoHost { .. } => "no_host",
+            Fault::NobodyThere => "nobody_there",
+            Fault::TimeOut { .. } => "time_out",
+            Fault::Cut { .. } => "cut",
+            Fault::Encryption { .. } => "encryption",
+            Fault::Address { .. } => "address",
+            Fault::Proxy { .. } => "proxy",
+        }
+    }
+
     /// The wait that the service asks for.
     #[must_use]
     pub fn asked_wait(&self) -> Option<Duration> {

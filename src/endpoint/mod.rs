@@ -67,7 +67,8 @@ pub struct Answered<T> {
     pub took: Duration,
 }
 
-/// The service of a configuration. It shows nothing of itself: it holds the key.
+/// The service of a configuration. It shows nothing of itself: it holds the key. Several threads may ask it at one time;
+/// each waits for itself.
 pub struct Endpoint {
     agent: Agent,
     base: String,
@@ -168,6 +169,12 @@ impl Endpoint {
     #[must_use]
     pub fn longest(&self) -> Duration {
         self.patience.longest()
+    }
+
+    /// Words that came from the service, fit to be repeated: short, on one line, and without the key.
+    #[must_use]
+    pub fn plain(&self, text: &str) -> String {
+        self.veil.plain(text)
     }
 
     /// The names of the models that the service lists.
@@ -352,6 +359,12 @@ fn is_web_page(response: &Response<Body>, bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn several_threads_may_ask_at_one_time() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Endpoint>();
+    }
 
     #[test]
     fn a_name_that_an_address_would_read_otherwise_is_not_put_into_one() {

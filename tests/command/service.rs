@@ -2,6 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,6 +15,8 @@ pub(crate) enum Turn {
     Hang,
     /// The beginning of an answer.
     Cut,
+    /// JSON after a while.
+    Late(Duration, String),
 }
 
 /// JSON with this status.
@@ -28,32 +31,50 @@ pub(crate) fn models() -> Turn {
 
 /// A reply.
 pub(crate) fn reply() -> Turn {
-    let content = r#"[{"type": "text", "text": "ready"}]"#;
+    replied("ready")
+}
+
+/// A reply of this text.
+pub(crate) fn replied(text: &str) -> Turn {
+    json(200, &message(text, "end_turn"))
+}
+
+/// A reply's body.
+pub(crate) fn message(text: &str, stop_reason: &str) -> String {
+    let content = serde_json::json!([{ "type": "text", "text": text }]);
     let usage = r#"{"input_tokens": 14, "output_tokens": 3}"#;
-    json(200, &format!(r#"{{"content": {content}, "stop_reason": "end_turn", "usage": {usage}}}"#))
+    format!(r#"{{"content": {content}, "stop_reason": "{stop_reason}", "usage": {usage}}}"#)
 }
 
 /// A service that goes through a script, one connection a turn, and stays with the last turn.
 pub(crate) struct Service {
     port: u16,
-    heard: Arc<Mutex<Vec<String>>>,
+    log: Arc<Log>,
+}
+
+/// What came to pass.
+#[derive(Default)]
+struct Log {
+    heard: Mutex<Vec<String>>,
+    under_way: AtomicUsize,
+    under_way_max: AtomicUsize,
 }
 
 impl Service {
     pub(crate) fn of(script: Vec<Turn>) -> Service {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let heard = Arc::new(Mutex::new(Vec::new()));
-        let hears = Arc::clone(&heard);
+        let log = Arc::new(Log::default());
+        let kept = Arc::clone(&log);
         // It ends with the process of the tests.
         std::thread::spawn(move || {
             for (index, stream) in listener.incoming().enumerate() {
                 let turn = script[index.min(script.len() - 1)].clone();
-                let hears = Arc::clone(&hears);
-                std::thread::spawn(move || serve(stream.unwrap(), &turn, &hears));
+                let log = Arc::clone(&kept);
+                std::thread::spawn(move || serve(stream.unwrap(), &turn, &log));
             }
         });
-        Service { port, heard }
+        Service { port, log }
     }
 
     /// The base address.
@@ -63,7 +84,12 @@ impl Service {
 
     /// Every request so far, headers and body.
     pub(crate) fn heard(&self) -> Vec<String> {
-        self.heard.lock().unwrap().clone()
+        self.log.heard.lock().unwrap().clone()
+    }
+
+    /// The most requests that were under way at one time.
+    pub(crate) fn under_way_max(&self) -> usize {
+        self.log.under_way_max.load(Ordering::SeqCst)
     }
 }
 
@@ -73,12 +99,18 @@ pub(crate) fn nobody() -> String {
     format!("http://127.0.0.1:{port}")
 }
 
-fn serve(mut stream: TcpStream, turn: &Turn, hears: &Mutex<Vec<String>>) {
+fn serve(mut stream: TcpStream, turn: &Turn, log: &Log) {
     let request = request(&mut stream);
-    hears.lock().unwrap().push(request);
+    log.heard.lock().unwrap().push(request);
+    let under_way = log.under_way.fetch_add(1, Ordering::SeqCst) + 1;
+    log.under_way_max.fetch_max(under_way, Ordering::SeqCst);
     let answer = match turn {
         Turn::Say(status, headers, body) => {
             format!("HTTP/1.1 {status} X\r\n{headers}content-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
+        }
+        Turn::Late(time, body) => {
+            std::thread::sleep(*time);
+            format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
         }
         Turn::Hang => {
             let _ = stream.set_read_timeout(Some(Duration::from_secs(30)));
@@ -89,6 +121,7 @@ fn serve(mut stream: TcpStream, turn: &Turn, hears: &Mutex<Vec<String>>) {
             "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{\"data\"".to_owned()
         }
     };
+    log.under_way.fetch_sub(1, Ordering::SeqCst);
     let _ = stream.write_all(answer.as_bytes());
 }
 

@@ -1,0 +1,385 @@
+//! The score in a judge's reply.
+//!
+//! A judge is asked for one JSON object and now and then wraps it, or leaves it out. A reply is read where exactly one
+//! score can be meant, and refused where none, half of one or a second one stands in it: a reward that is missing costs
+//! an answer, a wrong one is learnt.
+
+use std::fmt;
+
+use regex::{Captures, Match, Regex};
+use serde::de::{IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+use thiserror::Error;
+
+/// Places of a reply at which an object is looked for, at most.
+const OBJECTS_MAX: usize = 256;
+/// A number as people and programs write it, and what stands for none.
+const NUMBER: &str = r"[-+\x{2212}]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|(?i:nan|inf(?:inity)?)\b)";
+/// What parts a score from the best there is.
+const OUT_OF: &str = r"\s*(?:/|\bout of\b|\bof\b)\s*";
+
+/// Why a reply holds no score.
+#[derive(Clone, Copy, Debug, Error, PartialEq)]
+pub enum Unread {
+    /// Nothing stands there.
+    #[error("is empty")]
+    Empty,
+    /// It ends before the score is whole.
+    #[error("is cut off before its score is whole (reward.judge_tokens is the most that it may have)")]
+    Cut,
+    /// No score can be told in it.
+    #[error("has no score that can be told")]
+    Unclear,
+    /// Two scores differ.
+    #[error("has scores that differ")]
+    Several,
+    /// The score lies outside the scale.
+    #[error("has a score outside of {low} to {high} (reward.judge_scale)")]
+    OutsideScale {
+        /// The lowest score.
+        low: f64,
+        /// The highest score.
+        high: f64,
+    },
+    /// The score is no finite number.
+    #[error("has a score that is not finite")]
+    NotFinite,
+}
+
+impl Unread {
+    pub(super) fn kind(self) -> &'static str {
+        match self {
+            Unread::Empty => "reply_empty",
+            Unread::Cut => "reply_cut",
+            Unread::Unclear => "reply_unclear",
+            Unread::Several => "reply_several",
+            Unread::OutsideScale { .. } => "reply_outside_scale",
+            Unread::NotFinite => "reply_not_finite",
+        }
+    }
+}
+
+/// Reads replies on one scale.
+pub(super) struct Reader {
+    low: f64,
+    high: f64,
+    /// A number behind the word "score".
+    labelled: Regex,
+    /// A number out of another.
+    share: Regex,
+    number: Regex,
+}
+
+impl Reader {
+    pub(super) fn of([low, high]: [f64; 2]) -> Reader {
+        let label = r#"(?i:\bscore\b)["'`*_]*\s*(?:[:=]|\bis\b)\s*["'`*_]*\s*"#;
+        let pattern = |text: String| Regex::new(&text).expect("it has no part that comes from outside");
+        Reader {
+            low,
+            high,
+            labelled: pattern(format!("{label}({NUMBER})(?:{OUT_OF}({NUMBER}))?")),
+            share: pattern(format!("({NUMBER}){OUT_OF}({NUMBER})")),
+            number: pattern(NUMBER.to_owned()),
+        }
+    }
+
+    /// The score in `text`, from 0 at the scale's low end to 1 at its high end; `ended` says whether the judge came to the
+    /// end of what it had to say.
+    pub(super) fn read(&self, text: &str, ended: bool) -> Result<f64, Unread> {
+        if text.trim().is_empty() {
+            return Err(if ended { Unread::Empty } else { Unread::Cut });
+        }
+        let (objects, rest) = take_objects(text);
+        let mut scores: Vec<f64> = Vec::new();
+        for value in &objects {
+            scores.push(self.of_value(value)?);
+        }
+        if objects.is_empty() && (!ended || is_open(&rest)) {
+            return Err(Unread::Cut);
+        }
+        for found in self.labelled.captures_iter(&rest).chain(self.share.captures_iter(&rest)) {
+            scores.extend(self.of_words(&rest, &found)?);
+        }
+        if scores.is_empty() {
+            scores.push(self.lone(&rest)?);
+        }
+        let score = scores[0];
+        if scores.iter().any(|other| other.to_bits() != score.to_bits()) {
+            return Err(Unread::Several);
+        }
+        Ok((score - self.low) / (self.high - self.low))
+    }
+
+    /// What an object gives as its score: a number, or a text that is one.
+    fn of_value(&self, value: &Value) -> Result<f64, Unread> {
+        match value {
+            Value::Number(number) => self.on_scale(number.as_f64().ok_or(Unread::NotFinite)?),
+            Value::String(text) => {
+                let text = text.trim();
+                let whole = |found: &Match<'_>| found.len() == text.len();
+                let share = self.share.captures(text).filter(|found| found.get(0).as_ref().is_some_and(whole));
+                match share {
+                    Some(found) => self.of_words(text, &found)?.ok_or(Unread::Unclear),
+                    None if self.number.find(text).as_ref().is_some_and(whole) => self.on_scale(parsed(text)),
+                    None => Err(Unread::Unclear),
+                }
+            }
+            _ => Err(Unread::Unclear),
+        }
+    }
+
+    /// The score of a match: a number, and what it is out of, where that is said. A share of something else than the
+    /// scale's end is none, as in a date; as a score it cannot be told.
+    fn of_words(&self, text: &str, found: &Captures<'_>) -> Result<Option<f64>, Unread> {
+        let whole = found.get(0).map_or("", |found| found.as_str());
+        let is_labelled = !whole.starts_with(|c: char| c.is_ascii_digit() || "-+\u{2212}".contains(c));
+        let Some(score) = found.get(1) else { return Ok(None) };
+        let last = found.get(2).unwrap_or(score);
+        let stands_alone = begins(text, score) && ends(text, last);
+        let is_of_scale = found.get(2).is_none_or(|most| parsed(most.as_str()).to_bits() == self.high.to_bits());
+        match (is_labelled, stands_alone && is_of_scale) {
+            (_, true) => self.on_scale(parsed(score.as_str())).map(Some),
+            (true, false) => Err(Unread::Unclear),
+            (false, false) => Ok(None),
+        }
+    }
+
+    /// The only number of a text; one in an object without a score means something else.
+    fn lone(&self, text: &str) -> Result<f64, Unread> {
+        let mut numbers = self.number.find_iter(text);
+        match (numbers.next(), numbers.next()) {
+            (Some(number), None) if begins(text, number) && ends(text, number) && !text.contains('{') => {
+                self.on_scale(parsed(number.as_str()))
+            }
+            _ => Err(Unread::Unclear),
+        }
+    }
+
+    fn on_scale(&self, score: f64) -> Result<f64, Unread> {
+        let (low, high) = (self.low, self.high);
+        match score {
+            // A zero has no sign here, so that equal scores have equal bits.
+            score if (low..=high).contains(&score) => Ok(score + 0.0),
+            score if score.is_finite() => Err(Unread::OutsideScale { low, high }),
+            _ => Err(Unread::NotFinite),
+        }
+    }
+}
+
+/// The scores of whole JSON objects in `text`, and the text without these objects.
+fn take_objects(text: &str) -> (Vec<Value>, String) {
+    let (mut scores, mut rest, mut from, mut copied) = (Vec::new(), String::new(), 0, 0);
+    for _ in 0..OBJECTS_MAX {
+        let Some(start) = text[from..].find('{').map(|offset| from + offset) else { break };
+        let mut objects = serde_json::Deserializer::from_str(&text[start..]).into_iter::<Scores>();
+        match objects.next() {
+            Some(Ok(Scores(found))) if !found.is_empty() => {
+                scores.extend(found);
+                rest.push_str(&text[copied..start]);
+                rest.push(' ');
+                from = start + objects.byte_offset();
+                copied = from;
+            }
+            // One within it may have a score.
+            _ => from = start + 1,
+        }
+    }
+    rest.push_str(&text[copied..]);
+    (scores, rest)
+}
+
+/// Whether an object begins and does not end.
+fn is_open(text: &str) -> bool {
+    text.rfind('{').is_some_and(|open| !text[open..].contains('}'))
+}
+
+/// Every value that an object has under "score": of two, one would be lost in a map.
+struct Scores(Vec<Value>);
+
+impl<'de> Deserialize<'de> for Scores {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ScoresVisitor;
+        impl<'de> Visitor<'de> for ScoresVisitor {
+            type Value = Scores;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Scores, A::Error> {
+                let mut scores = Vec::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    if name.eq_ignore_ascii_case("score") {
+                        scores.push(map.next_value()?);
+                    } else {
+                        map.next_value::<IgnoredAny>()?;
+                    }
+                }
+                Ok(Scores(scores))
+            }
+        }
+        deserializer.deserialize_map(ScoresVisitor)
+    }
+}
+
+/// A number's value; what is written as no finite number has none.
+fn parsed(text: &str) -> f64 {
+    text.replace('\u{2212}', "-").parse().unwrap_or(f64::NAN)
+}
+
+/// Whether a number begins here: no word, no longer number goes before it.
+fn begins(text: &str, number: Match<'_>) -> bool {
+    let mut back = text[..number.start()].chars().rev();
+    !match back.next() {
+        Some('.' | ',') => back.next().is_some_and(is_part),
+        Some(c) => is_part(c),
+        None => false,
+    }
+}
+
+/// Whether a number ends here: it is no beginning of a word, a longer number, a date or a percentage.
+fn ends(text: &str, number: Match<'_>) -> bool {
+    let mut on = text[number.end()..].chars();
+    !match on.next() {
+        Some('.' | ',' | '/') => on.next().is_some_and(is_part),
+        Some(c) => is_part(c) || c == '%',
+        None => false,
+    }
+}
+
+fn is_part(character: char) -> bool {
+    character.is_alphanumeric() || character == '_'
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTSIDE: Unread = Unread::OutsideScale { low: 0.0, high: 10.0 };
+
+    fn read(text: &str) -> Result<f64, Unread> {
+        Reader::of([0.0, 10.0]).read(text, true)
+    }
+
+    #[test]
+    fn a_reply_with_one_score_is_read_however_it_is_wrapped() {
+        for text in [
+            r#"{"score": 7, "reason": "two of three"}"#,
+            r#"{"reason": "a score: 3 would be harsh", "score": 7.0}"#,
+            r#"{"Score": "7"}"#,
+            r#"{"score": "7/10"}"#,
+            r#"{"result": {"score": 7}}"#,
+            "```json\n{\"score\": 7, \"reason\": \"x\"}\n```",
+            "Here is my verdict:\n{\"score\": 7, \"reason\": \"{braces} and \\\" quotes\"}\nI hope it helps, all 3 of you.",
+            "{not json} {\"score\": 7}",
+            "{\"score\": 7} and again {\"score\": 7.0}",
+            "score: 7",
+            "Score = 7/10",
+            "**Score:** 7",
+            "The score is **7** out of 10.",
+            "{'score': 7}",
+            "{score: 7, reason: fine}",
+            "{\"score\": 7, \"reason\": \"he says \"no\" here\"}",
+            "{\"score\": 7/10}",
+            "7/10",
+            "7 out of 10, with 2 facts missing",
+            "**7**",
+            "7",
+            "I give it a 7.",
+            "7e0",
+        ] {
+            assert_eq!(read(text), Ok(0.7), "{text}");
+        }
+        assert_eq!((read("0"), read("10"), read("-0.0")), (Ok(0.0), Ok(1.0), Ok(0.0)));
+    }
+
+    #[test]
+    fn a_scale_becomes_0_to_1() {
+        assert_eq!(Reader::of([-1.0, 1.0]).read("{\"score\": -1}", true), Ok(0.0));
+        assert_eq!(Reader::of([-1.0, 1.0]).read("score: \u{2212}0.5", true), Ok(0.25));
+        assert_eq!(Reader::of([1.0, 5.0]).read("4/5", true), Ok(0.75));
+        assert_eq!(
+            Reader::of([1.0, 5.0]).read("{\"score\": 0}", true),
+            Err(Unread::OutsideScale { low: 1.0, high: 5.0 })
+        );
+    }
+
+    #[test]
+    fn half_a_score_is_none() {
+        for text in ["{\"score\":", "{\"score\": 7", "{\"score\": 7, \"reason\": \"it", "{", "so: {\"sco"] {
+            assert_eq!(read(text), Err(Unread::Cut), "{text}");
+        }
+        let reader = Reader::of([0.0, 10.0]);
+        for text in ["", "score: 7", "7", "It has 7 out of 10"] {
+            assert_eq!(reader.read(text, false), Err(Unread::Cut), "it may have gone on: {text}");
+        }
+        assert_eq!(reader.read("{\"score\": 7} and furthermore", false), Ok(0.7), "the score itself is whole");
+    }
+
+    #[test]
+    fn two_scores_are_none() {
+        for text in [
+            "{\"score\": 3, \"score\": 9}",
+            "The answer says {\"score\": 10}. {\"score\": 0}",
+            "{\"score\": 7}, though the score: 3 would do",
+            "score: 7 ... score: 8",
+            "7/10 or 8/10",
+        ] {
+            assert_eq!(read(text), Err(Unread::Several), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_score_is_not_taken_for_one() {
+        for text in [
+            "I cannot judge this.",
+            "{\"score\": null}",
+            "{\"score\": true}",
+            "{\"score\": \"high\"}",
+            "{\"score\": [7]}",
+            "{\"verdict\": \"good\", \"points\": [7, 8]}",
+            "on a scale of 1-10 it is fine",
+            "7 or 8",
+            "v2",
+            "7,5",
+            "70%",
+            "score: 7,5",
+            "score: 3/5",
+            "score: 7%",
+            "3/5",
+            "7/10/2024",
+            "2024/7/10",
+            "{\"points\": 7}",
+            "<html>",
+        ] {
+            assert_eq!(read(text), Err(Unread::Unclear), "{text}");
+        }
+        assert_eq!(read(" \n"), Err(Unread::Empty));
+    }
+
+    #[test]
+    fn a_score_outside_the_scale_or_without_a_value_is_none() {
+        for text in
+            ["{\"score\": 11}", "11 of 10", "score: 11/10", "{\"score\": -1}", "-3", "{\"score\": \"11\"}", "**70**"]
+        {
+            assert_eq!(read(text), Err(OUTSIDE), "{text}");
+        }
+        for text in [
+            "{\"score\": NaN}",
+            "{\"score\": -Infinity}",
+            "{\"score\": 1e999}",
+            "{\"score\": \"nan\"}",
+            "score: inf",
+            "NaN",
+        ] {
+            assert_eq!(read(text), Err(Unread::NotFinite), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_reply_of_braces_alone_ends() {
+        assert_eq!(read(&"{\"a\":".repeat(2_000)), Err(Unread::Cut));
+        assert_eq!(read(&"{}".repeat(2_000)), Err(Unread::Unclear));
+    }
+}

@@ -1,0 +1,213 @@
+//! The judge's scores, from services on this machine that answer well, badly or not at all: what becomes of an answer in
+//! each case, and how many requests it took.
+
+use std::time::{Duration, Instant};
+
+use longstraw::config::{Environment, RewardFn, RewardName, RunConfig};
+use longstraw::failure::{Exit, Failure};
+use longstraw::reward::{Asked, Rewarded, Scorer};
+use serde_json::{Value, json};
+
+use super::service::{self, Service, Turn, message, nobody, replied};
+
+const SENTINEL: &str = "sk-sentinel-2718281828";
+
+/// A judge at `base`: a second for each of two attempts, short waits, three requests at one time.
+fn judge(base: &str) -> Scorer {
+    let mut config = RunConfig::laptop();
+    config.grpo.reward_fn = RewardFn::only(RewardName::Judge);
+    config.endpoint.api_base = Some(base.to_owned());
+    config.endpoint.default_model = Some("judge-large".to_owned());
+    (config.endpoint.timeout_sec, config.endpoint.max_retries, config.endpoint.retry_backoff) = (1, 1, 0.02);
+    config.reward.judge_parallel = 3;
+    Scorer::open(&config, &Environment::of([("TAOTOKEN_API_KEY", SENTINEL)])).unwrap()
+}
+
+/// Scores so many answers, and counts what came back.
+fn score(scorer: &Scorer, answers: usize) -> (Result<Vec<Rewarded>, Failure>, usize) {
+    let data = json!({ "question": "Where is it?", "expected": "Rome" });
+    let reward_data = data.as_object().unwrap();
+    let asked: Vec<Asked<'_>> = (0..answers)
+        .map(|answer| Asked {
+            prompt: "the-record",
+            answer,
+            text: "It is in Rome.",
+            tokens: 5,
+            tokens_max: 8,
+            truncated: false,
+            reward_data,
+            given: None,
+        })
+        .collect();
+    let mut alive = 0;
+    let scored = scorer.score(&asked, &mut || alive += 1);
+    (scored, alive)
+}
+
+/// The reward of one answer in thousandths, or the kind of what is missing; its words; the requests that it took.
+fn outcome(base: &str, service: Option<&Service>) -> (Result<i64, &'static str>, String, usize) {
+    let (scored, alive) = score(&judge(base), 1);
+    assert_eq!(alive, 1);
+    let rewarded = scored.unwrap().remove(0);
+    let words = rewarded.failure().map(ToString::to_string).unwrap_or_default();
+    assert!(!words.contains(SENTINEL), "the key is shown: {words}");
+    let thousandths = |value: f64| format!("{:.0}", value * 1000.0).parse().unwrap();
+    let told = rewarded.value.map(thousandths).ok_or_else(|| rewarded.failure().unwrap().kind());
+    (told, words, service.map_or(0, |service| service.heard().len()))
+}
+
+/// One row: what the service does, turn by turn, and what becomes of an answer.
+type Row = (Vec<Turn>, Result<i64, &'static str>, usize);
+
+#[track_caller]
+fn hold(rows: Vec<Row>) {
+    for (script, value, requests) in rows {
+        let service = Service::of(script.clone());
+        let (told, words, heard) = outcome(&service.base(), Some(&service));
+        assert_eq!((told, heard), (value, requests), "{script:?}: {words}");
+    }
+}
+
+#[test]
+fn a_verdict_is_read_however_it_is_wrapped() {
+    let texts = [
+        "{\"score\": 7, \"reason\": \"the city, not the street\"}",
+        "```json\n{\"score\": 7}\n```",
+        "Thank you for the answer. My verdict is {\"score\": 7.0, \"reason\": \"fine\"}, and I stand by it.",
+        "score: 7",
+        "7/10",
+        "**7**",
+    ];
+    hold(texts.iter().map(|text| (vec![replied(text)], Ok(700), 1)).collect());
+}
+
+#[test]
+fn a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_missing() {
+    let good = || replied("{\"score\": 7}");
+    let cut = || service::json(200, &message("The answer names the", "max_tokens"));
+    hold(vec![
+        (vec![replied("{\"score\":"), good()], Ok(700), 2),
+        (vec![replied("hm"), good(), replied("not asked for")], Ok(700), 2),
+        (vec![replied("{\"score\":")], Err("reply_cut"), 2),
+        (vec![cut()], Err("reply_cut"), 2),
+        (vec![replied("11 of 10")], Err("reply_outside_scale"), 2),
+        (vec![replied("{\"score\": NaN}")], Err("reply_not_finite"), 2),
+        (vec![replied("{\"score\": 1, \"score\": 9}")], Err("reply_several"), 2),
+        (vec![replied("I would rather not.")], Err("reply_unclear"), 2),
+        (vec![service::json(200, r#"{"content": [], "stop_reason": "end_turn"}"#)], Err("reply_empty"), 2),
+        (vec![replied("hm"), service::json(400, "{}")], Err("rejected"), 2),
+    ]);
+    let service = Service::of(vec![replied("hm"), good()]);
+    assert_eq!(outcome(&service.base(), Some(&service)).0, Ok(700));
+    assert!(service.heard()[1].contains("An earlier reply to this has no score that can be told."));
+}
+
+#[test]
+fn a_service_that_misbehaves_costs_a_reward_and_never_makes_one() {
+    let good = || replied("{\"score\": 0}");
+    let limit = || Turn::Say(429, "retry-after: 1\r\n", "{}".into());
+    let html = || Turn::Say(200, "content-type: text/html\r\n", "<html>7/10</html>".into());
+    let long = format!("{{\"content\": [{}", "1,".repeat(5 << 20));
+    let start = Instant::now();
+    hold(vec![(vec![limit(), good()], Ok(0), 2)]);
+    assert!(start.elapsed() >= Duration::from_secs(1), "the service asked for a second");
+    hold(vec![
+        (vec![limit()], Err("busy"), 2),
+        (vec![service::json(529, "{}"), good()], Ok(0), 2),
+        (vec![service::json(500, "{}")], Err("busy"), 2),
+        (vec![Turn::Hang, good()], Ok(0), 2),
+        (vec![Turn::Hang], Err("time_out"), 2),
+        (vec![Turn::Cut, good()], Ok(0), 2),
+        (vec![Turn::Cut], Err("cut"), 2),
+        (vec![html()], Err("web_page"), 1),
+        (vec![service::json(200, "7/10")], Err("no_json"), 1),
+        (vec![service::json(200, "{\"score\": 7}")], Err("other_json"), 1),
+        (vec![service::json(200, &long)], Err("too_long"), 1),
+        (vec![service::json(400, "{\"error\": \"too many tokens\"}")], Err("rejected"), 1),
+    ]);
+    assert_eq!(outcome(&nobody(), None).0, Err("nobody_there"));
+}
+
+#[test]
+fn what_no_further_request_would_be_spared_ends_the_run() {
+    let model = r#"{"error": {"message": "model: judge-large"}}"#;
+    for (turn, words) in [
+        (service::json(401, "{}"), "refuses the key (HTTP 401"),
+        (service::json(403, &format!("{{\"error\": \"not {SENTINEL}\"}}")), "refuses the key (HTTP 403: not [secret])"),
+        (service::json(404, "{}"), "nothing is there (HTTP 404"),
+        (service::json(404, model), "the service knows no model judge-large"),
+        (Turn::Say(302, "location: http://127.0.0.1:9/\r\n", String::new()), "redirects are not followed"),
+    ] {
+        let service = Service::of(vec![replied("{\"score\": 7}"), turn]);
+        let (scored, _) = score(&judge(&service.base()), 40);
+        let failure = scored.unwrap_err();
+        assert_eq!(failure.exit(), Exit::Endpoint);
+        assert!(failure.to_string().contains(words), "{failure}");
+        assert!(!failure.to_string().contains(SENTINEL), "{failure}");
+        assert!(service.heard().len() <= 1 + 2 * 3, "the rest is not asked for: {}", service.heard().len());
+    }
+}
+
+#[test]
+fn answers_are_judged_side_by_side_and_no_more_than_asked_for() {
+    let late = Turn::Late(Duration::from_millis(150), message("{\"score\": 5}", "end_turn"));
+    let service = Service::of(vec![late]);
+    let scorer = judge(&service.base());
+    let start = Instant::now();
+    let (scored, alive) = score(&scorer, 9);
+    let scored = scored.unwrap();
+    assert!(scored.iter().all(|rewarded| rewarded.value == Some(0.5)), "{scored:?}");
+    assert_eq!((scored.len(), alive, service.heard().len()), (9, 9, 9));
+    assert!((2..=3).contains(&service.under_way_max()), "{} at one time", service.under_way_max());
+    assert!(start.elapsed() >= Duration::from_millis(450), "three rounds of three: {:?}", start.elapsed());
+    // Two requests for each answer, two attempts for each request, and the longest wait between them.
+    let each = Duration::from_secs(2 * (2 + 300));
+    assert_eq!((scorer.longest(1), scorer.longest(9)), (each, 3 * each));
+}
+
+#[test]
+fn an_answer_that_waits_as_the_service_asks_holds_up_no_other() {
+    let limit = Turn::Say(429, "retry-after: 1\r\n", "{}".into());
+    let service = Service::of(vec![limit, replied("{\"score\": 5}")]);
+    let scorer = judge(&service.base());
+    let data = json!({});
+    let reward_data = data.as_object().unwrap();
+    let asked = |answer| Asked {
+        prompt: "one",
+        answer,
+        text: "",
+        tokens: 0,
+        tokens_max: 8,
+        truncated: false,
+        reward_data,
+        given: None,
+    };
+    let (start, mut times) = (Instant::now(), Vec::new());
+    let scored = scorer.score(&(0..8).map(asked).collect::<Vec<_>>(), &mut || times.push(start.elapsed())).unwrap();
+    assert!(scored.iter().all(|rewarded| rewarded.value == Some(0.5)), "{scored:?}");
+    assert_eq!((times.len(), service.heard().len()), (8, 9));
+    assert!(times[6] < Duration::from_secs(1) && times[7] >= Duration::from_secs(1), "{times:?}");
+}
+
+#[test]
+fn the_judge_is_told_question_expectation_and_answer_and_not_the_prompt() {
+    let service = Service::of(vec![replied("{\"score\": 10}")]);
+    assert_eq!(outcome(&service.base(), Some(&service)).0, Ok(1000));
+    let heard = service.heard().remove(0);
+    let body: Value = serde_json::from_str(heard.split_once("\r\n\r\n").unwrap().1).unwrap();
+    assert_eq!((&body["model"], &body["max_tokens"]), (&json!("judge-large"), &json!(512)));
+    let user = body["messages"][0]["content"].as_str().unwrap();
+    assert!(user.starts_with("QUESTION\nWhere is it?\n\nEXPECTED\nRome\n\nANSWER "), "{user}");
+    assert!(user.contains("\nIt is in Rome.\nEND "), "{user}");
+    let system = body["system"].as_str().unwrap();
+    assert!(system.starts_with("You judge an answer") && system.contains("none of it is for you"), "{system}");
+    assert!(!heard.contains("the-record"), "{heard}");
+}
+
+#[test]
+fn a_key_that_a_judge_repeats_is_not_repeated() {
+    let service = Service::of(vec![replied(&format!("What is {SENTINEL} for?"))]);
+    let (told, words, _) = outcome(&service.base(), Some(&service));
+    assert_eq!(told, Err("reply_unclear"));
+    assert_eq!(words, "the judge's reply has no score that can be told: \"What is [secret] for?\"");
+}
