@@ -130,8 +130,31 @@ pub struct Added {
     pub dlogprobs: Tensor,
     /// Smallest and largest ratio, if there are tokens.
     pub ratio: Option<(f64, f64)>,
-    /// Tokens whose ratio was clipped in effect.
-    pub clipped: u64,
+    /// What they tell besides.
+    pub told: Told,
+}
+
+/// What trained tokens tell of an update, as sums over tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Told {
+    /// Tokens.
+    pub tokens: u64,
+    /// Those whose ratio was clipped in effect from below.
+    pub clipped_low: u64,
+    /// And from above.
+    pub clipped_high: u64,
+    /// The k3 estimates, without their weight; 0 without a KL term.
+    pub kl: f64,
+}
+
+impl Told {
+    /// Adds other tokens.
+    pub fn add(&mut self, other: Told) {
+        self.tokens += other.tokens;
+        self.clipped_low += other.clipped_low;
+        self.clipped_high += other.clipped_high;
+        self.kl += other.kl;
+    }
 }
 
 /// The range that covers two ranges; a NaN in either stays, so that it is seen.
@@ -152,19 +175,25 @@ pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
     let bounded = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high) * advantage;
     let active = free.le_tensor(&bounded);
     let mut token = -free.minimum(&bounded);
+    let mut kl = 0.0;
     // A clipped token has no gradient, also where its ratio has overflowed.
     let mut dtoken = -free.where_self(&active, &free.zeros_like());
     if let Some(reference) = reference.filter(|_| terms.kl_coef > 0.0) {
         let gap = reference - logprobs;
-        token += (gap.exp() - &gap - 1.0) * terms.kl_coef;
+        let estimate = gap.exp() - &gap - 1.0;
+        kl = estimate.sum(Kind::Double).double_value(&[]);
+        token += estimate * terms.kl_coef;
         dtoken += (1.0 - gap.exp()) * terms.kl_coef;
     }
     let any = ratio.numel() > 0;
+    // A token is clipped from below where its advantage is negative, else from above.
+    let clipped = u64::try_from(active.logical_not().sum(Kind::Int64).int64_value(&[])).unwrap_or(0);
+    let (clipped_low, clipped_high) = if advantage < 0.0 { (clipped, 0) } else { (0, clipped) };
     Added {
         loss: token.sum(Kind::Double).double_value(&[]) * weight,
         dlogprobs: dtoken * weight,
         ratio: any.then(|| (ratio.min().double_value(&[]), ratio.max().double_value(&[]))),
-        clipped: u64::try_from(active.logical_not().sum(Kind::Int64).int64_value(&[])).unwrap_or(0),
+        told: Told { tokens: from_index(ratio.numel()), clipped_low, clipped_high, kl },
     }
 }
 
@@ -237,6 +266,23 @@ mod tests {
         };
         assert!((at(0.0) + 0.5).abs() < 1e-15);
         assert!((at(10.0) - (-0.5 + 10.0 * (1.0 - (-1.0f64).exp()))).abs() < 1e-12);
+    }
+
+    #[test]
+    fn clipped_tokens_are_told_by_their_side_and_divergence_as_a_sum() {
+        let (lp, old) =
+            (Tensor::from_slice(&[0.5f64, -0.5, 0.0]), Tensor::zeros([3], (Kind::Double, tch::Device::Cpu)));
+        let reference = Tensor::from_slice(&[1.5f64, -0.5, 0.0]);
+        let at = |advantage, reference| {
+            tokens(&Tokens { logprobs: &lp, old: &old, reference, advantage, weight: 1.0 }, &TERMS).told
+        };
+        assert_eq!(at(1.0, None), Told { tokens: 3, clipped_low: 0, clipped_high: 1, kl: 0.0 });
+        assert_eq!(at(-1.0, None), Told { tokens: 3, clipped_low: 1, clipped_high: 0, kl: 0.0 });
+        assert_eq!(at(0.0, None), Told { tokens: 3, ..Told::default() });
+        let mut sum = at(1.0, Some(&reference));
+        sum.add(at(-1.0, Some(&reference)));
+        assert_eq!((sum.tokens, sum.clipped_low, sum.clipped_high), (6, 1, 1));
+        assert!((sum.kl - 2.0 * (1.0_f64.exp() - 2.0)).abs() < 1e-12);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::layout::Span;
 use crate::model::head::Head;
 use crate::model::mixer::{Past, PastGradient};
 use crate::model::pass::{Pass, SpanRows, Tail};
-use crate::objective::{self, Terms, Tokens};
+use crate::objective::{self, Terms, Tokens, Told};
 use crate::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};
 use crate::tensor::gpu::Mark;
 use crate::units::{Bytes, LayerIndex, as_dim};
@@ -46,8 +46,8 @@ pub struct Replayed {
     pub loss: f64,
     /// Smallest and largest ratio to the frozen scores on this rank; `None` where it has no token.
     pub ratio: Option<(f64, f64)>,
-    /// Tokens of this rank whose ratio was clipped in effect.
-    pub clipped: u64,
+    /// What this rank's trained tokens tell besides.
+    pub told: Told,
     /// Log-probabilities of this rank's tokens.
     pub logprobs: Scores,
     /// The most bytes that waited in the pool of answers' hidden states.
@@ -101,7 +101,7 @@ pub fn run(
     let nothing = Replayed {
         loss: 0.0,
         ratio: None,
-        clipped: 0,
+        told: Told::default(),
         logprobs: Scores(Vec::new()),
         pool_bytes: Bytes(0),
         seconds: Spent::default(),
@@ -339,7 +339,7 @@ impl Replay<'_> {
         };
         let added = objective::tokens(&tokens, self.goal.terms);
         self.done.loss += added.loss;
-        self.done.clipped += added.clipped;
+        self.done.told.add(added.told);
         self.done.ratio = objective::widen(self.done.ratio, added.ratio);
         added.dlogprobs
     }

@@ -57,7 +57,7 @@ fn prompts(
 ) -> Result<(), Failure> {
     for (count, &index) in told.iter().enumerate().filter(|(count, _)| count % world.dp_size == world.dp_index) {
         world.board().enter(Phase::Evaluate);
-        reporter.now(format!("held-out prompt {} of {}", count + 1, told.len()));
+        reporter.now(&format!("held-out prompt {} of {}", count + 1, told.len()));
         let group = data.group(index);
         let scored = || group.answers.iter().filter_map(|answer| Some((answer, answer.reward?)));
         let answers: Vec<Vec<i64>> = scored().map(|(answer, _)| answer.ids.clone()).collect();

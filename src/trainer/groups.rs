@@ -3,8 +3,12 @@
 use super::{Session, advantages};
 use crate::config::{RewardFn, RewardName};
 use crate::objective::{self, Counted, Terms};
-use crate::units::{float, from_index};
+use crate::report::Step;
+use crate::units::from_index;
 use crate::world::World;
+
+/// How many updates to come are looked at for how long they take; those behind them are as these.
+const UPDATES_AHEAD_MAX: u64 = 1000;
 
 /// One group with its rewards and advantages.
 #[derive(Clone, Debug)]
@@ -30,6 +34,8 @@ pub(super) struct Batch {
     pub(super) names: Vec<String>,
     counts: objective::Batch,
     rewards: Vec<Vec<Option<f64>>>,
+    /// Of all prompts and all answers.
+    lengths: [Vec<u64>; 2],
 }
 
 impl Batch {
@@ -38,16 +44,10 @@ impl Batch {
         self.counts.weight(terms.aggregation, from_index(length))
     }
 
-    /// Mean reward of the answers that have one.
-    pub(super) fn reward_mean(&self) -> Option<f64> {
-        let known: Vec<f64> = self.rewards.iter().flatten().filter_map(|&reward| reward).collect();
-        (!known.is_empty()).then(|| known.iter().sum::<f64>() / float(from_index(known.len())))
-    }
-
-    /// Share of groups whose known rewards are all equal.
-    pub(super) fn zero_std_share(&self) -> f64 {
-        let equal = self.rewards.iter().filter(|rewards| objective::spread(rewards).is_none()).count();
-        float(from_index(equal)) / float(from_index(self.rewards.len().max(1)))
+    /// A step with what the batch knows of it; its seconds must be known.
+    pub(super) fn told(&self, step: Step) -> Step {
+        let [prompts, answers] = &self.lengths;
+        step.with_rewards(&self.rewards).with_lengths(prompts, answers)
     }
 }
 
@@ -67,9 +67,21 @@ impl Session {
         Batch {
             names: all.iter().map(|group| group.name.clone()).collect(),
             rewards: all.iter().map(|group| group.rewards.clone()).collect(),
+            lengths: [
+                all.iter().map(|group| from_index(group.prompt_ids.len())).collect(),
+                all.iter().flat_map(|group| &group.answers).map(|answer| from_index(answer.len())).collect(),
+            ],
             mine: all.into_iter().skip(world.dp_index).step_by(world.dp_size).collect(),
             counts,
         }
+    }
+
+    /// Prompt lengths of the next `updates` updates, one entry each; nothing is taken.
+    pub(super) fn lengths_ahead(&self, world: &World, updates: u64) -> Vec<Vec<u64>> {
+        let mut cursor = self.cursor.clone();
+        let length = |index: usize| from_index(self.data.group(index).prompt_ids.len());
+        let mut next = || cursor.take(world.dp_size * self.grad_accum).into_iter().map(length).collect();
+        (0..updates.min(UPDATES_AHEAD_MAX)).map(|_| next()).collect()
     }
 
     fn scored(&self, index: usize) -> Scored {

@@ -101,7 +101,7 @@ impl Run {
         let opened = Reporter::open(dir, world.all.rank().0 == 0, &loaded.run.to_toml(), start.updates);
         let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
         session.notes(loaded).iter().chain(&start.notes).for_each(|note| reporter.line(note));
-        let records = Records::begin(&session, loaded, world)?;
+        let records = Records::begin(&session, loaded, world, reporter.phases())?;
         let tally = Tally::after(start.updates, earlier);
         let patience = Patience::begin(loaded, world);
         let mut way = Way { loaded, session, saves, reporter, records, tally, patience, stopped: false };
@@ -143,6 +143,8 @@ impl Way<'_> {
     /// The updates that are left, each with its line and its checkpoint.
     fn updates(&mut self, world: &World, course: Course, made: u64, before: Option<HeldOut>) -> Result<(), Failure> {
         let steps = self.loaded.run.run.steps;
+        let left = steps.saturating_sub(made);
+        self.reporter.expect(&self.session.lengths_ahead(world, left), left, steps);
         for step in made + 1..=steps {
             self.stopped = course.stop_after.is_some_and(|last| step > last) || self.saves.asked_to_stop(world);
             if self.stopped {
@@ -156,6 +158,7 @@ impl Way<'_> {
             self.records.stepped(world)?;
             match patience::dropped(outcome)? {
                 Ok(done) => {
+                    let done = Step { memory: self.records.step_memory(), ..done };
                     self.reporter.step(&done, steps)?;
                     self.tally.stepped(done);
                 }
@@ -236,19 +239,16 @@ fn one_step(
     let learning_rate = session.learning_rate(step);
     tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));
     world.agree(finalize::check(&session.adapters, learning_rate))?;
-    Ok(Step {
+    let seconds = Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() };
+    Ok(batch.told(Step {
         step,
         gradient: session.gradient.to_string(),
-        loss: numbers.loss,
-        reward_mean: batch.reward_mean(),
-        frac_groups_zero_std: batch.zero_std_share(),
-        ratio: numbers.ratio,
-        clipped_tokens: numbers.clipped,
         grad_norm: reduced.norm(),
         learning_rate,
         prompts: batch.names.clone(),
-        seconds: Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() },
-    })
+        seconds,
+        ..numbers.into_step(session.reference.is_some())
+    }))
 }
 
 /// Captures, scores and replays this rank's groups, one after another.
@@ -261,12 +261,8 @@ fn all_groups(
     step: u64,
 ) -> Result<(), Failure> {
     for (count, group) in batch.mine.iter().enumerate() {
-        reporter.now(format!(
-            "step {step}: prompt {} of {} on this rank ({})",
-            count + 1,
-            batch.mine.len(),
-            group.name
-        ));
+        let (at, of, name) = (count + 1, batch.mine.len(), &group.name);
+        reporter.now(&format!("step {step}: prompt {at} of {of} on this rank ({name})"));
         if session.paged {
             one_group(session, world, batch, group, tally)?;
         } else {

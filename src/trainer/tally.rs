@@ -7,11 +7,11 @@ use crate::config::Loaded;
 use crate::exchange::sum_number;
 use crate::failure::Failure;
 use crate::handoff::{Captured, Work};
-use crate::objective;
+use crate::objective::{self, Told};
 use crate::plan::Place;
 use crate::replay::Replayed;
 use crate::report::{HeldOut, Receipt, Seconds, Step};
-use crate::units::{Bytes, LayerIndex, Pages};
+use crate::units::{Bytes, LayerIndex, Pages, float};
 use crate::watch::Clock;
 use crate::world::World;
 
@@ -22,7 +22,7 @@ pub(super) struct Tally {
     pub(super) clock: Clock,
     loss: f64,
     ratio: Option<(f64, f64)>,
-    clipped: u64,
+    told: Told,
     pages: Pages,
     page_bytes: Bytes,
     rewards: Vec<Option<f64>>,
@@ -39,7 +39,25 @@ pub(super) struct Tally {
 pub(super) struct BatchNumbers {
     pub(super) loss: f64,
     pub(super) ratio: Option<[f64; 2]>,
-    pub(super) clipped: u64,
+    /// What trained tokens tell, over all ranks.
+    pub(super) told: Told,
+}
+
+impl BatchNumbers {
+    /// A step with what they say of it.
+    pub(super) fn into_step(self, kl_term: bool) -> Step {
+        let Told { tokens, clipped_low, clipped_high, kl } = self.told;
+        let share = |count: u64| float(count) / float(tokens.max(1));
+        Step {
+            loss: self.loss,
+            ratio: self.ratio,
+            clipped_tokens: clipped_low + clipped_high,
+            clip_low_share: share(clipped_low),
+            clip_high_share: share(clipped_high),
+            kl: (kl_term && tokens > 0).then(|| kl / float(tokens)),
+            ..Step::default()
+        }
+    }
 }
 
 impl Tally {
@@ -72,7 +90,7 @@ impl Tally {
         session: &Session,
     ) -> Result<(), Failure> {
         self.loss += done.loss;
-        self.clipped += done.clipped;
+        self.told.add(done.told);
         self.ratio = objective::widen(self.ratio, done.ratio);
         self.clock.add("replay", done.seconds.up);
         self.clock.add("sweep", done.seconds.down);
@@ -101,9 +119,16 @@ impl Tally {
             .zip(least.into_iter().zip(most))
             .filter(|(has, _)| **has == 1)
             .fold(None, |range, (_, next)| objective::widen(range, Some(next)));
-        let clipped = world.all.gather_numbers(std::mem::take(&mut self.clipped)).iter().sum();
+        let own = std::mem::take(&mut self.told);
+        let sum = |count: u64| world.all.gather_numbers(count).iter().sum();
+        let told = Told {
+            tokens: sum(own.tokens),
+            clipped_low: sum(own.clipped_low),
+            clipped_high: sum(own.clipped_high),
+            kl: sum_number(&world.all, own.kl),
+        };
         let loss = sum_number(&world.all, std::mem::take(&mut self.loss));
-        BatchNumbers { loss, ratio: ratio.map(<[f64; 2]>::from), clipped }
+        BatchNumbers { loss, ratio: ratio.map(<[f64; 2]>::from), told }
     }
 
     /// Seconds of the update that has just ended; the clock starts anew.
@@ -113,6 +138,8 @@ impl Tally {
         self.pinning_seconds += of("pinning");
         Seconds {
             capture: of("capture"),
+            rollout: of("rollout"),
+            reward: of("reward"),
             score: of("score"),
             replay: of("replay"),
             sweep: of("sweep"),
