@@ -7,6 +7,7 @@ mod events;
 mod forecast;
 mod log;
 mod metrics;
+pub mod page;
 mod progress;
 mod receipt;
 mod step;

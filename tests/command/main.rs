@@ -22,6 +22,7 @@ mod parity;
 mod ping;
 mod plan;
 mod refusals;
+mod report;
 mod resume;
 mod room;
 mod secret;
