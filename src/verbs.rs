@@ -2,6 +2,7 @@
 
 mod arguments;
 mod measure;
+mod page;
 mod plan;
 mod service;
 
@@ -24,6 +25,7 @@ use longstraw::world::{Launcher, World, heed_signals};
 use arguments::gate_name;
 pub(crate) use arguments::hoist;
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
+use page::{ReportFlags, report};
 use plan::{PlanFlags, plan};
 use service::{doctor, key_gate, ping};
 
@@ -104,6 +106,8 @@ enum Verb {
     Bench(BenchFlags),
     /// How far gradient modes lie from the exact gradient, on real text, by length and projection; nothing is learned
     Study(StudyFlags),
+    /// One page of HTML about one run or several: curves, seconds and bytes by phase, gates, answers; needs no network
+    Report(ReportFlags),
     /// A GGUF file, with its tokenizer, to an HF folder
     Convert {
         /// The GGUF file
@@ -182,6 +186,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
         Verb::Parity(flags) => parity(&flags),
         Verb::Bench(flags) => bench(flags),
         Verb::Study(flags) => study(flags),
+        Verb::Report(flags) => report(&flags),
         Verb::Convert { source, destination, bf16, force } => {
             let weights = if bf16 { convert::Weights::Bfloat16 } else { convert::Weights::Float32 };
             let summary = convert(&source, &destination, &convert::Options { weights, force, ..Default::default() })?;

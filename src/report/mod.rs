@@ -1,26 +1,35 @@
 //! What a run tells: lines on the terminal, metrics, the receipt. Only writer to the terminal besides the command itself.
 //!
-//! Rank 0 writes; on a terminal the current step is one line that is rewritten, in a file each step is one plain line.
+//! Rank 0 writes; on a terminal the run is a bar that is rewritten, in a file each step is one plain line.
 
+mod answers;
+mod events;
+mod forecast;
 mod log;
 mod metrics;
+pub mod page;
+mod progress;
 mod receipt;
+mod step;
 mod trace;
 
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{IsTerminal as _, Write as _};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
+pub use answers::AnswerLine;
 pub use log::open_log;
 pub use receipt::{AdapterForm, Check, KindBytes, PhaseMemory, Receipt, Seconds};
+pub use step::Step;
 pub use trace::{Row, TraceFile};
 
 use crate::failure::{Classified, Exit};
 use crate::units::Bytes;
+use crate::watch::Recorder;
+use events::Events;
+use progress::Progress;
 
 /// Why a run cannot be reported.
 #[derive(Debug, thiserror::Error)]
@@ -61,33 +70,6 @@ impl Classified for Error {
     }
 }
 
-/// One update's numbers: one object a line in metrics.jsonl.
-#[derive(Debug, Default, Deserialize, Serialize)]
-pub struct Step {
-    /// Updates made, this one included.
-    pub step: u64,
-    /// Gradient mode.
-    pub gradient: String,
-    /// Loss over the whole batch.
-    pub loss: f64,
-    /// Mean reward over the answers that have one.
-    pub reward_mean: Option<f64>,
-    /// Share of groups whose rewards are all equal: they add nothing to the gradient.
-    pub frac_groups_zero_std: f64,
-    /// Smallest and largest ratio to the frozen scores.
-    pub ratio: Option<[f64; 2]>,
-    /// Tokens whose ratio was clipped in effect.
-    pub clipped_tokens: u64,
-    /// Norm of the adapters' gradient before clipping.
-    pub grad_norm: f64,
-    /// Learning rate.
-    pub learning_rate: f64,
-    /// Prompts of this update, over all ranks.
-    pub prompts: Vec<String>,
-    /// Seconds by phase on rank 0.
-    pub seconds: Seconds,
-}
-
 /// What is measured on held-out prompts.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub struct HeldOut {
@@ -106,19 +88,21 @@ pub struct HeldOut {
 pub struct Reporter {
     folder: PathBuf,
     metrics: Option<File>,
-    bar: Option<ProgressBar>,
+    answers: Option<File>,
+    events: Option<Events>,
+    progress: Progress,
     first: bool,
 }
 
 impl Reporter {
     /// Opens `folder` on rank 0 (`first`); other ranks say nothing and write nothing here. The receipt of an earlier run
-    /// is removed: it must not pass for this one's. Metrics are cut to the first `made` updates, which are returned: none
-    /// for a run that starts anew.
+    /// is removed: it must not pass for this one's. Metrics and answers are cut to the first `made` updates, whose
+    /// metrics are returned: none for a run that starts anew.
     ///
     /// # Errors
     /// When the folder cannot be written.
     pub fn open(folder: &Path, first: bool, config_toml: &str, made: u64) -> Result<(Reporter, Vec<Step>), Error> {
-        let (mut metrics, mut earlier) = (None, Vec::new());
+        let (mut metrics, mut answers, mut events, mut earlier) = (None, None, None, Vec::new());
         if first {
             let write = |file: PathBuf, source| Error::Write { file, source };
             fs::create_dir_all(folder).map_err(|source| write(folder.into(), source))?;
@@ -136,6 +120,9 @@ impl Reporter {
                 earlier = metrics::cut(&mut opened, made).map_err(|source| write(file, source))?;
             }
             metrics = Some(opened);
+            let sampled = folder.join("answers.jsonl");
+            answers = answers::reopen(&sampled, made).map_err(|source| write(sampled, source))?;
+            events = Some(Events::open(folder, made)?);
             let resolved = folder.join("config.resolved.toml");
             fs::write(&resolved, config_toml).map_err(|source| write(resolved, source))?;
             let receipt = folder.join("receipt.json");
@@ -144,7 +131,8 @@ impl Reporter {
                 _ => {}
             }
         }
-        Ok((Reporter { folder: folder.into(), metrics, bar: None, first }, earlier))
+        let progress = Progress::begin(first);
+        Ok((Reporter { folder: folder.into(), metrics, answers, events, progress, first }, earlier))
     }
 
     /// A line of its own; every rank's log holds it too.
@@ -154,33 +142,32 @@ impl Reporter {
     }
 
     fn show(&self, text: &str) {
-        if !self.first {
-            return;
-        }
-        match &self.bar {
-            Some(bar) => bar.suspend(|| say(text)),
-            None => say(text),
+        if self.first {
+            self.progress.beside(|| say(text));
         }
     }
 
-    /// What is happening now: a line that is rewritten on a terminal, nothing in a file.
-    pub fn now(&mut self, text: String) {
-        if !self.first || !std::io::stderr().is_terminal() {
-            return;
-        }
-        let bar = self.bar.get_or_insert_with(|| {
-            let bar = ProgressBar::new_spinner();
-            bar.set_style(ProgressStyle::default_spinner());
-            bar.enable_steady_tick(Duration::from_millis(200));
-            bar
-        });
-        bar.set_message(text);
+    /// What is happening now: beside the bar on a terminal, nothing in a file.
+    pub fn now(&mut self, text: &str) {
+        self.progress.now(text);
+    }
+
+    /// Updates are to come, `left` of them up to update `steps`; `ahead` has the prompt lengths of the next ones, one
+    /// entry an update. From them and the seconds of those done follows how long the rest takes.
+    pub fn expect(&mut self, ahead: &[Vec<u64>], left: u64, steps: u64) {
+        self.progress.expect(ahead, left, steps);
+    }
+
+    /// What follows the phases of this rank for the bar, if there is one.
+    #[must_use]
+    pub fn phases(&self) -> Option<Box<dyn Recorder>> {
+        self.progress.phases()
     }
 
     /// An update is done.
     ///
     /// # Errors
-    /// When metrics.jsonl cannot be written.
+    /// When metrics.jsonl or the event file cannot be written.
     pub fn step(&mut self, step: &Step, steps: u64) -> Result<(), Error> {
         tracing::info!("step {}/{steps}: loss {}, grad norm {}", step.step, step.loss, step.grad_norm);
         let Some(metrics) = &mut self.metrics else { return Ok(()) };
@@ -190,32 +177,62 @@ impl Reporter {
         });
         let file = self.folder.join("metrics.jsonl");
         written.map_err(|source| Error::Write { file, source })?;
+        self.events.as_mut().map_or(Ok(()), |events| events.step(step))?;
+        let left = self.progress.done(step.step, step.seconds.total).map_or(String::new(), |left| format!("  {left}"));
         let reward = step.reward_mean.map_or_else(|| "none".into(), |mean| format!("{mean:.3}"));
         let ratio = step.ratio.map_or_else(|| "none".into(), |[least, most]| format!("{least:.6}..{most:.6}"));
         self.show(&format!(
-            "step {:>3}/{steps}  loss {:>10.6}  reward {reward}  grad norm {:>9.3e}  ratio {ratio}  {:.1} s",
+            "step {:>3}/{steps}  loss {:>10.6}  reward {reward}  grad norm {:>9.3e}  ratio {ratio}  {:.1} s{left}",
             step.step,
             step.loss + 0.0,
             step.grad_norm,
             step.seconds.total
         ));
+        if step.reward_missing > 0 {
+            let failures: Vec<String> =
+                step.reward_failures.iter().map(|(kind, count)| format!("{kind}: {count}")).collect();
+            let why = if failures.is_empty() { String::new() } else { format!(" ({})", failures.join(", ")) };
+            self.line(&format!(
+                "  answers without a reward, which take no part in the update: {}{why}",
+                step.reward_missing
+            ));
+        }
         if step.frac_groups_zero_std >= 1.0 {
             self.line("  every group's rewards are equal, so this update has no gradient from rewards");
         }
         Ok(())
     }
 
-    /// Brings the metrics to the disk: a checkpoint must not know of updates that they lack.
+    /// Sampled answers with what they were given, one object a line in answers.jsonl; before [`Reporter::step`] of their
+    /// update.
+    ///
+    /// # Errors
+    /// When answers.jsonl cannot be written.
+    pub fn answers(&mut self, lines: &[AnswerLine]) -> Result<(), Error> {
+        if !self.first || lines.is_empty() {
+            return Ok(());
+        }
+        let file = self.folder.join("answers.jsonl");
+        let written = match &mut self.answers {
+            Some(opened) => answers::append(opened, lines),
+            // A run that draws none has no such file.
+            absent => File::create(&file).and_then(|opened| answers::append(absent.insert(opened), lines)),
+        };
+        written.map_err(|source| Error::Write { file, source })
+    }
+
+    /// Brings metrics and answers to the disk: a checkpoint must not know of updates that they lack.
     ///
     /// # Errors
     /// When the disk refuses.
     pub fn settle(&self) -> Result<(), Error> {
-        let Some(metrics) = &self.metrics else { return Ok(()) };
-        let file = self.folder.join("metrics.jsonl");
-        if !metrics.metadata().is_ok_and(|about| about.is_file()) {
-            return Ok(());
+        for (name, opened) in [("metrics.jsonl", &self.metrics), ("answers.jsonl", &self.answers)] {
+            let Some(opened) = opened else { continue };
+            if opened.metadata().is_ok_and(|about| about.is_file()) {
+                opened.sync_data().map_err(|source| Error::Write { file: self.folder.join(name), source })?;
+            }
         }
-        metrics.sync_data().map_err(|source| Error::Write { file, source })
+        Ok(())
     }
 
     /// Writes receipt.json, beside and renamed.
@@ -231,9 +248,7 @@ impl Reporter {
 
     /// The table at the end of a run.
     pub fn table(&mut self, receipt: &Receipt) {
-        if let Some(bar) = self.bar.take() {
-            bar.finish_and_clear();
-        }
+        self.progress.end();
         if self.first {
             say(&table(receipt, &self.folder));
         }
@@ -311,7 +326,8 @@ fn table(receipt: &Receipt, folder: &Path) -> String {
             row("held-out accuracy", format!("{first:.2} -> {last:.2}"));
         }
     }
-    for (name, seconds) in receipt.seconds.by_phase() {
+    // A phase that does not occur in this run says nothing.
+    for (name, seconds) in receipt.seconds.by_phase().into_iter().filter(|(_, seconds)| *seconds > 0.0) {
         row(&format!("seconds, {name}"), format!("{seconds:.1}"));
     }
     for (rank, bytes) in receipt.page_bytes_per_rank.iter().enumerate() {

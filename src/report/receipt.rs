@@ -9,10 +9,15 @@ use crate::handoff::Keeping;
 use crate::units::{Bytes, Pages, Tokens};
 
 /// Seconds by phase.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(default)]
 pub struct Seconds {
     /// The prompt without a graph.
     pub capture: f64,
+    /// Answers drawn from the pages.
+    pub rollout: f64,
+    /// Answers scored by what they say.
+    pub reward: f64,
     /// Frozen log-probabilities.
     pub score: f64,
     /// Answers up to the top layer.
@@ -28,23 +33,33 @@ pub struct Seconds {
 }
 
 impl Seconds {
-    /// Names and values, in the order of a step.
+    /// Names and values of the phases, in the order of a step.
     #[must_use]
-    pub fn by_phase(&self) -> [(&'static str, f64); 7] {
+    pub fn phases(&self) -> [(&'static str, f64); 8] {
         [
             ("capture", self.capture),
+            ("rollout", self.rollout),
+            ("reward", self.reward),
             ("score", self.score),
             ("replay", self.replay),
             ("sweep", self.sweep),
             ("finalize", self.finalize),
             ("update", self.update),
-            ("all updates", self.total),
         ]
+    }
+
+    /// The phases, and all of it.
+    #[must_use]
+    pub fn by_phase(&self) -> [(&'static str, f64); 9] {
+        let [a, b, c, d, e, f, g, h] = self.phases();
+        [a, b, c, d, e, f, g, h, ("all updates", self.total)]
     }
 
     /// Adds another update's seconds.
     pub fn add(&mut self, other: &Seconds) {
         self.capture += other.capture;
+        self.rollout += other.rollout;
+        self.reward += other.reward;
         self.score += other.score;
         self.replay += other.replay;
         self.sweep += other.sweep;

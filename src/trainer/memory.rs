@@ -49,18 +49,36 @@ pub(super) struct Memory {
     ledger: Ledger,
     phase: Phase,
     phases: [Peaks; Phase::ALL.len()],
+    /// What the allocator says of those that the current update has gone through.
+    step: [Option<[Bytes; Purse::ALL.len()]>; Phase::ALL.len()],
     reserved: Bytes,
 }
 
 impl Memory {
     /// All that came before belongs to [`Phase::Start`].
     pub(super) fn of(ledger: Ledger) -> Memory {
-        Memory { ledger, phase: Phase::Start, phases: Default::default(), reserved: Bytes(0) }
+        let (phases, step) = (Default::default(), Default::default());
+        Memory { ledger, phase: Phase::Start, phases, step, reserved: Bytes(0) }
+    }
+
+    /// An update begins.
+    pub(super) fn step(&mut self) {
+        self.step = Default::default();
+    }
+
+    /// The peaks of each phase of the update, on the device and in host memory.
+    pub(super) fn of_step(&self) -> BTreeMap<String, [u64; 2]> {
+        let peaks = |phase: Phase| Some((phase.name().to_owned(), self.step[phase.index()]?.map(|bytes| bytes.0)));
+        Phase::ALL.into_iter().filter_map(peaks).collect()
     }
 
     /// The phase up to here is measured, and peaks start anew.
     fn measure(&mut self) {
-        self.phases[self.phase.index()].at_least(&Peaks::now(&self.ledger));
+        let peaks = Peaks::now(&self.ledger);
+        self.phases[self.phase.index()].at_least(&peaks);
+        if let Some(most) = &mut self.step[self.phase.index()] {
+            *most = [0, 1].map(|purse| most[purse].max(peaks.allocated[purse]));
+        }
         let reserved = gpu::reserved().map_or(Bytes(0), |(_, peak)| peak);
         self.reserved = self.reserved.max(reserved);
         self.ledger.forget_peaks();
@@ -130,6 +148,7 @@ impl Recorder for Memory {
             Border::Phase(phase) => {
                 self.measure();
                 self.phase = phase;
+                self.step[phase.index()].get_or_insert_default();
             }
         }
     }

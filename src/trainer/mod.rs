@@ -18,7 +18,7 @@ pub use setup::Session;
 
 use crate::config::Loaded;
 use crate::failure::{Failure, Phase};
-use crate::report::{HeldOut, Receipt, Reporter};
+use crate::report::{HeldOut, Receipt, Reporter, Step};
 use crate::world::World;
 use patience::Patience;
 use records::Records;
@@ -96,7 +96,7 @@ impl Run {
         let opened = Reporter::open(dir, world.all.rank().0 == 0, &loaded.run.to_toml(), start.updates);
         let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
         session.notes(loaded).iter().chain(&start.notes).for_each(|note| reporter.line(note));
-        let records = Records::begin(&session, loaded, world)?;
+        let records = Records::begin(&session, loaded, world, reporter.phases())?;
         let tally = Tally::after(start.updates, earlier);
         let patience = Patience::begin(loaded, world);
         let mut way = Way { loaded, session, saves, reporter, records, tally, patience, stopped: false };
@@ -138,6 +138,8 @@ impl Way<'_> {
     /// The updates that are left, each with its line and its checkpoint.
     fn updates(&mut self, world: &World, course: Course, made: u64, before: Option<HeldOut>) -> Result<(), Failure> {
         let steps = self.loaded.run.run.steps;
+        let left = steps.saturating_sub(made);
+        self.reporter.expect(&self.session.lengths_ahead(world, left), left, steps);
         for step in made + 1..=steps {
             self.stopped = course.stop_after.is_some_and(|last| step > last) || self.saves.asked_to_stop(world);
             if self.stopped {
@@ -158,6 +160,7 @@ impl Way<'_> {
                 Ok(done) => {
                     round.made += 1;
                     self.session.round = Some(round).filter(|round| round.made < self.session.updates_per_group);
+                    let done = Step { memory: self.records.step_memory(), ..done };
                     self.reporter.step(&done, steps)?;
                     self.tally.stepped(done);
                 }

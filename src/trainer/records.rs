@@ -95,8 +95,13 @@ impl Recorded {
 }
 
 impl Records {
-    /// Records follow the board from here on; all ranks open their traces, or fail together.
-    pub(super) fn begin(session: &Session, loaded: &Loaded, world: &World) -> Result<Records, Failure> {
+    /// Records follow the board from here on, and `further` beside them; all ranks open their traces, or fail together.
+    pub(super) fn begin(
+        session: &Session,
+        loaded: &Loaded,
+        world: &World,
+        further: Option<Box<dyn Recorder>>,
+    ) -> Result<Records, Failure> {
         let memory = Rc::new(RefCell::new(Memory::of(world.ledger().clone())));
         let visits = Rc::new(RefCell::new(Visits::default()));
         let start = Start::of(&session.adapters);
@@ -107,6 +112,7 @@ impl Records {
         if let Some(trace) = &trace {
             recorders.push(Box::new(trace.clone()));
         }
+        recorders.extend(further);
         world.board().followed_by(recorders);
         Ok(Records { memory, visits, start, trace, stage_wait_s: 0.0, waited_before_s: 0.0 })
     }
@@ -114,6 +120,7 @@ impl Records {
     /// Update 1, 2, … begins; what came before it is no part of it.
     pub(super) fn step(&mut self, world: &World, step: u64) -> Result<(), Failure> {
         world.board().rest();
+        self.memory.borrow_mut().step();
         self.waited_before_s = gpu::stage_wait_seconds();
         self.trace.as_ref().map_or(Ok(()), |trace| trace.borrow_mut().step(step))
     }
@@ -123,6 +130,11 @@ impl Records {
         world.board().rest();
         self.stage_wait_s += gpu::stage_wait_seconds() - self.waited_before_s;
         self.trace.as_ref().map_or(Ok(()), |trace| trace.borrow_mut().flush())
+    }
+
+    /// The most memory of each phase of this rank in the update that has ended, on the device and in host memory.
+    pub(super) fn step_memory(&self) -> BTreeMap<String, [u64; 2]> {
+        self.memory.borrow().of_step()
     }
 
     /// What was recorded of memory and waits; every rank takes part.

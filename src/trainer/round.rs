@@ -21,8 +21,11 @@ use crate::objective::{self, Counted};
 use crate::{data, rollout};
 use crate::report::Step;
 use crate::tensor::accumulation;
-use crate::units::{Rank, Tokens, float, from_index};
+use crate::units::{Rank, Tokens, as_index, float, from_index};
 use crate::world::World;
+
+/// How many updates to come are looked at for how long they take; those behind them are as these.
+const UPDATES_AHEAD_MAX: u64 = 1000;
 
 /// One group's place in the data.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -286,6 +289,23 @@ impl Session {
         let first = self.cursor.taken();
         let indices = self.cursor.take(world.dp_size * self.grad_accum);
         Round::of((first..).zip(indices).map(|(number, index)| Place { index, number }).collect())
+    }
+
+    /// Prompt lengths of the next `updates` updates, one entry each; nothing is taken.
+    pub(super) fn lengths_ahead(&self, world: &World, updates: u64) -> Vec<Vec<u64>> {
+        let length = |index: usize| from_index(self.data.group(index).prompt_ids.len());
+        let (mut cursor, mut ahead) = (self.cursor.clone(), Vec::new());
+        if let Some(round) = &self.round {
+            let lengths: Vec<u64> = round.places.iter().map(|place| length(place.index)).collect();
+            ahead.extend((round.made..self.updates_per_group).map(|_| lengths.clone()));
+        }
+        let most = updates.min(UPDATES_AHEAD_MAX);
+        while from_index(ahead.len()) < most {
+            let lengths: Vec<u64> = cursor.take(world.dp_size * self.grad_accum).into_iter().map(length).collect();
+            ahead.extend((0..self.updates_per_group).map(|_| lengths.clone()));
+        }
+        ahead.truncate(as_index(most));
+        ahead
     }
 
     /// A frozen group dealt to the ranks of this prompt group.

@@ -24,6 +24,7 @@ mod ping;
 mod plan;
 mod programs;
 mod refusals;
+mod report;
 mod resume;
 mod room;
 mod sampling;

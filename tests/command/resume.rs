@@ -79,12 +79,12 @@ pub(crate) fn complete(room: &Room, run_dir: &str, steps: u64) -> String {
     receipt["adapter_digest"][0].as_str().unwrap().to_owned()
 }
 
-/// The metrics but for their seconds, which no two runs share.
+/// The metrics but for their seconds and what follows from them, and the allocator's bytes, which no two runs share.
 pub(crate) fn numbers(room: &Room, run_dir: &str) -> Vec<Value> {
     let metrics = room.read(&format!("{run_dir}/metrics.jsonl"));
     let without_seconds = |line| {
         let mut step: Value = serde_json::from_str(line).unwrap();
-        step.as_object_mut().unwrap().remove("seconds");
+        ["seconds", "tokens_per_second", "memory"].map(|key| step.as_object_mut().unwrap().remove(key).unwrap());
         step
     };
     metrics.lines().map(without_seconds).collect()

@@ -1,0 +1,290 @@
+//! What a run directory holds, read with patience: a run that goes on, or that was killed, has a page too.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, BufRead as _, BufReader, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::Error;
+use crate::report::{AnswerLine, HeldOut, Seconds, Step};
+
+/// What the page asks of a receipt; one of an earlier version lacks some of it.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Facts {
+    pub(super) gate: Option<String>,
+    pub(super) passed: bool,
+    pub(super) stopped: bool,
+    pub(super) forced: bool,
+    pub(super) checks: Vec<CheckFacts>,
+    pub(super) not_checked: Vec<String>,
+    pub(super) finished: String,
+    pub(super) commit: String,
+    pub(super) config_digest: String,
+    pub(super) model_digest: String,
+    pub(super) gradient: String,
+    pub(super) dtype: String,
+    pub(super) device: String,
+    pub(super) attention_kernel: String,
+    pub(super) ranks: usize,
+    pub(super) cp_size: usize,
+    pub(super) positions: u64,
+    pub(super) prompt_len: u64,
+    pub(super) answer_len: u64,
+    pub(super) group_size: u64,
+    pub(super) steps: u64,
+    pub(super) seconds: Seconds,
+    pub(super) capture_share: f64,
+    pub(super) peak_device_bytes: Vec<u64>,
+    pub(super) peak_host_bytes: Vec<u64>,
+    pub(super) plan_device_bytes: u64,
+    pub(super) plan_host_bytes: u64,
+    pub(super) memory: Vec<PhaseFacts>,
+    pub(super) loss_first: f64,
+    pub(super) loss: f64,
+    pub(super) grad_norm: f64,
+    pub(super) held_out: [Option<HeldOut>; 2],
+}
+
+impl Facts {
+    /// The most that any rank's device held.
+    pub(super) fn device_peak(&self) -> Option<u64> {
+        self.peak_device_bytes.iter().copied().max().filter(|&bytes| bytes > 0)
+    }
+}
+
+/// A phase's peaks by rank.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct PhaseFacts {
+    pub(super) phase: String,
+    pub(super) device_peak: Vec<u64>,
+    pub(super) host_peak: Vec<u64>,
+}
+
+/// What a gate looked at.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct CheckFacts {
+    pub(super) name: String,
+    pub(super) value: Value,
+    pub(super) limit: String,
+    pub(super) passed: bool,
+    pub(super) means: String,
+}
+
+/// The best- and the worst-rewarded answer of an update; those without a reward count only where none has one.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Extremes {
+    pub(super) step: u64,
+    pub(super) best: AnswerLine,
+    /// Absent where all have the same.
+    pub(super) worst: Option<AnswerLine>,
+}
+
+impl Extremes {
+    fn of(line: AnswerLine) -> Extremes {
+        Extremes { step: line.step, best: line, worst: None }
+    }
+
+    fn widen(&mut self, line: AnswerLine) {
+        let Some(reward) = line.reward else { return };
+        let Some(best) = self.best.reward else {
+            self.best = line;
+            return;
+        };
+        let worst = self.worst.as_ref().and_then(|worst| worst.reward).unwrap_or(best);
+        if reward > best {
+            let before = std::mem::replace(&mut self.best, line);
+            self.worst.get_or_insert(before);
+        } else if reward < worst {
+            self.worst = Some(line);
+        }
+    }
+}
+
+/// One run directory.
+#[derive(Debug, Default)]
+pub(super) struct Run {
+    pub(super) folder: PathBuf,
+    pub(super) steps: Vec<Step>,
+    pub(super) receipt: Option<Facts>,
+    /// Receipts of gates in it, in the order in which they run.
+    pub(super) gates: Vec<Facts>,
+    pub(super) config: toml::Table,
+    /// Of the first and of the last update that has answers; one where they are the same.
+    pub(super) answers: Vec<Extremes>,
+    /// What could not be read.
+    pub(super) notes: Vec<String>,
+}
+
+impl Run {
+    /// Reads what is there.
+    pub(super) fn read(folder: &Path) -> Result<Run, Error> {
+        let mut run = Run { folder: folder.to_owned(), ..Run::default() };
+        run.read_gates()?;
+        let known = ["metrics.jsonl", "receipt.json", "config.resolved.toml", "logs"];
+        if run.gates.is_empty() && !known.iter().any(|name| folder.join(name).exists()) {
+            return Err(Error::NoRun { folder: folder.to_owned() });
+        }
+        run.read_steps()?;
+        run.read_answers()?;
+        run.receipt = run.read_receipt(&folder.join("receipt.json"))?;
+        // A gate's own folder is a run with a table of one gate.
+        run.gates.extend(run.receipt.clone().filter(|receipt| receipt.gate.is_some()));
+        if let Some(text) = text_of(&folder.join("config.resolved.toml"))? {
+            match text.parse() {
+                Ok(config) => run.config = config,
+                Err(_) => run.notes.push("config.resolved.toml is no TOML and is left out".to_owned()),
+            }
+        }
+        Ok(run)
+    }
+
+    /// What readers call it: the last two parts of its path tell runs apart in most layouts.
+    pub(super) fn name(&self) -> String {
+        let absolute = fs::canonicalize(&self.folder).unwrap_or_else(|_| self.folder.clone());
+        absolute.file_name().unwrap_or(absolute.as_os_str()).to_string_lossy().into_owned()
+    }
+
+    /// A value of the resolved configuration in words.
+    pub(super) fn configured(&self, table: &str, key: &str) -> Option<String> {
+        match self.config.get(table)?.get(key)? {
+            toml::Value::String(text) => Some(text.clone()),
+            other => Some(other.to_string()),
+        }
+    }
+
+    fn read_steps(&mut self) -> Result<(), Error> {
+        let Some(text) = text_of(&self.folder.join("metrics.jsonl"))? else { return Ok(()) };
+        let lines: Vec<&str> = text.split('\n').collect();
+        // Behind the last line's end nothing stands, unless it is torn.
+        for (index, line) in lines.iter().enumerate().filter(|(_, line)| !line.is_empty()) {
+            match serde_json::from_str::<Step>(line) {
+                Ok(step) if step.step > 0 => self.steps.push(step),
+                _ => self.notes.push(format!("metrics.jsonl, line {}: torn, or no update, and left out", index + 1)),
+            }
+        }
+        Ok(())
+    }
+
+    fn read_answers(&mut self) -> Result<(), Error> {
+        let file = self.folder.join("answers.jsonl");
+        let read = |source| Error::Read { file: file.clone(), source };
+        let opened = match File::open(&file) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            opened => opened.map_err(read)?,
+        };
+        // It may be long: only what is shown stays.
+        let (mut lines, mut line, mut torn) = (BufReader::new(opened), Vec::new(), 0_u64);
+        while lines.read_until(b'\n', &mut line).map_err(read)? > 0 {
+            match serde_json::from_slice::<AnswerLine>(&line) {
+                Err(_) => torn += 1,
+                Ok(answer) => match self.answers.last_mut() {
+                    Some(last) if last.step == answer.step => last.widen(answer),
+                    _ => {
+                        self.answers.truncate(1);
+                        self.answers.push(Extremes::of(answer));
+                    }
+                },
+            }
+            line.clear();
+        }
+        if torn > 0 {
+            self.notes.push(format!("answers.jsonl: {torn} lines are torn and left out"));
+        }
+        Ok(())
+    }
+
+    fn read_receipt(&mut self, file: &Path) -> Result<Option<Facts>, Error> {
+        let Some(text) = text_of(file)? else { return Ok(None) };
+        let read = serde_json::from_str(&text);
+        if let Err(error) = &read {
+            self.notes.push(format!("{} is no receipt and is left out: {error}", file.display()));
+        }
+        Ok(read.ok())
+    }
+
+    /// Receipts of gates in `gates/`, or right here for a folder of gates.
+    fn read_gates(&mut self) -> Result<(), Error> {
+        let mut found = BTreeMap::new();
+        for folder in [self.folder.join("gates"), self.folder.clone()] {
+            let entries = match fs::read_dir(&folder) {
+                Err(error) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&error.kind()) => continue,
+                entries => entries.map_err(|source| Error::Read { file: folder.clone(), source })?,
+            };
+            for entry in entries {
+                let entry = entry.map_err(|source| Error::Read { file: folder.clone(), source })?;
+                if let Some(receipt) = self.read_receipt(&entry.path().join("receipt.json"))? {
+                    found.insert(entry.file_name(), receipt);
+                }
+            }
+        }
+        self.gates = found.into_values().filter(|receipt| receipt.gate.is_some()).collect();
+        // By number, then from the shortest up: names alone would put 1m before 256k.
+        let number = |gate: &Facts| gate.gate.as_deref().and_then(|name| name.split('_').next()).map(str::to_owned);
+        self.gates.sort_by_cached_key(|gate| (number(gate), gate.positions, gate.group_size));
+        Ok(())
+    }
+}
+
+/// The text of a file; nothing where there is none. Bytes that are no text stand as marks.
+fn text_of(file: &Path) -> Result<Option<String>, Error> {
+    let absent = |error: &io::Error| [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&error.kind());
+    match fs::read(file) {
+        Err(error) if absent(&error) => Ok(None),
+        read => {
+            let bytes = read.map_err(|source| Error::Read { file: file.to_owned(), source })?;
+            Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(step: u64, reward: Option<f64>) -> AnswerLine {
+        AnswerLine { step, reward, text: format!("{reward:?}"), ..AnswerLine::default() }
+    }
+
+    #[test]
+    fn the_first_and_the_last_updates_best_and_worst_answers_are_kept() {
+        let room = tempfile::tempdir().unwrap();
+        let rewards =
+            [(1, Some(0.5)), (1, Some(0.1)), (1, Some(0.9)), (2, Some(7.0)), (3, None), (3, Some(1.0)), (3, Some(1.0))];
+        let lines: Vec<String> =
+            rewards.iter().map(|&(step, reward)| serde_json::to_string(&answer(step, reward)).unwrap()).collect();
+        fs::write(room.path().join("answers.jsonl"), lines.join("\n") + "\n{\"torn").unwrap();
+        fs::write(room.path().join("metrics.jsonl"), "{\"step\":1}\n{}\n{\"step\":2").unwrap();
+        let run = Run::read(room.path()).unwrap();
+        let told: Vec<(u64, Option<f64>, Option<f64>)> = run
+            .answers
+            .iter()
+            .map(|one| (one.step, one.best.reward, one.worst.as_ref().and_then(|worst| worst.reward)))
+            .collect();
+        assert_eq!(told, [(1, Some(0.9), Some(0.1)), (3, Some(1.0), None)]);
+        assert_eq!(run.steps.len(), 1);
+        let notes = run.notes.join("; ");
+        for words in ["metrics.jsonl, line 2", "metrics.jsonl, line 3", "answers.jsonl: 1 lines"] {
+            assert!(notes.contains(words), "{notes}");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_is_no_run_is_refused_and_one_of_gates_is_read() {
+        let room = tempfile::tempdir().unwrap();
+        assert!(matches!(Run::read(room.path()), Err(Error::NoRun { .. })));
+        assert!(matches!(Run::read(&room.path().join("absent")), Err(Error::NoRun { .. })));
+        fs::create_dir_all(room.path().join("gate5_g2")).unwrap();
+        let receipt = r#"{"gate": "gate5_g2", "passed": true, "peak_device_bytes": [3, 5], "positions": 64}"#;
+        fs::write(room.path().join("gate5_g2/receipt.json"), receipt).unwrap();
+        let run = Run::read(room.path()).unwrap();
+        assert_eq!((run.gates.len(), run.gates[0].device_peak()), (1, Some(5)));
+        let own = Run::read(&room.path().join("gate5_g2")).unwrap();
+        assert_eq!((own.gates.len(), own.receipt.unwrap().positions), (1, 64));
+    }
+}

@@ -1,0 +1,224 @@
+//! One update's numbers, and what follows from its rewards.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::Seconds;
+use crate::objective;
+use crate::units::{float, from_index};
+
+/// One update's numbers: one object a line in metrics.jsonl. What an earlier version has not written reads as its default.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(default)]
+pub struct Step {
+    /// Updates made, this one included.
+    pub step: u64,
+    /// Which of the updates on one group's answers it is, from 0 (`grpo.updates_per_group`).
+    pub group_update: u64,
+    /// Gradient mode.
+    pub gradient: String,
+    /// Loss over the whole batch.
+    pub loss: f64,
+    /// Mean reward over the answers that have one.
+    pub reward_mean: Option<f64>,
+    /// Population standard deviation over the same answers.
+    pub reward_std: Option<f64>,
+    /// Mean over groups of the population standard deviation within the group.
+    pub group_std: Option<f64>,
+    /// Share of groups whose rewards are all equal: they add nothing to the gradient.
+    pub frac_groups_zero_std: f64,
+    /// Groups that were left out of the update.
+    pub groups_skipped: u64,
+    /// Answers without a reward.
+    pub reward_missing: u64,
+    /// How many of them, by what went wrong.
+    pub reward_failures: BTreeMap<String, u64>,
+    /// Mean of each part of the reward, by its name.
+    pub reward_parts: BTreeMap<String, f64>,
+    /// Smallest and largest ratio to the frozen scores.
+    pub ratio: Option<[f64; 2]>,
+    /// Tokens whose ratio was clipped in effect.
+    pub clipped_tokens: u64,
+    /// Share of the trained tokens that were clipped from below: less probable than they were, and to become still less so.
+    pub clip_low_share: f64,
+    /// Share of the trained tokens that were clipped from above.
+    pub clip_high_share: f64,
+    /// Estimate (k3) of the divergence from the starting policy, mean over trained tokens, in nats; absent without a KL
+    /// term.
+    pub kl: Option<f64>,
+    /// Mean entropy of the distributions that tokens were drawn from, in nats; absent where none was drawn.
+    pub entropy: Option<f64>,
+    /// Largest distance between the log-probability with which a token was drawn and its frozen score, in nats.
+    pub sampled_gap: Option<f64>,
+    /// Norm of the adapters' gradient before clipping.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub learning_rate: f64,
+    /// Prompts of this update, over all ranks.
+    pub prompts: Vec<String>,
+    /// Tokens of those prompts together.
+    pub prompt_tokens: u64,
+    /// Mean, least and most tokens of an answer.
+    pub answer_tokens: Option<[f64; 3]>,
+    /// Share of answers that were cut off at their longest; absent where none was drawn.
+    pub truncated_share: Option<f64>,
+    /// Prompt and answer tokens, each counted once, by second of the update.
+    pub tokens_per_second: f64,
+    /// Seconds by phase on rank 0.
+    pub seconds: Seconds,
+    /// Most bytes of each phase on rank 0: on the device, and in host memory.
+    pub memory: BTreeMap<String, [u64; 2]>,
+}
+
+impl Step {
+    /// With what follows from the rewards of its groups: mean, deviations, and how many are missing.
+    #[must_use]
+    pub fn with_rewards(self, groups: &[Vec<Option<f64>>]) -> Step {
+        let known: Vec<Vec<f64>> =
+            groups.iter().map(|group| group.iter().filter_map(|&reward| reward).collect()).collect();
+        let all: Vec<f64> = known.iter().flatten().copied().collect();
+        let deviations: Vec<f64> = known.iter().filter_map(|group| deviation(group)).collect();
+        let equal = groups.iter().filter(|rewards| objective::spread(rewards).is_none()).count();
+        Step {
+            reward_mean: mean(&all),
+            reward_std: deviation(&all),
+            group_std: mean(&deviations),
+            frac_groups_zero_std: float(from_index(equal)) / float(from_index(groups.len().max(1))),
+            reward_missing: from_index(groups.iter().map(Vec::len).sum::<usize>() - all.len()),
+            ..self
+        }
+    }
+
+    /// With what follows from the lengths of its prompts and answers and from its seconds, which must be known.
+    #[must_use]
+    pub fn with_lengths(self, prompts: &[u64], answers: &[u64]) -> Step {
+        let lengths: Vec<f64> = answers.iter().map(|&tokens| float(tokens)).collect();
+        let (prompt_tokens, total) = (prompts.iter().sum(), self.seconds.total);
+        let tokens = float(prompt_tokens) + lengths.iter().sum::<f64>();
+        Step {
+            prompt_tokens,
+            answer_tokens: mean(&lengths).zip(ends(&lengths)).map(|(mean, [least, most])| [mean, least, most]),
+            tokens_per_second: if total > 0.0 { tokens / total } else { 0.0 },
+            ..self
+        }
+    }
+
+    /// Every number by its tag, as event files name it; what is absent has none.
+    #[must_use]
+    pub fn numbers(&self) -> Vec<(String, f64)> {
+        let mut numbers: Vec<(String, f64)> = Vec::new();
+        let mut put = |tag: &str, value: Option<f64>| numbers.extend(value.map(|value| (tag.to_owned(), value)));
+        put("loss", Some(self.loss));
+        put("grad_norm", Some(self.grad_norm));
+        put("learning_rate", Some(self.learning_rate));
+        put("kl", self.kl);
+        put("entropy", self.entropy);
+        put("sampled_gap", self.sampled_gap);
+        put("tokens_per_second", Some(self.tokens_per_second));
+        put("reward/mean", self.reward_mean);
+        put("reward/std", self.reward_std);
+        put("reward/group_std", self.group_std);
+        put("reward/groups_zero_std_share", Some(self.frac_groups_zero_std));
+        put("reward/groups_skipped", Some(float(self.groups_skipped)));
+        put("reward/missing", Some(float(self.reward_missing)));
+        for (kind, &count) in &self.reward_failures {
+            put(&format!("reward/failures/{kind}"), Some(float(count)));
+        }
+        for (part, &mean) in &self.reward_parts {
+            put(&format!("reward/parts/{part}"), Some(mean));
+        }
+        put("ratio/least", self.ratio.map(|[least, _]| least));
+        put("ratio/most", self.ratio.map(|[_, most]| most));
+        put("clip/low_share", Some(self.clip_low_share));
+        put("clip/high_share", Some(self.clip_high_share));
+        put("clip/tokens", Some(float(self.clipped_tokens)));
+        put("prompts/tokens", Some(float(self.prompt_tokens)));
+        for (at, name) in ["mean", "least", "most"].into_iter().enumerate() {
+            put(&format!("answers/tokens_{name}"), self.answer_tokens.map(|lengths| lengths[at]));
+        }
+        put("answers/truncated_share", self.truncated_share);
+        for (phase, seconds) in self.seconds.phases() {
+            put(&format!("time/{phase}"), Some(seconds));
+        }
+        put("time/total", Some(self.seconds.total));
+        for (phase, &[device, host]) in &self.memory {
+            put(&format!("memory/{phase}/device"), Some(float(device)));
+            put(&format!("memory/{phase}/host"), Some(float(host)));
+        }
+        numbers
+    }
+}
+
+/// `None` without a number.
+pub(super) fn mean(numbers: &[f64]) -> Option<f64> {
+    (!numbers.is_empty()).then(|| numbers.iter().sum::<f64>() / float(from_index(numbers.len())))
+}
+
+/// Smallest and largest; `None` without a number.
+pub(super) fn ends(numbers: &[f64]) -> Option<[f64; 2]> {
+    let (first, rest) = numbers.split_first()?;
+    Some(rest.iter().fold([*first; 2], |[least, most], &next| [least.min(next), most.max(next)]))
+}
+
+/// Of the population; `None` without a number.
+fn deviation(numbers: &[f64]) -> Option<f64> {
+    let middle = mean(numbers)?;
+    let squares: Vec<f64> = numbers.iter().map(|number| (number - middle).powi(2)).collect();
+    mean(&squares).map(f64::sqrt)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deviations_are_the_populations_over_all_answers_and_within_groups() {
+        let groups = [vec![Some(0.0), Some(1.0)], vec![Some(1.0), Some(1.0)], vec![None, None]];
+        let step = Step::default().with_rewards(&groups);
+        assert_eq!((step.reward_mean, step.group_std), (Some(0.75), Some(0.25)));
+        assert!((step.reward_std.unwrap() - 0.1875_f64.sqrt()).abs() < 1e-15);
+        assert_eq!(step.reward_missing, 2);
+        assert!((step.frac_groups_zero_std - 2.0 / 3.0).abs() < 1e-15);
+        let none = Step::default().with_rewards(&[vec![None]]);
+        assert_eq!((none.reward_mean, none.reward_std, none.group_std, none.reward_missing), (None, None, None, 1));
+    }
+
+    #[test]
+    fn tokens_of_prompts_and_answers_count_once_by_second() {
+        let seconds = Seconds { total: 2.0, ..Seconds::default() };
+        let step = Step { seconds, ..Step::default() }.with_lengths(&[100, 40], &[3, 5, 10]);
+        assert_eq!((step.prompt_tokens, step.answer_tokens), (140, Some([6.0, 3.0, 10.0])));
+        assert!((step.tokens_per_second - 79.0).abs() < 1e-12);
+        assert_eq!(Step::default().with_lengths(&[], &[]), Step::default());
+    }
+
+    #[test]
+    fn a_line_of_an_earlier_version_is_read() {
+        let line = r#"{"step":3,"gradient":"exact","loss":0.5,"reward_mean":0.25,"frac_groups_zero_std":0.0,
+            "ratio":[1.0,1.0],"clipped_tokens":0,"grad_norm":2.0,"learning_rate":0.001,"prompts":["a"],
+            "seconds":{"capture":1.0,"score":2.0,"replay":3.0,"sweep":4.0,"finalize":5.0,"update":6.0,"total":21.0}}"#;
+        let step: Step = serde_json::from_str(line).unwrap();
+        assert_eq!((step.step, step.seconds.sweep, step.seconds.rollout), (3, 4.0, 0.0));
+        assert_eq!((step.kl, step.reward_std, step.memory.len()), (None, None, 0));
+    }
+
+    #[test]
+    fn each_tag_stands_once_and_absent_numbers_have_none() {
+        let step = Step {
+            kl: Some(0.25),
+            reward_parts: [("exact_match".to_owned(), 0.5)].into(),
+            memory: [("capture".to_owned(), [7, 9])].into(),
+            ..Step::default()
+        };
+        let numbers = step.numbers();
+        let of =
+            |tag: &str| numbers.iter().filter(|(known, _)| known == tag).map(|(_, value)| *value).collect::<Vec<_>>();
+        assert_eq!((of("kl"), of("reward/parts/exact_match")), (vec![0.25], vec![0.5]));
+        assert_eq!((of("memory/capture/host"), of("time/rollout"), of("entropy")), (vec![9.0], vec![0.0], vec![]));
+        let mut tags: Vec<&String> = numbers.iter().map(|(tag, _)| tag).collect();
+        tags.sort();
+        tags.dedup();
+        assert_eq!(tags.len(), numbers.len());
+    }
+}

@@ -1,0 +1,121 @@
+//! What a run tells: its lines, its files, and the page about it.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use super::checkpoints::case;
+use super::room::Room;
+use super::training::{config, lines, record};
+
+fn room() -> Room {
+    let data = lines(&[record(96, [24, 1, 7]), record(61, [2, 13, 5]), record(5, [1, 1, 3])]);
+    Room::with(&[("config.toml", &config(&case("qwen3"))), ("train.jsonl", &data)])
+}
+
+fn metrics(room: &Room, run: &str) -> Vec<Value> {
+    room.read(&format!("{run}/metrics.jsonl")).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn an_update_tells_its_rewards_lengths_seconds_and_bytes_and_a_line_the_time_that_is_left() {
+    let room = room();
+    let said = room.ranks(2, &["--set", "grpo.kl_coef=0.05", "--set", "data.shuffle=false"]);
+    said.ended(0, &[" left\n"]);
+    let told: Vec<&str> = said.err.lines().filter(|line| line.starts_with("step ")).collect();
+    assert!(told.len() == 3 && told[0].contains("about ") && !told[2].contains("left"), "{told:?}");
+    let steps = metrics(&room, "run");
+    // Rewards 1, 0, 0.
+    let deviation = (2.0_f64 / 9.0).sqrt();
+    for (step, (prompt, answers)) in steps.iter().zip([(96, [24, 1, 7]), (61, [2, 13, 5]), (5, [1, 1, 3])]) {
+        let of = |key: &str| step[key].as_f64().unwrap();
+        assert!((of("reward_std") - deviation).abs() < 1e-12 && (of("group_std") - deviation).abs() < 1e-12);
+        let ends = [answers.into_iter().min(), answers.into_iter().max()].map(Option::unwrap);
+        assert_eq!(step["prompt_tokens"], prompt);
+        assert_eq!(step["answer_tokens"][1..], json!([f64::from(ends[0]), f64::from(ends[1])]).as_array().unwrap()[..]);
+        let tokens = f64::from(prompt + answers.iter().sum::<i32>());
+        let speed = of("tokens_per_second") * step["seconds"]["total"].as_f64().unwrap();
+        assert!((speed - tokens).abs() < 1e-6 * tokens);
+        assert!(of("kl") >= 0.0 && of("clip_low_share") == 0.0 && of("clip_high_share") == 0.0);
+        assert_eq!(
+            (&step["reward_missing"], &step["entropy"], &step["group_update"]),
+            (&json!(0), &json!(null), &json!(0))
+        );
+        for phase in ["capture", "score", "replay", "sweep", "finalize", "update"] {
+            let bytes = step["memory"][phase][0].as_u64().unwrap();
+            assert!(bytes > 180_928 * 4, "{phase}: the weights alone are more than {bytes}");
+        }
+        assert!(step["memory"].get("save").is_none() && step["memory"].get("start").is_none(), "{}", step["memory"]);
+    }
+    assert_eq!(steps[0]["kl"], 0.0, "the policy has not moved yet");
+    assert!(steps[2]["kl"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn a_resumed_run_has_an_event_file_of_its_own_and_answers_of_updates_that_come_again_are_gone() {
+    let room = room();
+    room.alone(&["--set", "run.steps=2", "--set", "checkpoint.every=1"]).ended(0, &[]);
+    room.write("run/answers.jsonl", "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"st");
+    room.alone(&["train", "--resume", "--set", "run.steps=3", "--set", "checkpoint.every=1"])
+        .ended(0, &["going on from"]);
+    assert_eq!(room.read("run/answers.jsonl"), "{\"step\":1}\n{\"step\":2}\n");
+    assert_eq!(room.files("run/tensorboard").len(), 2);
+}
+
+#[test]
+fn a_report_of_a_run_is_a_page_in_its_directory() {
+    let room = room();
+    room.ranks(2, &[]).ended(0, &[]);
+    let said = room.alone(&["report", "run"]);
+    assert_eq!(said.code, 0, "{said}");
+    assert!(said.out.contains("run: ended well, 3 updates") && said.out.contains("written: run/report.html"), "{said}");
+    let page = room.read("run/report.html");
+    for part in ["Reward", "Loss", "Gradient norm", "Seconds by phase", "Device memory by phase", "rank 1", "plan "] {
+        assert!(page.contains(part), "{part}");
+    }
+    let said = room.alone(&["report", "run", "--json", "--out", "other.html"]).json();
+    assert_eq!((&said["out"], &said["runs"][0]["updates"]), (&json!("other.html"), &json!(3)));
+    assert!(room.read("other.html").contains("</html>"));
+}
+
+#[test]
+fn several_runs_unfinished_ones_and_folders_of_gates_stand_on_one_page() {
+    let room = room();
+    room.alone(&["--run-dir", "one"]).ended(0, &[]);
+    room.alone(&["--run-dir", "two", "--set", "context.prompt_len=97", "--set", "context.max_seq_len=121"])
+        .ended(0, &[]);
+    fs::remove_file(room.path().join("two/receipt.json")).unwrap();
+    let torn = room.read("two/metrics.jsonl") + "{\"step\": 4, \"lo";
+    room.write("two/metrics.jsonl", torn);
+    room.write("empty/metrics.jsonl", "");
+    let receipt = room.read("one/receipt.json").replace("\"gate\": null", "\"gate\": \"gate5_g2\"");
+    room.write("gates/gate5_g2/receipt.json", receipt);
+    let said = room.alone(&["report", "one", "two", "empty", "gates"]);
+    assert_eq!(said.code, 0, "{said}");
+    for words in [
+        "two: goes on, or was interrupted, 3 updates",
+        "metrics.jsonl, line 4: torn",
+        "metrics.jsonl has no update yet",
+        "gates: a folder of gates, 0 updates\n  gate5_g2: passed",
+        "written: report.html",
+    ] {
+        assert!(said.out.contains(words), "{words}:\n{said}");
+    }
+    let page = room.read("report.html");
+    for part in ["Device peak against context", "Device peak against group size", "Run empty", "gate5_g2"] {
+        assert!(page.contains(part), "{part}");
+    }
+}
+
+#[test]
+fn a_folder_that_is_no_run_is_refused_in_words() {
+    let room = room();
+    fs::create_dir(room.path().join("folder")).unwrap();
+    room.alone(&["report", "folder"]).refused(3, &["folder is no run directory", "metrics.jsonl", "run.dir"]);
+    room.alone(&["report", "absent"]).refused(3, &["absent is no run directory"]);
+    room.alone(&["report", "train.jsonl"]).refused(3, &["train.jsonl is no run directory"]);
+    room.write("run/metrics.jsonl", "");
+    room.alone(&["report", "run", "--out", "absent/page.html"]).refused(3, &["cannot write absent/page.html", "--out"]);
+    room.alone(&["report", "run", "--config", "config.toml"]).ended(2, &["this verb reads no configuration"]);
+    room.alone(&["report"]).ended(2, &["RUN_DIR"]);
+}
