@@ -58,19 +58,31 @@ fn curves(runs: &[Run], names: &[String]) -> String {
     .concat()
 }
 
-/// Right over wrong on held-out prompts, before the first and after the last update.
+/// What was measured on held-out prompts, before the first and after the last update.
 fn held_out(runs: &[Run], names: &[String]) -> String {
-    let measured = |run: &Run| match run.receipt.as_ref()?.held_out {
-        [Some(before), Some(after)] => Some(vec![before.margin, after.margin]),
+    let margin = ("Held-out margin", "How much more probable right answers are than wrong ones.", " nats");
+    let reward = ("Held-out reward", "Mean reward of answers that the policy draws.", "");
+    before_and_after(runs, names, reward, |held_out| held_out.reward)
+        + &before_and_after(runs, names, margin, |held_out| held_out.margin)
+}
+
+fn before_and_after(
+    runs: &[Run],
+    names: &[String],
+    (title, reading, unit): (&str, &str, &'static str),
+    of: fn(&HeldOut) -> Option<f64>,
+) -> String {
+    let measured = |run: &Run| match &run.receipt.as_ref()?.held_out {
+        [Some(before), Some(after)] => Some(vec![of(before)?, of(after)?]),
         _ => None,
     };
     let found: Vec<(String, Vec<f64>)> =
         runs.iter().zip(names).filter_map(|(run, name)| Some((name.clone(), measured(run)?))).collect();
     let about = About {
-        title: "Held-out margin".into(),
-        reading: "How much more probable right answers are than wrong ones.".into(),
+        title: title.into(),
+        reading: reading.into(),
         x_name: "run",
-        unit: " nats",
+        unit,
         wide: false,
     };
     groups(&about, &["before".to_owned(), "after".to_owned()], &found, None)
