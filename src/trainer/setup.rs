@@ -10,7 +10,7 @@ use crate::checkpoint;
 use crate::config::{
     self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RunConfig, Schedule, When,
 };
-use crate::data::{Answer, Cursor, Dataset, Group, Limits, Tokenizer};
+use crate::data::{Answer, Answers, Cursor, Dataset, Group, Limits, Tokenizer};
 use crate::devices;
 use crate::exchange;
 use crate::failure::Failure;
@@ -231,7 +231,10 @@ impl Session {
 
     /// What a user should know before the first step.
     pub(super) fn notes(&self, loaded: &Loaded) -> Vec<String> {
-        loaded.notes().into_iter().chain(plan::context_note(&loaded.run, &self.spec)).collect()
+        let cut = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
+        let held_out = self.held_out.as_ref().and_then(|data| cut("data.held_out", data));
+        let cuts = cut("data.path", &self.data).into_iter().chain(held_out);
+        loaded.notes().into_iter().chain(plan::context_note(&loaded.run, &self.spec)).chain(cuts).collect()
     }
 
     /// A group dealt to the ranks of this prompt group.
@@ -408,7 +411,12 @@ fn open_data(config: &RunConfig, spec: &Spec) -> Result<(Dataset, Option<Dataset
         prompt_len_max: config.context.prompt_len,
         answer_len_max: config.context.answer_len,
         vocab_size: spec.vocabulary,
-        group_size: as_index(config.grpo.group_size),
+        answers: if config.rollout.sample {
+            Answers::Sampled
+        } else {
+            Answers::Given(as_index(config.grpo.group_size))
+        },
+        too_long: config.data.too_long,
     };
     let Some(path) = &config.data.path else { return Ok((random_group(config, spec), None)) };
     let folder = config.model_path()?;
@@ -427,6 +435,8 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
     };
     let prompt_ids = draw(config.context.prompt_len);
     let answers =
-        (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None }).collect();
-    Dataset::of(vec![Group { name: "random tokens".into(), prompt_ids, answers }])
+        (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None, mask: None });
+    let name = "random tokens".to_owned();
+    let answers = answers.collect();
+    Dataset::of(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
 }
