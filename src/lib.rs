@@ -37,8 +37,8 @@ pub mod checkpoint;
 pub mod finalize;
 pub mod optimizer;
 pub mod replay;
-pub mod rollout;
 pub mod reward;
+pub mod rollout;
 pub mod score;
 
 // Row 7.

@@ -13,7 +13,8 @@ use indexmap::IndexMap;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::data::{self, Dataset, Limits, Tokenizer, keychain};
+use crate::config::TooLong;
+use crate::data::{self, Answers, Dataset, Limits, Tokenizer, keychain};
 use crate::exchange::sum_number;
 use crate::failure::{Classified, Exit, Failure, Phase};
 use crate::handoff::{Keeping, Scores, Work};
@@ -277,7 +278,7 @@ fn prompts(options: &Options, spec: &Spec, length: Length) -> Result<Dataset, Fa
         prompt_tokens,
         train: length.prompts,
         held_out: 0,
-        group_size: options.group_size,
+        answers: options.group_size,
         seed: options.seed,
         ..keychain::Options::default()
     };
@@ -286,7 +287,8 @@ fn prompts(options: &Options, spec: &Spec, length: Length) -> Result<Dataset, Fa
         prompt_len_max: prompt_tokens,
         answer_len_max: ANSWER_TOKENS_MAX,
         vocab_size: spec.vocabulary,
-        group_size: options.group_size,
+        answers: Answers::Given(options.group_size),
+        too_long: TooLong::Refuse,
     };
     Ok(Dataset::open(&made.train_file, Some(&tokenizer), &limits)?)
 }

@@ -22,8 +22,8 @@ use longstraw::units::Tokens;
 use longstraw::watch::Board;
 use longstraw::world::{Launcher, World, heed_signals};
 
-use arguments::gate_name;
 pub(crate) use arguments::hoist;
+use arguments::{depth, gate_name};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 use page::{ReportFlags, report};
 use plan::{PlanFlags, plan};
@@ -130,36 +130,48 @@ enum Verb {
 
 #[derive(Debug, Subcommand)]
 enum DataVerb {
-    /// Find one of many notes hidden in real text; candidate answers carry rewards
-    Keychain {
-        /// The HF folder whose tokenizer and chat format are used
-        #[arg(long, value_name = "FOLDER")]
-        model: PathBuf,
-        /// Folders of text (default: texts that stand on any Debian machine)
-        #[arg(long, value_name = "FOLDER")]
-        text: Vec<PathBuf>,
-        /// Tokens of a prompt, at most
-        #[arg(long, default_value_t = 2000)]
-        prompt_tokens: u64,
-        /// Training prompts
-        #[arg(long, default_value_t = 40)]
-        train: usize,
-        /// Held-out prompts
-        #[arg(long, default_value_t = 8)]
-        held_out: usize,
-        /// Notes in a prompt
-        #[arg(long, default_value_t = 8)]
-        keys: usize,
-        /// Answers of a prompt, one of them right
-        #[arg(long, default_value_t = 4)]
-        group_size: usize,
-        /// Seed of everything random
-        #[arg(long, default_value_t = 0)]
-        seed: u64,
-        /// The folder for `train.jsonl` and `held_out.jsonl`
-        #[arg(long, value_name = "FOLDER")]
-        out: PathBuf,
-    },
+    /// Find one of many notes hidden in real text, or follow one to another; candidate answers carry rewards
+    Keychain(KeychainFlags),
+}
+
+#[derive(Args, Clone, Debug)]
+struct KeychainFlags {
+    /// The HF folder whose tokenizer and chat template are used
+    #[arg(long, value_name = "FOLDER")]
+    model: PathBuf,
+    /// Folders of text (default: texts that stand on any Debian machine)
+    #[arg(long, value_name = "FOLDER")]
+    text: Vec<PathBuf>,
+    /// Tokens of a prompt, exactly
+    #[arg(long, default_value_t = 2000)]
+    prompt_tokens: u64,
+    /// Training prompts
+    #[arg(long, default_value_t = 40)]
+    train: usize,
+    /// Held-out prompts
+    #[arg(long, default_value_t = 8)]
+    held_out: usize,
+    /// Notes in a prompt
+    #[arg(long, default_value_t = 8)]
+    keys: usize,
+    /// Notes from the place that is asked for to its code: each but the last says that the code is another place's
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    hops: usize,
+    /// Where these notes lie, in percent of the text: evenly through the range, from a file's first prompt to its last
+    #[arg(long, default_value = "0..100", value_name = "FROM..TO", value_parser = depth)]
+    depth: keychain::Depth,
+    /// Answers of a prompt, one of them right; 0 leaves them out, for `rollout.sample = true`
+    #[arg(long, default_value_t = 4, alias = "group-size", value_name = "N")]
+    answers: usize,
+    /// Ask for the code alone, and answer so, instead of a sentence
+    #[arg(long)]
+    short: bool,
+    /// Seed of everything random
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// The folder for `train.jsonl` and `held_out.jsonl`
+    #[arg(long, value_name = "FOLDER")]
+    out: PathBuf,
 }
 
 /// Runs the verb; `set` are the pairs of all `--set`.
@@ -200,7 +212,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
             ));
             Ok(Exit::Done)
         }
-        Verb::Data { kind } => keychain(kind),
+        Verb::Data { kind: DataVerb::Keychain(flags) } => keychain(flags),
     }
 }
 
@@ -283,25 +295,26 @@ fn print_report<T: serde::Serialize>(world: &World, json: bool, report: &T, text
     }
 }
 
-fn keychain(kind: DataVerb) -> Result<Exit, Failure> {
-    let DataVerb::Keychain { model, text, prompt_tokens, train, held_out, keys, group_size, seed, out } = kind;
-    let tokenizer = Tokenizer::open(&model)?;
+fn keychain(flags: KeychainFlags) -> Result<Exit, Failure> {
+    let tokenizer = Tokenizer::open(&flags.model)?;
     let options = keychain::Options {
-        folders: text,
-        prompt_tokens: Tokens(prompt_tokens),
-        train,
-        held_out,
-        keys,
-        group_size,
-        seed,
+        folders: flags.text,
+        prompt_tokens: Tokens(flags.prompt_tokens),
+        train: flags.train,
+        held_out: flags.held_out,
+        keys: flags.keys,
+        hops: flags.hops,
+        depth: flags.depth,
+        answers: flags.answers,
+        short: flags.short,
+        seed: flags.seed,
     };
-    let made = keychain::write(&options, &tokenizer, &out)?;
+    let made = keychain::write(&options, &tokenizer, &flags.out)?;
     say(&format!(
-        "{}: {} prompts of {} to {} tokens from {} text files",
-        out.display(),
+        "{}: {} prompts of {} tokens from {} text files",
+        flags.out.display(),
         made.prompts,
-        made.tokens_min,
-        made.tokens_max,
+        made.prompt_tokens,
         made.text_files
     ));
     Ok(Exit::Done)

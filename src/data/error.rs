@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use super::chat::Refusal;
 use crate::failure::{Classified, Exit};
 use crate::units::Tokens;
 
@@ -55,17 +56,81 @@ pub enum Error {
         /// The dataset file.
         file: PathBuf,
     },
-    /// Neither of two fields stands, or both do.
-    #[error("{place}: give either {one:?} or {other:?}, {found}")]
-    Either {
+    /// None of several fields stands, or more than one.
+    #[error("{place}: give one of {names}; {found}")]
+    OneOf {
         /// Where.
         place: Place,
-        /// The text field.
-        one: &'static str,
-        /// The field of ids.
-        other: &'static str,
-        /// What stands there.
+        /// The fields.
+        names: &'static str,
+        /// How many stand there.
         found: &'static str,
+    },
+    /// A value of the wrong kind.
+    #[error("{place}: is {found}; it must be {wanted}")]
+    Field {
+        /// Where.
+        place: Place,
+        /// The value.
+        found: String,
+        /// What it may be.
+        wanted: &'static str,
+    },
+    /// Flags that are not as many as the ids they belong to.
+    #[error(
+        "{place}: {flags} flags for {tokens} ids; write one for each id, 1 where it is trained and 0 where it is not"
+    )]
+    MaskLength {
+        /// Where.
+        place: Place,
+        /// How many flags.
+        flags: Tokens,
+        /// How many ids.
+        tokens: Tokens,
+    },
+    /// An answer of which nothing is trained.
+    #[error("{place}: no token of the answer is trained; train at least one, or leave the answer out")]
+    NothingTrained {
+        /// Where.
+        place: Place,
+    },
+    /// A chat template that refuses a conversation, or is faulty.
+    #[error("{place}: the chat template of {file} says: {reason}")]
+    Chat {
+        /// Where the conversation stands.
+        place: Place,
+        /// Where the template stands.
+        file: PathBuf,
+        /// Its own words, with its line.
+        reason: String,
+    },
+    /// A chat template that is absent or faulty.
+    #[error("{file}: the chat template cannot be used: {reason}")]
+    Template {
+        /// The file the template was looked for in.
+        file: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A file of a model folder that is no JSON.
+    #[error("{file}: is no JSON: {source}")]
+    Json {
+        /// The file.
+        file: PathBuf,
+        /// What the parser met, with its place.
+        source: serde_json::Error,
+    },
+    /// A value in a file of a model folder that cannot be used.
+    #[error("{file}: {key} is {found}; it must be {wanted}")]
+    Key {
+        /// The file.
+        file: PathBuf,
+        /// The key.
+        key: &'static str,
+        /// Its value.
+        found: String,
+        /// What it may be.
+        wanted: &'static str,
     },
     /// Text without a tokenizer.
     #[error("{place}: is text, but no tokenizer was given; set a model folder with tokenizer.json, or write ids")]
@@ -80,7 +145,7 @@ pub enum Error {
         place: Place,
     },
     /// More tokens than the plan has positions.
-    #[error("{place}: {tokens} tokens, the plan's {limit} is {max}; shorten it or raise {limit}")]
+    #[error("{place}: {tokens} tokens, the plan's {limit} is {max}; shorten it or raise {limit}{further}")]
     TooLong {
         /// Where.
         place: Place,
@@ -90,6 +155,8 @@ pub enum Error {
         limit: &'static str,
         /// Its value.
         max: Tokens,
+        /// What else helps, or nothing.
+        further: &'static str,
     },
     /// An id without an embedding row.
     #[error("{place}: token {index} has id {id}, outside the vocabulary of {vocab_size}")]
@@ -111,6 +178,17 @@ pub enum Error {
         /// The value.
         reward: f64,
     },
+    /// No answers where the policy does not answer for itself.
+    #[error(
+        "{place}: none is given, but grpo.group_size is {group_size}; write as many, or set rollout.sample = true and the \
+         policy answers for itself"
+    )]
+    NoAnswers {
+        /// Where.
+        place: Place,
+        /// How many the configuration says.
+        group_size: usize,
+    },
     /// Another number of answers than the group has.
     #[error("{place}: {found} answers, but grpo.group_size is {group_size}")]
     GroupSize {
@@ -131,17 +209,6 @@ pub enum Error {
         /// The tokenizer library's reason.
         reason: String,
     },
-    /// A chat template of another kind.
-    #[error(
-        "{file}: the chat template is not ChatML: {reason}; write prompts with the model's own tokens instead of \
-         chat turns"
-    )]
-    NotChatMl {
-        /// The file the template was looked for in.
-        file: PathBuf,
-        /// What is missing.
-        reason: String,
-    },
     /// A cursor that belongs to another dataset.
     #[error("the saved order is over {saved} groups, the dataset now holds {found}; restore the file or start anew")]
     OtherDataset {
@@ -160,6 +227,19 @@ pub enum Error {
         /// What it may be.
         wanted: String,
     },
+    /// Padding that never came out even.
+    #[error(
+        "data keychain: a prompt of exactly {wanted} tokens could not be made with this tokenizer; the nearest of \
+         {tries} tries has {nearest}: ask for so many, or take another --seed"
+    )]
+    NotExact {
+        /// Tokens of the prompt that was to be made.
+        wanted: Tokens,
+        /// The nearest below it.
+        nearest: Tokens,
+        /// Prompts that were measured.
+        tries: usize,
+    },
     /// Not enough text for one passage.
     #[error(
         "data keychain: the {split} prompts need {needed} tokens of text, but only {found} were \
@@ -175,6 +255,12 @@ pub enum Error {
         /// Where text was looked for.
         folders: String,
     },
+}
+
+impl From<Refusal> for Error {
+    fn from(Refusal { file, reason }: Refusal) -> Error {
+        Error::Template { file, reason }
+    }
 }
 
 impl Classified for Error {

@@ -5,8 +5,11 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use serde::Deserialize;
+use serde_json::{Map, Value as Json};
 
-use super::{Answer, Error, Group, Limits, Place, Tokenizer};
+use super::chat::{Chat, RESERVED};
+use super::{Answer, Answers, Error, Group, Limits, Place, Tokenizer};
+use crate::config::TooLong;
 use crate::units::{Tokens, from_index};
 
 /// A line as it is written.
@@ -16,7 +19,11 @@ struct RawGroup {
     name: Option<String>,
     prompt: Option<String>,
     prompt_ids: Option<Vec<i64>>,
-    answers: Vec<RawAnswer>,
+    messages: Option<Vec<Map<String, Json>>>,
+    tools: Option<Vec<Json>>,
+    chat_template_kwargs: Option<Map<String, Json>>,
+    answers: Option<Vec<RawAnswer>>,
+    reward_data: Option<Map<String, Json>>,
 }
 
 /// An answer as it is written.
@@ -25,7 +32,18 @@ struct RawGroup {
 struct RawAnswer {
     text: Option<String>,
     ids: Option<Vec<i64>>,
+    parts: Option<Vec<RawPart>>,
     reward: Option<f64>,
+    mask: Option<Vec<Json>>,
+}
+
+/// A piece of an answer as it is written.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawPart {
+    text: Option<String>,
+    ids: Option<Vec<i64>>,
+    train: Option<bool>,
 }
 
 /// Reads and checks all records; blank lines are passed over.
@@ -54,14 +72,6 @@ struct Record<'a> {
     limits: &'a Limits,
 }
 
-/// A field that is either text or ids, and how long it may be.
-struct Source {
-    names: (&'static str, &'static str),
-    text: Option<String>,
-    ids: Option<Vec<i64>>,
-    max: (&'static str, Tokens),
-}
-
 impl Record<'_> {
     fn group(&self, text: &str) -> Result<Group, Error> {
         let raw: RawGroup = serde_json::from_str(text).map_err(|source| Error::Record {
@@ -69,68 +79,241 @@ impl Record<'_> {
             line: self.line,
             source,
         })?;
-        let prompt = Source {
-            names: ("prompt", "prompt_ids"),
-            text: raw.prompt,
-            ids: raw.prompt_ids,
-            max: ("context.prompt_len", self.limits.prompt_len_max),
-        };
-        let prompt_ids = self.ids("", prompt)?;
-        if raw.answers.len() != self.limits.group_size {
-            let (found, group_size) = (raw.answers.len(), self.limits.group_size);
-            return Err(Error::GroupSize { place: self.place("answers"), found, group_size });
-        }
-        let answers = raw.answers.into_iter().enumerate();
+        let (field, ids) =
+            self.prompt(raw.prompt, raw.prompt_ids, raw.messages, raw.tools, raw.chat_template_kwargs)?;
+        let (prompt_ids, cut) = self.cut(field, self.checked(field, ids)?)?;
+        self.count(raw.answers.as_deref().unwrap_or_default().len())?;
+        let answers = raw.answers.unwrap_or_default().into_iter().enumerate();
         let answers = answers.map(|(index, answer)| self.answer(index, answer)).collect::<Result<_, _>>()?;
+        let reward_data = raw.reward_data.unwrap_or_default();
+        self.known(&reward_data)?;
         let name = raw.name.unwrap_or_else(|| format!("line {}", self.line));
-        Ok(Group { name, prompt_ids, answers })
+        Ok(Group { name, prompt_ids, answers, reward_data, cut })
+    }
+
+    /// The field that holds the prompt, and its ids.
+    fn prompt(
+        &self,
+        text: Option<String>,
+        ids: Option<Vec<i64>>,
+        messages: Option<Vec<Map<String, Json>>>,
+        tools: Option<Vec<Json>>,
+        kwargs: Option<Map<String, Json>>,
+    ) -> Result<(&'static str, Vec<i64>), Error> {
+        for (field, given) in [("tools", tools.is_some()), ("chat_template_kwargs", kwargs.is_some())] {
+            if given && messages.is_none() {
+                let wanted = "absent where there are no \"messages\": only a chat template reads it";
+                return Err(Error::Field { place: self.place(field), found: "given".to_owned(), wanted });
+            }
+        }
+        match (text, ids, messages) {
+            (Some(text), None, None) => Ok(("prompt", self.encoded("prompt", &text)?)),
+            (None, Some(ids), None) => Ok(("prompt_ids", ids)),
+            (None, None, Some(messages)) => {
+                let chat = Chat { messages, tools, kwargs: kwargs.unwrap_or_default() };
+                Ok(("messages", self.conversation(&chat)?))
+            }
+            (text, ids, messages) => Err(Error::OneOf {
+                place: self.place("record"),
+                names: "\"prompt\", \"prompt_ids\" or \"messages\"",
+                found: found(
+                    usize::from(text.is_some()) + usize::from(ids.is_some()) + usize::from(messages.is_some()),
+                ),
+            }),
+        }
+    }
+
+    /// A conversation as its chat template writes it, tokenised without anything around it.
+    fn conversation(&self, chat: &Chat) -> Result<Vec<i64>, Error> {
+        const FIELD: &str = "messages";
+        if chat.messages.is_empty() {
+            let wanted = "a list of at least one turn, as [{\"role\": \"user\", \"content\": …}]";
+            return Err(Error::Field { place: self.place(FIELD), found: "[]".to_owned(), wanted });
+        }
+        for (index, message) in chat.messages.iter().enumerate() {
+            let role = message.get("role");
+            if role.is_none_or(|role| !role.is_string()) {
+                let place = self.place(&format!("{FIELD}[{index}].role"));
+                let found = role.map_or_else(|| "absent".to_owned(), Json::to_string);
+                return Err(Error::Field { place, found, wanted: "a text, as \"user\"" });
+            }
+        }
+        if let Some(name) = RESERVED.into_iter().find(|name| chat.kwargs.contains_key(*name)) {
+            let place = self.place(&format!("chat_template_kwargs.{name}"));
+            let wanted = "absent: the record's own fields and longstraw give the template these names";
+            return Err(Error::Field { place, found: "given".to_owned(), wanted });
+        }
+        let tokenizer = self.tokenizer(FIELD)?;
+        let text = tokenizer.render(chat).map_err(|refusal| Error::Chat {
+            place: self.place(FIELD),
+            file: refusal.file,
+            reason: refusal.reason,
+        })?;
+        tokenizer.encode(&text)
+    }
+
+    /// A prompt that is no longer than the plan's, and how many tokens were left out for that.
+    fn cut(&self, field: &str, ids: Vec<i64>) -> Result<(Vec<i64>, Option<Tokens>), Error> {
+        let (tokens, max) = (Tokens(from_index(ids.len())), self.limits.prompt_len_max);
+        if tokens <= max {
+            return Ok((ids, None));
+        }
+        let keep = max.index();
+        let (head, tail) = match self.limits.too_long {
+            TooLong::CutMiddle => (keep.div_ceil(2), keep / 2),
+            TooLong::CutLeft => (0, keep),
+            TooLong::Refuse => {
+                let further = ", or let data.too_long cut it";
+                return Err(Error::TooLong {
+                    place: self.place(field),
+                    tokens,
+                    limit: "context.prompt_len",
+                    max,
+                    further,
+                });
+            }
+        };
+        let kept = [&ids[..head], &ids[ids.len() - tail..]].concat();
+        Ok((kept, Some(Tokens(tokens.0 - max.0))))
+    }
+
+    /// Whether there are as many answers as there should be.
+    fn count(&self, found: usize) -> Result<(), Error> {
+        let place = || self.place("answers");
+        match self.limits.answers {
+            Answers::Given(group_size) if found == 0 => Err(Error::NoAnswers { place: place(), group_size }),
+            Answers::Given(group_size) if found != group_size => {
+                Err(Error::GroupSize { place: place(), found, group_size })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn answer(&self, index: usize, raw: RawAnswer) -> Result<Answer, Error> {
-        let before = format!("answers[{index}].");
+        let parent = format!("answers[{index}]");
         if let Some(reward) = raw.reward.filter(|reward| !reward.is_finite()) {
-            return Err(Error::Reward { place: self.place(&format!("{before}reward")), reward });
+            return Err(Error::Reward { place: self.place(&format!("{parent}.reward")), reward });
         }
-        let source = Source {
-            names: ("text", "ids"),
-            text: raw.text,
-            ids: raw.ids,
-            max: ("context.answer_len", self.limits.answer_len_max),
+        if raw.mask.is_some() && raw.ids.is_none() {
+            let wanted =
+                "given with \"ids\" only: how many tokens a text has is not known; write \"parts\" with \"train\"";
+            let place = self.place(&format!("{parent}.mask"));
+            return Err(Error::Field { place, found: "given".to_owned(), wanted });
+        }
+        let (field, ids, mask) = match (raw.text, raw.ids, raw.parts) {
+            (Some(text), None, None) => {
+                let field = format!("{parent}.text");
+                (field.clone(), self.encoded(&field, &text)?, None)
+            }
+            (None, Some(ids), None) => {
+                let mask = raw.mask.map(|mask| self.mask(&parent, &mask, ids.len())).transpose()?;
+                (format!("{parent}.ids"), ids, mask)
+            }
+            (None, None, Some(parts)) => {
+                let (ids, mask) = self.parts(&parent, parts)?;
+                (format!("{parent}.parts"), ids, Some(mask))
+            }
+            (text, ids, parts) => {
+                let found =
+                    found(usize::from(text.is_some()) + usize::from(ids.is_some()) + usize::from(parts.is_some()));
+                return Err(Error::OneOf {
+                    place: self.place(&parent),
+                    names: "\"text\", \"ids\" or \"parts\"",
+                    found,
+                });
+            }
         };
-        Ok(Answer { ids: self.ids(&before, source)?, reward: raw.reward })
+        let ids = self.checked(&field, ids)?;
+        let (tokens, max) = (Tokens(from_index(ids.len())), self.limits.answer_len_max);
+        if tokens > max {
+            let place = self.place(&field);
+            return Err(Error::TooLong { place, tokens, limit: "context.answer_len", max, further: "" });
+        }
+        if mask.as_ref().is_some_and(|mask| !mask.contains(&true)) {
+            return Err(Error::NothingTrained { place: self.place(&parent) });
+        }
+        // Where every token is trained, nothing is to be told apart.
+        Ok(Answer { ids, reward: raw.reward, mask: mask.filter(|mask| mask.contains(&false)) })
     }
 
-    /// The ids of a field, within the limits; `before` is the path of its parent.
-    fn ids(&self, before: &str, source: Source) -> Result<Vec<i64>, Error> {
-        let (one, other) = source.names;
-        let (field, ids) = match (source.text, source.ids) {
-            (Some(text), None) => {
-                let place = self.place(&format!("{before}{one}"));
-                let tokenizer = self.tokenizer.ok_or(Error::NoTokenizer { place })?;
-                (one, tokenizer.encode(&text)?)
-            }
-            (None, Some(ids)) => (other, ids),
-            (text, _) => {
-                let found = if text.is_some() { "not both" } else { "neither stands there" };
-                let parent = before.trim_end_matches('.');
-                let place = self.place(if parent.is_empty() { "record" } else { parent });
-                return Err(Error::Either { place, one, other, found });
-            }
-        };
-        let place = || self.place(&format!("{before}{field}"));
-        let (limit, max) = source.max;
-        let tokens = Tokens(from_index(ids.len()));
-        if ids.is_empty() {
-            return Err(Error::NoTokens { place: place() });
+    /// Flags as 0 and 1 or as booleans, one for each id.
+    fn mask(&self, parent: &str, flags: &[Json], ids: usize) -> Result<Vec<bool>, Error> {
+        if flags.len() != ids {
+            let [flags, tokens] = [flags.len(), ids].map(|count| Tokens(from_index(count)));
+            return Err(Error::MaskLength { place: self.place(&format!("{parent}.mask")), flags, tokens });
         }
-        if tokens > max {
-            return Err(Error::TooLong { place: place(), tokens, limit, max });
+        let flag = |(index, flag): (usize, &Json)| match (flag.as_bool(), flag.as_u64()) {
+            (Some(flag), _) => Ok(flag),
+            (_, Some(flag @ 0..=1)) => Ok(flag == 1),
+            _ => Err(Error::Field {
+                place: self.place(&format!("{parent}.mask[{index}]")),
+                found: flag.to_string(),
+                wanted: "0, 1, true or false",
+            }),
+        };
+        flags.iter().enumerate().map(flag).collect()
+    }
+
+    /// Pieces one behind the other, each tokenised by itself, and which ids are trained.
+    fn parts(&self, parent: &str, parts: Vec<RawPart>) -> Result<(Vec<i64>, Vec<bool>), Error> {
+        let (mut ids, mut mask) = (Vec::new(), Vec::new());
+        for (index, part) in parts.into_iter().enumerate() {
+            let field = format!("{parent}.parts[{index}]");
+            let piece = match (part.text, part.ids) {
+                (Some(text), None) => self.encoded(&format!("{field}.text"), &text)?,
+                (None, Some(ids)) => ids,
+                (text, _) => {
+                    let found = found(if text.is_some() { 2 } else { 0 });
+                    return Err(Error::OneOf { place: self.place(&field), names: "\"text\" or \"ids\"", found });
+                }
+            };
+            mask.extend(std::iter::repeat_n(part.train.unwrap_or(true), piece.len()));
+            ids.extend(piece);
+        }
+        Ok((ids, mask))
+    }
+
+    /// The well-known keys of what rewards are judged by have the kinds that rewards expect.
+    fn known(&self, data: &Map<String, Json>) -> Result<(), Error> {
+        let texts =
+            |value: &Json| value.as_array().is_some_and(|all| !all.is_empty() && all.iter().all(Json::is_string));
+        for (key, value) in data {
+            let (fits, wanted) = match key.as_str() {
+                "expected" => (
+                    value.is_string() || value.is_number() || value.is_boolean() || texts(value),
+                    "a text, a number, true, false, or a list of at least one text",
+                ),
+                "pattern" | "question" => (value.is_string(), "a text"),
+                _ => (true, ""),
+            };
+            if !fits {
+                let place = self.place(&format!("reward_data.{key}"));
+                return Err(Error::Field { place, found: value.to_string(), wanted });
+            }
+        }
+        Ok(())
+    }
+
+    fn tokenizer(&self, field: &str) -> Result<&Tokenizer, Error> {
+        self.tokenizer.ok_or_else(|| Error::NoTokenizer { place: self.place(field) })
+    }
+
+    fn encoded(&self, field: &str, text: &str) -> Result<Vec<i64>, Error> {
+        self.tokenizer(field)?.encode(text)
+    }
+
+    /// Ids, if there is one, and each has a row of the embedding.
+    fn checked(&self, field: &str, ids: Vec<i64>) -> Result<Vec<i64>, Error> {
+        if ids.is_empty() {
+            return Err(Error::NoTokens { place: self.place(field) });
         }
         let vocab_size = self.limits.vocab_size;
         let outside = |id: &i64| u64::try_from(*id).map_or(true, |id| id >= vocab_size);
         match ids.iter().position(outside) {
             None => Ok(ids),
-            Some(index) => Err(Error::OutsideVocabulary { place: place(), index, id: ids[index], vocab_size }),
+            Some(index) => {
+                Err(Error::OutsideVocabulary { place: self.place(field), index, id: ids[index], vocab_size })
+            }
         }
     }
 
@@ -139,22 +322,38 @@ impl Record<'_> {
     }
 }
 
+/// How many of several fields stand, in words.
+fn found(count: usize) -> &'static str {
+    if count == 0 { "none stands there" } else { "more than one stands there" }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
 
+    use serde_json::json;
+
     use super::super::{Dataset, sample};
     use super::*;
 
-    const LIMITS: Limits =
-        Limits { prompt_len_max: Tokens(8), answer_len_max: Tokens(4), vocab_size: 300, group_size: 2 };
+    const LIMITS: Limits = Limits {
+        prompt_len_max: Tokens(8),
+        answer_len_max: Tokens(4),
+        vocab_size: 300,
+        answers: Answers::Given(2),
+        too_long: TooLong::Refuse,
+    };
 
     fn open(text: &str) -> Result<Dataset, String> {
+        open_as(text, &LIMITS)
+    }
+
+    fn open_as(text: &str, limits: &Limits) -> Result<Dataset, String> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(text.as_bytes()).unwrap();
         let folder = sample::folder();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
-        let opened = Dataset::open(file.path(), Some(&tokenizer), &LIMITS);
+        let opened = Dataset::open(file.path(), Some(&tokenizer), limits);
         opened.map_err(|error| error.to_string().replace(&file.path().display().to_string(), "FILE"))
     }
 
@@ -191,10 +390,14 @@ mod tests {
             &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1], "rewards": 1}, {"ids": [2]}]}"#),
             "line 2: not a record: unknown field `rewards`",
         );
-        refused(&second(r#"{"answers": []}"#), r#"line 2, record: give either "prompt" or "prompt_ids", neither"#);
+        refused(
+            &second(r#"{"answers": []}"#),
+            r#"line 2, record: give one of "prompt", "prompt_ids" or "messages"; none stands there"#,
+        );
+        refused(&second(r#"{"prompt": "a", "messages": [], "answers": []}"#), "; more than one stands there");
         refused(
             &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1], "text": "a"}, {"ids": [2]}]}"#),
-            r#"line 2, answers[0]: give either "text" or "ids", not both"#,
+            r#"line 2, answers[0]: give one of "text", "ids" or "parts"; more than one stands there"#,
         );
         refused(
             &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1]}, {"ids": []}]}"#),
@@ -203,7 +406,8 @@ mod tests {
         refused(&second(r#"{"prompt": "", "answers": []}"#), "line 2, prompt: is empty");
         refused(
             &second(r#"{"prompt": "abcdefghi", "answers": []}"#),
-            "line 2, prompt: 9 tokens, the plan's context.prompt_len is 8",
+            "line 2, prompt: 9 tokens, the plan's context.prompt_len is 8; shorten it or raise context.prompt_len, or let \
+             data.too_long cut it",
         );
         refused(
             &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1]}, {"ids": [1, 2, 3, 4, 5]}]}"#),
@@ -226,6 +430,164 @@ mod tests {
             &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": 1e999}, {"ids": [1]}]}"#),
             "line 2: not a record: number out of range",
         );
+    }
+
+    fn two(prompt: &str, first: &str) -> String {
+        format!("{{{prompt}, \"answers\": [{first}, {{\"ids\": [1, 2]}}]}}")
+    }
+
+    #[test]
+    fn messages_go_through_the_models_own_template_with_what_the_record_tells_it() {
+        let limits = Limits { prompt_len_max: Tokens(400), answers: Answers::Sampled, ..LIMITS };
+        let chat = json!({"messages": [{"role": "user", "content": "hi"}]});
+        let data = open_as(&chat.to_string(), &limits).unwrap();
+        let folder = sample::folder();
+        let tokenizer = Tokenizer::open(folder.path()).unwrap();
+        assert_eq!(data.group(0).prompt_ids, tokenizer.chat_prompt("hi").unwrap());
+        let refused = |record: Json, words: &str| {
+            let message = open_as(&record.to_string(), &limits).unwrap_err();
+            assert!(message.contains(words), "{message}");
+        };
+        refused(json!({"messages": []}), "line 1, messages: is []; it must be a list of at least one turn");
+        refused(json!({"messages": [{"content": "hi"}]}), "messages[0].role: is absent; it must be a text");
+        refused(json!({"messages": [{"role": 1}]}), "messages[0].role: is 1; it must be a text");
+        refused(json!({"messages": ["hi"]}), "line 1: not a record: invalid type: string \"hi\", expected a map");
+        refused(json!({"prompt": "hi", "tools": []}), "line 1, tools: is given; it must be absent where there are no");
+        let mut reserved = chat.clone();
+        reserved["chat_template_kwargs"] = json!({"messages": 1});
+        refused(reserved, "chat_template_kwargs.messages: is given; it must be absent");
+    }
+
+    #[test]
+    fn a_template_is_told_tools_and_names_and_its_refusal_is_placed() {
+        let folder = sample::folder();
+        let template = "{% if loud is not defined %}{{ raise_exception('say how loud') }}{% endif %}\
+                        {{ loud }}{{ tools | length }}{{ messages[0].content }}";
+        std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+        let tokenizer = Tokenizer::open(folder.path()).unwrap();
+        let file = folder.path().join("train.jsonl");
+        let limits = Limits { answers: Answers::Sampled, ..LIMITS };
+        let opened = |record: &Json| {
+            std::fs::write(&file, format!("\n{record}\n")).unwrap();
+            Dataset::open(&file, Some(&tokenizer), &limits)
+        };
+        let mut record = json!({"messages": [{"role": "user", "content": "hi"}], "tools": [{}, {}]});
+        let message = opened(&record).unwrap_err().to_string();
+        for words in ["train.jsonl, line 2, messages: ", "chat_template.jinja says: line 1: say how loud"] {
+            assert!(message.contains(words), "{message}");
+        }
+        record["chat_template_kwargs"] = json!({"loud": true});
+        assert_eq!(tokenizer.decode(&opened(&record).unwrap().group(0).prompt_ids).unwrap(), "True2hi");
+    }
+
+    #[test]
+    fn masks_and_parts_say_which_tokens_are_trained() {
+        let prompt = r#""prompt_ids": [1]"#;
+        let mask = |first: &str| open(&two(prompt, first)).unwrap().group(0).answers[0].clone();
+        let masked = mask(r#"{"ids": [7, 8, 9], "mask": [1, false, 0]}"#);
+        assert_eq!(masked.mask, Some(vec![true, false, false]));
+        assert_eq!(mask(r#"{"ids": [7, 8], "mask": [1, true]}"#).mask, None, "every token is trained");
+        let parts = mask(
+            r#"{"parts": [{"ids": [9]}, {"text": "ab", "train": false}, {"text": "", "train": true}, {"text": "c", "train": true}]}"#,
+        );
+        let ids = mask(r#"{"text": "abc"}"#).ids;
+        assert_eq!(parts.ids, [vec![9], ids].concat());
+        assert_eq!(parts.mask, Some(vec![true, false, false, true]));
+        for (first, words) in [
+            (r#"{"ids": [1], "mask": [1, 0]}"#, "answers[0].mask: 2 flags for 1 ids; write one for each id"),
+            (r#"{"ids": [1], "mask": [2]}"#, "answers[0].mask[0]: is 2; it must be 0, 1, true or false"),
+            (r#"{"text": "a", "mask": [1]}"#, "answers[0].mask: is given; it must be given with \"ids\" only"),
+            (r#"{"ids": [1, 2], "mask": [0, 0]}"#, "answers[0]: no token of the answer is trained"),
+            (r#"{"parts": [{"text": "a", "train": false}]}"#, "answers[0]: no token of the answer is trained"),
+            (r#"{"parts": []}"#, "answers[0].parts: is empty"),
+            (r#"{"parts": [{"train": true}]}"#, "answers[0].parts[0]: give one of \"text\" or \"ids\"; none"),
+            (
+                r#"{"parts": [{"text": "abcde"}]}"#,
+                "answers[0].parts: 5 tokens, the plan's context.answer_len is 4; shorten it or raise context.answer_len",
+            ),
+            (r#"{"parts": [{"ids": [300]}]}"#, "answers[0].parts: token 0 has id 300"),
+        ] {
+            refused(&two(prompt, first), words);
+        }
+    }
+
+    #[test]
+    fn reward_data_is_kept_and_its_well_known_keys_are_checked() {
+        let line = |data: &str| two(&format!(r#""prompt_ids": [1], "reward_data": {data}"#), r#"{"ids": [1]}"#);
+        let data = open(&line(r#"{"expected": ["a", "b"], "pattern": "x+", "question": "q?", "tests": [1]}"#)).unwrap();
+        assert_eq!(data.group(0).reward_data["tests"], json!([1]));
+        assert!(open(&two(r#""prompt_ids": [1]"#, r#"{"ids": [1]}"#)).unwrap().group(0).reward_data.is_empty());
+        for value in ["\"a\"", "3.5", "true"] {
+            open(&line(&format!(r#"{{"expected": {value}}}"#))).unwrap();
+        }
+        for value in ["null", "[]", "[1]", "{}"] {
+            let words = format!("line 1, reward_data.expected: is {value}; it must be a text, a number");
+            refused(&line(&format!(r#"{{"expected": {value}}}"#)), &words);
+        }
+        refused(&line(r#"{"pattern": 1}"#), "reward_data.pattern: is 1; it must be a text");
+        refused(&line(r#"{"question": []}"#), "reward_data.question: is []; it must be a text");
+        refused(&line("[]"), "line 1: not a record: invalid type: sequence, expected a map");
+    }
+
+    #[test]
+    fn a_long_prompt_is_cut_to_the_plans_length_and_told() {
+        let text = (0..13).map(|id| id.to_string()).collect::<Vec<_>>().join(", ");
+        let text = format!(
+            "{}\n{}",
+            two(&format!("\"prompt_ids\": [{text}]"), r#"{"ids": [1]}"#),
+            two("\"prompt_ids\": [1, 2, 3, 4, 5, 6, 7, 8]", r#"{"ids": [1]}"#)
+        );
+        refused(&text, "line 1, prompt_ids: 13 tokens, the plan's context.prompt_len is 8");
+        for (too_long, prompt_len_max, kept) in [
+            (TooLong::CutMiddle, 8, vec![0, 1, 2, 3, 9, 10, 11, 12]),
+            (TooLong::CutMiddle, 9, vec![0, 1, 2, 3, 4, 9, 10, 11, 12]),
+            (TooLong::CutMiddle, 1, vec![0]),
+            (TooLong::CutLeft, 8, vec![5, 6, 7, 8, 9, 10, 11, 12]),
+        ] {
+            let data = open_as(&text, &Limits { too_long, prompt_len_max: Tokens(prompt_len_max), ..LIMITS }).unwrap();
+            assert_eq!(data.group(0).prompt_ids, kept);
+            assert_eq!(data.group(0).cut, Some(Tokens(13 - prompt_len_max)));
+        }
+        let data = open_as(&text, &Limits { too_long: TooLong::CutLeft, ..LIMITS }).unwrap();
+        assert_eq!(data.group(1).cut, None);
+        assert_eq!(
+            data.cuts().unwrap().to_string(),
+            "1 of 2 prompts is longer than context.prompt_len and was cut as data.too_long says: 5 tokens left out, of one \
+             5 at most"
+        );
+        assert_eq!(open(&two("\"prompt\": \"a\"", r#"{"ids": [1]}"#)).unwrap().cuts(), None);
+    }
+
+    #[test]
+    fn answers_may_be_left_out_only_where_the_policy_answers() {
+        let limits = Limits { answers: Answers::Sampled, ..LIMITS };
+        for answers in ["", r#", "answers": []"#, r#", "answers": [{"ids": [1]}]"#] {
+            open_as(&format!(r#"{{"prompt_ids": [1]{answers}}}"#), &limits).unwrap();
+        }
+        for answers in ["", r#", "answers": []"#] {
+            refused(
+                &format!(r#"{{"prompt_ids": [1]{answers}}}"#),
+                "line 1, answers: none is given, but grpo.group_size is 2; write as many, or set rollout.sample = true",
+            );
+        }
+        let broken = open_as(r#"{"prompt_ids": [1], "answers": [{"ids": [300]}]}"#, &limits).unwrap_err();
+        assert!(broken.contains("answers[0].ids: token 0 has id 300"), "{broken}");
+    }
+
+    #[test]
+    fn the_digest_covers_masks_and_reward_data_but_not_the_order_of_keys() {
+        let digest = |prompt: &str, first: &str| open(&two(prompt, first)).unwrap().digest();
+        let (prompt, answer) = (r#""prompt_ids": [1]"#, r#"{"ids": [1, 2]}"#);
+        let plain = digest(prompt, answer);
+        assert_eq!(plain, digest(prompt, r#"{"ids": [1, 2], "mask": [1, 1]}"#));
+        let masked = digest(prompt, r#"{"ids": [1, 2], "mask": [1, 0]}"#);
+        assert_ne!(plain, masked);
+        assert_ne!(masked, digest(prompt, r#"{"ids": [1, 2], "mask": [0, 1]}"#));
+        let judged = |data: &str| digest(&format!(r#"{prompt}, "reward_data": {data}"#), answer);
+        assert_eq!(plain, judged("{}"));
+        assert_ne!(plain, judged(r#"{"expected": "1"}"#));
+        assert_ne!(judged(r#"{"expected": "1"}"#), judged(r#"{"expected": "2"}"#));
+        assert_eq!(judged(r#"{"a": {"x": 1, "y": 2}, "b": 1}"#), judged(r#"{"b": 1, "a": {"y": 2, "x": 1}}"#));
     }
 
     #[test]

@@ -1,37 +1,29 @@
-//! The tokenizer of an HF folder, and ChatML prompts.
+//! The tokenizer of an HF folder, and its chat template.
 
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 use tokenizers::Tokenizer as Backend;
 
+use super::chat::{Chat, Refusal, Template};
 use super::error::Error;
 use crate::units::from_index;
 
-/// What opens and closes a ChatML turn.
-const TURN_START: &str = "<|im_start|>";
-const TURN_END: &str = "<|im_end|>";
+/// What an assistant says where only what follows it is of interest.
+const SAID: &str = "longstraw-answer";
 
 /// The tokenizer of an HF folder.
 pub struct Tokenizer {
     file: PathBuf,
     backend: Backend,
-    chat: Result<ChatMl, (PathBuf, String)>,
-}
-
-/// What a ChatML template needs.
-#[derive(Debug)]
-struct ChatMl {
-    end: i64,
-    /// What the template says for the system where the caller says nothing.
-    system: Option<String>,
+    template: Result<Template, Refusal>,
 }
 
 impl fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tokenizer").field("file", &self.file).field("chat", &self.chat).finish_non_exhaustive()
+        f.debug_struct("Tokenizer").field("file", &self.file).field("template", &self.template).finish_non_exhaustive()
     }
 }
 
@@ -39,7 +31,7 @@ impl Tokenizer {
     /// Loads tokenizer.json of `folder`, and the chat template beside it if there is one.
     ///
     /// # Errors
-    /// When tokenizer.json is absent or does not load. A missing or foreign chat template is an error only of those
+    /// When tokenizer.json is absent or does not load. A missing or faulty chat template is an error only of those
     /// functions that need it.
     pub fn open(folder: &Path) -> Result<Tokenizer, Error> {
         let file = folder.join("tokenizer.json");
@@ -49,8 +41,7 @@ impl Tokenizer {
             action: "is not a tokenizer that can be loaded",
             reason: reason.to_string(),
         })?;
-        let chat = chat_ml(folder, &backend);
-        Ok(Tokenizer { file, backend, chat })
+        Ok(Tokenizer { file, backend, template: Template::open(folder) })
     }
 
     /// The ids of `text`; nothing is added around it, special tokens written in it are recognised.
@@ -71,13 +62,25 @@ impl Tokenizer {
     /// # Errors
     /// When an id is negative, or the tokenizer refuses.
     pub fn decode(&self, ids: &[i64]) -> Result<String, Error> {
+        self.decoded(ids, false)
+    }
+
+    /// The text of `ids` without special tokens: what an answer says.
+    ///
+    /// # Errors
+    /// When an id is negative, or the tokenizer refuses.
+    pub fn text(&self, ids: &[i64]) -> Result<String, Error> {
+        self.decoded(ids, true)
+    }
+
+    fn decoded(&self, ids: &[i64], plain: bool) -> Result<String, Error> {
         let refused =
             |reason: String| Error::Tokenizer { file: self.file.clone(), action: "cannot decode ids", reason };
         let ids: Vec<u32> = ids
             .iter()
             .map(|id| u32::try_from(*id).map_err(|_| refused(format!("{id} is no token id"))))
             .collect::<Result<_, _>>()?;
-        self.backend.decode(&ids, false).map_err(|reason| refused(reason.to_string()))
+        self.backend.decode(&ids, plain).map_err(|reason| refused(reason.to_string()))
     }
 
     /// How many tokens, added ones included; the model's embedding may have more rows.
@@ -100,101 +103,79 @@ impl Tokenizer {
         added.into_iter().map(|(_, token)| token.content).collect()
     }
 
-    /// The id that ends a turn of a ChatML model.
-    ///
-    /// # Errors
-    /// When the folder's chat template is not ChatML.
-    pub fn turn_end(&self) -> Result<i64, Error> {
-        self.chat().map(|chat| chat.end)
+    /// The conversation as the model's chat template writes it, open for the assistant's answer.
+    pub(super) fn render(&self, chat: &Chat) -> Result<String, Refusal> {
+        self.template.as_ref().map_err(Clone::clone)?.render(chat, true)
     }
 
-    /// The text that ends a turn of a ChatML model.
+    /// One user turn as the model's chat template writes it, open for the assistant's answer. Without a system turn, the
+    /// template's own default stands where it has one.
     ///
     /// # Errors
-    /// When the folder's chat template is not ChatML.
-    pub fn turn_end_text(&self) -> Result<&'static str, Error> {
-        self.chat().map(|_| TURN_END)
-    }
-
-    /// One system turn and one user turn as ChatML text, open for the assistant's answer. Without `system`, the
-    /// template's own default stands, or no system turn where it has none.
-    ///
-    /// # Errors
-    /// When the folder's chat template is not ChatML.
-    pub fn chat_text(&self, system: Option<&str>, user: &str) -> Result<String, Error> {
-        let chat = self.chat()?;
-        let turn = |role: &str, text: &str| format!("{TURN_START}{role}\n{text}{TURN_END}\n");
-        let system = system.or(chat.system.as_deref()).map(|text| turn("system", text)).unwrap_or_default();
-        Ok(format!("{system}{}{TURN_START}assistant\n", turn("user", user)))
+    /// When the folder has no chat template, or the template refuses.
+    pub fn chat_text(&self, user: &str) -> Result<String, Error> {
+        let chat = Chat { messages: vec![turn("user", user)], ..Chat::default() };
+        self.render(&chat).map_err(Error::from)
     }
 
     /// The ids of [`Tokenizer::chat_text`].
     ///
     /// # Errors
-    /// When the folder's chat template is not ChatML, or the tokenizer refuses the text.
-    pub fn chat_prompt(&self, system: Option<&str>, user: &str) -> Result<Vec<i64>, Error> {
-        self.encode(&self.chat_text(system, user)?)
+    /// When the folder has no chat template, the template refuses, or the tokenizer refuses the text.
+    pub fn chat_prompt(&self, user: &str) -> Result<Vec<i64>, Error> {
+        self.encode(&self.chat_text(user)?)
     }
 
-    fn chat(&self) -> Result<&ChatMl, Error> {
-        self.chat.as_ref().map_err(|(file, reason)| Error::NotChatMl { file: file.clone(), reason: reason.clone() })
+    /// The token that ends an assistant's turn: the first special token that the chat template writes behind an answer,
+    /// else the folder's `eos_token`.
+    ///
+    /// # Errors
+    /// When the folder has no chat template, the template refuses, or neither token is there.
+    pub fn turn_end_text(&self) -> Result<String, Error> {
+        let template = self.template.as_ref().map_err(|refusal| Error::from(refusal.clone()))?;
+        self.end_of_turn(template)?.ok_or_else(|| {
+            let reason = "no special token of tokenizer.json ends an answer, and there is no eos_token".to_owned();
+            Error::from(Refusal { file: template.file.clone(), reason })
+        })
+    }
+
+    /// The id of [`Tokenizer::turn_end_text`].
+    ///
+    /// # Errors
+    /// As [`Tokenizer::turn_end_text`].
+    pub fn turn_end(&self) -> Result<i64, Error> {
+        let text = self.turn_end_text()?;
+        self.id(&text).ok_or_else(|| Error::Tokenizer {
+            file: self.file.clone(),
+            action: "has no token for the end of a turn",
+            reason: text,
+        })
+    }
+
+    /// The end of a turn where the folder has a template that tells it: a template that refuses tells nothing.
+    pub(super) fn turn_end_if_told(&self) -> Option<i64> {
+        let template = self.template.as_ref().ok()?;
+        self.id(&self.end_of_turn(template).ok()??)
+    }
+
+    fn end_of_turn(&self, template: &Template) -> Result<Option<String>, Refusal> {
+        let chat = Chat { messages: vec![turn("user", "ask"), turn("assistant", SAID)], ..Chat::default() };
+        let text = template.render(&chat, false)?;
+        let behind = text.rsplit_once(SAID).map_or("", |(_, behind)| behind);
+        let added = self.backend.get_added_tokens_decoder();
+        let specials = added.values().filter(|token| token.special).map(|token| token.content.as_str());
+        // Of two that begin at one place the longer one is read.
+        let first = specials
+            .filter_map(|token| Some((behind.find(token)?, usize::MAX - token.len(), token)))
+            .min()
+            .map(|(.., token)| token);
+        let eos = || template.special("eos_token").filter(|token| self.id(token).is_some());
+        Ok(first.or_else(eos).map(str::to_owned))
     }
 }
 
-/// Recognises ChatML: both turn tokens stand in the template and are single tokens, and the assistant's turn is opened.
-fn chat_ml(folder: &Path, backend: &Backend) -> Result<ChatMl, (PathBuf, String)> {
-    let (file, template) = template(folder)?;
-    for part in [TURN_START, TURN_END, "assistant", "add_generation_prompt"] {
-        if !template.contains(part) {
-            return Err((file, format!("it never says {part:?}")));
-        }
-    }
-    let added = backend.get_added_tokens_decoder();
-    let id = |token: &str| added.iter().find(|(_, added)| added.content == token).map(|(id, _)| i64::from(*id));
-    match (id(TURN_START), id(TURN_END)) {
-        (Some(_), Some(end)) => Ok(ChatMl { end, system: default_system(&template) }),
-        _ => Err((file, format!("{TURN_START} and {TURN_END} are not tokens of tokenizer.json"))),
-    }
-}
-
-/// The chat template's text and the file it stands in.
-fn template(folder: &Path) -> Result<(PathBuf, String), (PathBuf, String)> {
-    let file = folder.join("chat_template.jinja");
-    if let Ok(template) = fs::read_to_string(&file) {
-        return Ok((file, template));
-    }
-    let file = folder.join("tokenizer_config.json");
-    let config = fs::read(&file).map_err(|cause| cause.to_string());
-    let config = config.and_then(|bytes| serde_json::from_slice::<Json>(&bytes).map_err(|cause| cause.to_string()));
-    let found = match config.as_ref().map(|config| &config["chat_template"]) {
-        Err(reason) => return Err((file, reason.clone())),
-        Ok(Json::String(template)) => Some(template.clone()),
-        Ok(Json::Array(named)) => named
-            .iter()
-            .find(|entry| entry["name"] == "default")
-            .and_then(|entry| entry["template"].as_str())
-            .map(str::to_owned),
-        Ok(_) => None,
-    };
-    match found {
-        Some(template) => Ok((file, template)),
-        None => Err((file, "there is no chat_template".to_owned())),
-    }
-}
-
-/// The system text that the template itself writes where a conversation has none: the literal between a system turn's
-/// start and end. A turn that is put together from expressions is none.
-fn default_system(template: &str) -> Option<String> {
-    let template = template.replace("\\n", "\n");
-    let start = format!("{TURN_START}system\n");
-    let mut turns = template.split(&start).skip(1);
-    let literal = |turn: &str| {
-        let (text, _) = turn.split_once(TURN_END)?;
-        let composed = ["{{", "}}", "{%", "' +", "'+", "\" +", "\"+", "' ~", "'~"];
-        let plain = composed.iter().all(|part| !text.contains(part));
-        plain.then(|| text.to_owned())
-    };
-    turns.find_map(literal)
+fn turn(role: &str, content: &str) -> Map<String, Json> {
+    [("role", role), ("content", content)].map(|(name, text)| (name.to_owned(), text.into())).into_iter().collect()
 }
 
 #[cfg(test)]
@@ -210,38 +191,46 @@ mod tests {
         let ids = tokenizer.encode(text).unwrap();
         assert!(ids.contains(&sample::END));
         assert_eq!(tokenizer.decode(&ids).unwrap(), text);
+        assert_eq!(tokenizer.text(&ids).unwrap(), "ünïcode\t and  digits 12\n\n");
         assert_eq!(tokenizer.vocabulary(), 259);
         assert!(tokenizer.decode(&[-1]).unwrap_err().to_string().contains("-1 is no token id"));
     }
 
     #[test]
-    fn a_chat_prompt_is_chat_ml_with_the_templates_own_system_text() {
+    fn a_chat_prompt_is_what_the_template_writes() {
         let folder = sample::folder();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
-        let text = |system| tokenizer.decode(&tokenizer.chat_prompt(system, "hi").unwrap()).unwrap();
         assert_eq!(
-            text(None),
+            tokenizer.decode(&tokenizer.chat_prompt("hi").unwrap()).unwrap(),
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         );
-        assert!(text(Some("Be kind.")).starts_with("<|im_start|>system\nBe kind.<|im_end|>\n"));
         assert_eq!(tokenizer.turn_end().unwrap(), sample::END);
     }
 
     #[test]
-    fn a_composed_system_turn_is_no_default() {
-        let template = "{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}";
-        assert_eq!(default_system(template), None);
-        let second = format!("{template}{{{{ '<|im_start|>system\\nIt''s me.<|im_end|>\\n' }}}}");
-        assert_eq!(default_system(&second).as_deref(), Some("It''s me."));
+    fn the_end_of_a_turn_is_found_in_any_template() {
+        let folder = sample::folder();
+        let ends = |template: &str, config: &str| {
+            fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+            fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+            Tokenizer::open(folder.path()).unwrap().turn_end_text().map_err(|error| error.to_string())
+        };
+        let turns = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{{ END }}{% endfor %}";
+        let config = r#"{"eos_token": "<|endoftext|>", "END_token": "x"}"#;
+        assert_eq!(ends(&turns.replace("END", "eos_token"), config).unwrap(), "<|endoftext|>");
+        assert_eq!(ends(&turns.replace("END", "'<|im_end|><|endoftext|>'"), config).unwrap(), "<|im_end|>");
+        assert_eq!(ends(&turns.replace("END", "''"), config).unwrap(), "<|endoftext|>");
+        let message = ends(&turns.replace("END", "''"), "{}").unwrap_err();
+        assert!(message.contains("chat_template.jinja: ") && message.contains("no special token"), "{message}");
     }
 
     #[test]
-    fn a_foreign_chat_template_is_refused_in_words() {
+    fn a_missing_or_faulty_chat_template_is_refused_in_words() {
         let folder = sample::folder();
-        fs::write(folder.path().join("chat_template.jinja"), "[INST] {{ messages }} [/INST]").unwrap();
+        fs::write(folder.path().join("chat_template.jinja"), "[INST] {{ messages }").unwrap();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
-        let message = tokenizer.chat_prompt(None, "hi").unwrap_err().to_string();
-        assert!(message.contains("not ChatML: it never says \"<|im_start|>\""), "{message}");
+        let message = tokenizer.chat_prompt("hi").unwrap_err().to_string();
+        assert!(message.contains("chat_template.jinja: the chat template cannot be used: line 1: "), "{message}");
         fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
         fs::write(folder.path().join("tokenizer_config.json"), "{}").unwrap();
         let message = Tokenizer::open(folder.path()).unwrap().turn_end().unwrap_err().to_string();

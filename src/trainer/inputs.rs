@@ -50,6 +50,8 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
     };
     let prompt_ids = draw(config.context.prompt_len);
     let answers =
-        (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None }).collect();
-    Dataset::of(vec![Group { name: "random tokens".into(), prompt_ids, answers }])
+        (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None, mask: None });
+    let name = "random tokens".to_owned();
+    let answers = answers.collect();
+    Dataset::of(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
 }

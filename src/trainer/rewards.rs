@@ -101,13 +101,11 @@ pub(super) fn told(session: &Session, world: &World, groups: &[&Group], own: &[A
     let text = if world.cp.rank() == Rank(0) { serde_json::json!(own).to_string() } else { String::new() };
     let texts = world.all.gather_texts(&text);
     let read = |text: &String| serde_json::from_str(text).expect("answers come back as they were written");
-    let answers: Vec<Vec<Answer>> =
-        texts.iter().filter(|text| !text.is_empty()).take(groups.len()).map(read).collect();
+    let answers: Vec<Vec<Answer>> = texts.iter().filter(|text| !text.is_empty()).take(groups.len()).map(read).collect();
     let said = world.alone(|| session.verdicts(groups, &answers, world.board()))?;
     let text = if world.all.rank() == Rank(0) { serde_json::json!(said).to_string() } else { String::new() };
     let texts = world.all.gather_texts(&text);
-    let verdicts: Vec<Vec<Verdict>> =
-        serde_json::from_str(&texts[0]).expect("verdicts come back as they were written");
+    let verdicts: Vec<Vec<Verdict>> = serde_json::from_str(&texts[0]).expect("verdicts come back as they were written");
     Ok(answers.into_iter().zip(verdicts).map(|(answers, verdicts)| Told { answers, verdicts }).collect())
 }
 
@@ -120,10 +118,8 @@ impl Session {
         board: &Board,
     ) -> Result<Vec<Vec<Verdict>>, Failure> {
         let text = |answer: &Answer| self.tokenizer.as_ref().map_or(Ok(String::new()), |known| known.text(&answer.ids));
-        let texts: Vec<Vec<String>> = answers
-            .iter()
-            .map(|group| group.iter().map(text).collect::<Result<_, _>>())
-            .collect::<Result<_, _>>()?;
+        let texts: Vec<Vec<String>> =
+            answers.iter().map(|group| group.iter().map(text).collect::<Result<_, _>>()).collect::<Result<_, _>>()?;
         let mut asked = Vec::new();
         for ((group, answers), texts) in groups.iter().zip(answers).zip(&texts) {
             asked.extend(answers.iter().zip(texts).enumerate().map(|(index, (answer, text))| Asked {

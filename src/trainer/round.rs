@@ -18,11 +18,11 @@ use crate::exchange::gather_rows;
 use crate::failure::Failure;
 use crate::handoff::{Logprobs, Scores, Work};
 use crate::objective::{self, Counted};
-use crate::{data, rollout};
 use crate::report::Step;
 use crate::tensor::accumulation;
 use crate::units::{Rank, Tokens, as_index, float, from_index};
 use crate::world::World;
+use crate::{data, rollout};
 
 /// How many updates to come are looked at for how long they take; those behind them are as these.
 const UPDATES_AHEAD_MAX: u64 = 1000;

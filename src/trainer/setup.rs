@@ -267,7 +267,10 @@ impl Session {
 
     /// What a user should know before the first step.
     pub(super) fn notes(&self, loaded: &Loaded) -> Vec<String> {
-        loaded.notes().into_iter().chain(plan::context_note(&loaded.run, &self.spec)).collect()
+        let cut = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
+        let held_out = self.held_out.as_ref().and_then(|data| cut("data.held_out", data));
+        let cuts = cut("data.path", &self.data).into_iter().chain(held_out);
+        loaded.notes().into_iter().chain(plan::context_note(&loaded.run, &self.spec)).chain(cuts).collect()
     }
 
     /// A group dealt to the ranks of this prompt group.

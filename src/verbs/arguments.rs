@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 
 use longstraw::config::{DeviceChoice, Gate};
+use longstraw::data::keychain;
 use longstraw::pages::Residency;
 use longstraw::parity::Gradient;
 use longstraw::study;
@@ -79,6 +80,16 @@ pub(super) fn length(text: &str) -> Result<study::Length, String> {
     let count = |text: &str| at_least_one(text).map_err(|_| "should be POSITIONS or POSITIONS:PROMPTS".to_owned());
     let prompts = usize::try_from(count(prompts)?).map_err(|error| error.to_string())?;
     Ok(study::Length { positions: Tokens(count(positions)?), prompts })
+}
+
+/// `FROM..TO`, in percent.
+pub(super) fn depth(text: &str) -> Result<keychain::Depth, String> {
+    let percent = |text: &str| text.parse().ok().filter(|percent: &u64| *percent <= 100);
+    let range = text.split_once("..").and_then(|(from, to)| Some((percent(from)?, percent(to)?)));
+    let range = range.filter(|(from, to)| from <= to);
+    range
+        .map(|(from, to)| keychain::Depth { from, to })
+        .ok_or_else(|| "should be FROM..TO, whole percents from 0 to 100".into())
 }
 
 /// Where adapters come from.

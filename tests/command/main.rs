@@ -11,6 +11,7 @@ mod sample;
 
 mod abort;
 mod convert;
+mod data;
 mod doctor;
 mod gate;
 mod job;

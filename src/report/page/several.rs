@@ -6,7 +6,7 @@ use super::html::{count, duration, escape, grid, section, short, table};
 use super::plot::{About, Dot, Series, dots, groups, lines};
 use super::read::{Facts, Run};
 use super::single::{reward_ends, series, state, unit_of};
-use crate::report::Step;
+use crate::report::{HeldOut, Step};
 use crate::units::{Bytes, float};
 
 /// What is said of several runs together; of one run, what its receipts say together.
@@ -78,13 +78,7 @@ fn before_and_after(
     };
     let found: Vec<(String, Vec<f64>)> =
         runs.iter().zip(names).filter_map(|(run, name)| Some((name.clone(), measured(run)?))).collect();
-    let about = About {
-        title: title.into(),
-        reading: reading.into(),
-        x_name: "run",
-        unit,
-        wide: false,
-    };
+    let about = About { title: title.into(), reading: reading.into(), x_name: "run", unit, wide: false };
     groups(&about, &["before".to_owned(), "after".to_owned()], &found, None)
 }
 

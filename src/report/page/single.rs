@@ -95,7 +95,8 @@ fn about(run: &Run) -> Vec<(String, String)> {
         row("last gradient norm", (receipt.steps > 0).then(|| short(receipt.grad_norm)));
         if let [Some(before), Some(after)] = receipt.held_out {
             let prompts = after.prompts;
-            let both = |before: Option<f64>, after: Option<f64>| Some(format!("{} → {}", short(before?), short(after?)));
+            let both =
+                |before: Option<f64>, after: Option<f64>| Some(format!("{} → {}", short(before?), short(after?)));
             let on = |text: Option<String>, unit: &str| text.map(|text| format!("{text}{unit} on {prompts} prompts"));
             row("held-out mean reward", on(both(before.reward, after.reward), ""));
             row("held-out margin, right over wrong", on(both(before.margin, after.margin), " nats"));

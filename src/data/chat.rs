@@ -1,0 +1,438 @@
+//! A model's own chat template, run as the `transformers` library runs it.
+//!
+//! A template is a Jinja program beside the tokenizer: `chat_template.jinja`, or `"chat_template"` of
+//! tokenizer_config.json. Where the two libraries differ, `transformers` is followed: blocks leave no blank line, values
+//! print as Python prints them, `tojson` is `json.dumps`, Python's string methods are there, `raise_exception` refuses,
+//! and `strftime_now` tells the time.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use minijinja::value::ValueKind;
+use minijinja::{AutoEscape, Environment, Error as Failed, ErrorKind, Value};
+use serde_json::{Map, Value as Json};
+
+use super::python;
+
+/// What a record may not hand to a template under these names: they have fields of their own.
+pub(super) const RESERVED: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
+
+/// A conversation, and what else its template is told.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Chat {
+    /// The turns, each with a role.
+    pub(super) messages: Vec<Map<String, Json>>,
+    /// Descriptions of tools.
+    pub(super) tools: Option<Vec<Json>>,
+    /// Further names, as `enable_thinking`.
+    pub(super) kwargs: Map<String, Json>,
+}
+
+/// Why a template gives no text.
+#[derive(Clone, Debug)]
+pub(super) struct Refusal {
+    /// The file it stands in, or should.
+    pub(super) file: PathBuf,
+    /// The template's own words, or what is wrong with it.
+    pub(super) reason: String,
+}
+
+/// A folder's chat template and the special tokens that it may name.
+#[derive(Debug)]
+pub(super) struct Template {
+    /// The file it stands in.
+    pub(super) file: PathBuf,
+    source: String,
+    /// Where a folder has another one for conversations with tools.
+    with_tools: Option<String>,
+    specials: Map<String, Json>,
+}
+
+impl Template {
+    /// Reads the template of a model folder.
+    pub(super) fn open(folder: &Path) -> Result<Template, Refusal> {
+        let jinja = folder.join("chat_template.jinja");
+        let file = folder.join("tokenizer_config.json");
+        let config = object(&file)?;
+        let mut specials = special_tokens(object(&folder.join("special_tokens_map.json"))?.as_ref());
+        specials.extend(special_tokens(config.as_ref()));
+        if let Ok(source) = fs::read_to_string(&jinja) {
+            return Ok(Template { file: jinja, source, with_tools: None, specials });
+        }
+        let refused = |reason: &str| Refusal { file: file.clone(), reason: reason.to_owned() };
+        let found = config.as_ref().and_then(|config| config.get("chat_template"));
+        let (source, with_tools) = match found {
+            Some(Json::String(source)) => (source.clone(), None),
+            Some(Json::Array(named)) => {
+                let of = |name: &str| named.iter().find(|entry| entry["name"] == name)?["template"].as_str();
+                let default = of("default").ok_or_else(|| refused("none of its chat templates is named default"))?;
+                (default.to_owned(), of("tool_use").map(str::to_owned))
+            }
+            None | Some(Json::Null) => return Err(refused("there is no chat_template")),
+            Some(_) => return Err(refused("chat_template is neither a text nor a list of named texts")),
+        };
+        Ok(Template { file, source, with_tools, specials })
+    }
+
+    /// The text of the token that the folder calls `name`, as `eos_token`.
+    pub(super) fn special(&self, name: &str) -> Option<&str> {
+        self.specials.get(name).and_then(Json::as_str)
+    }
+
+    /// The conversation as text; with `open`, followed by what opens the assistant's turn.
+    pub(super) fn render(&self, chat: &Chat, open: bool) -> Result<String, Refusal> {
+        let mut names = self.specials.clone();
+        names.insert("documents".to_owned(), Json::Null);
+        names.extend(chat.kwargs.clone());
+        names.insert("messages".to_owned(), chat.messages.iter().cloned().map(Json::Object).collect());
+        names.insert("tools".to_owned(), chat.tools.clone().map_or(Json::Null, Json::Array));
+        names.insert("add_generation_prompt".to_owned(), open.into());
+        let tools = chat.tools.as_ref().and(self.with_tools.as_deref());
+        let source = without_generation(tools.unwrap_or(&self.source));
+        environment()
+            .render_named_str("chat_template", &source, Value::from_serialize(&names))
+            .map_err(|failed| Refusal { file: self.file.clone(), reason: reason(&failed) })
+    }
+}
+
+/// The JSON object in a file; `None` where there is no file.
+fn object(file: &Path) -> Result<Option<Map<String, Json>>, Refusal> {
+    let refused = |reason: String| Refusal { file: file.to_owned(), reason };
+    match fs::read(file) {
+        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(cause) => Err(refused(cause.to_string())),
+        Ok(bytes) => {
+            serde_json::from_slice(&bytes).map(Some).map_err(|cause| refused(format!("no JSON object: {cause}")))
+        }
+    }
+}
+
+/// Names that end in `_token` and stand for a text, or for an object with one.
+fn special_tokens(config: Option<&Map<String, Json>>) -> Map<String, Json> {
+    let text = |value: &Json| value.as_str().or_else(|| value["content"].as_str()).map(Json::from);
+    let entries = config.into_iter().flatten().filter(|(name, _)| name.ends_with("_token"));
+    entries.filter_map(|(name, value)| Some((name.clone(), text(value)?))).collect()
+}
+
+/// Jinja as `transformers` sets it up.
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(python::method);
+    environment.set_formatter(|out, _, value| {
+        let text = python::display(value)?;
+        out.write_str(&text).map_err(|_| Failed::from(ErrorKind::WriteFailure))
+    });
+    environment
+        .add_filter("tojson", |value: &Value, options: minijinja::value::Kwargs| python::to_json(value, options));
+    environment.add_filter("string", |value: &Value| python::display(value));
+    environment.add_filter("trim", |value: &Value, signs: Option<String>| {
+        let text = python::display(value)?;
+        let trimmed = signs.map_or(text.trim(), |signs| text.trim_matches(|sign| signs.contains(sign)));
+        Ok::<_, Failed>(trimmed.to_owned())
+    });
+    // In Jinja a text and a mapping are sequences too, and a text can be gone through.
+    let sequence = |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map);
+    environment.add_test("sequence", sequence);
+    environment.add_test("iterable", move |value: &Value| sequence(value) || value.kind() == ValueKind::Iterable);
+    environment.add_function("raise_exception", |words: String| -> Result<Value, Failed> {
+        Err(Failed::new(ErrorKind::InvalidOperation, words))
+    });
+    environment.add_function("strftime_now", |format: &str| {
+        let mut text = String::new();
+        let words =
+            || Failed::new(ErrorKind::InvalidOperation, format!("strftime_now: {format:?} is no format of a time"));
+        write!(text, "{}", chrono::Local::now().format(format)).map_err(|_| words())?;
+        Ok(text)
+    });
+    environment
+}
+
+/// The words of the innermost failure, and the template's line.
+fn reason(failed: &Failed) -> String {
+    let mut inner = failed;
+    while let Some(cause) = std::error::Error::source(inner).and_then(|cause| cause.downcast_ref::<Failed>()) {
+        inner = cause;
+    }
+    let words = inner.detail().map_or_else(|| inner.kind().to_string(), str::to_owned);
+    inner.line().or(failed.line()).map_or_else(|| words.clone(), |line| format!("line {line}: {words}"))
+}
+
+/// The template without `{% generation %}`, a tag of `transformers` that marks what an assistant said and prints nothing;
+/// in its place stands a condition that always holds, with the same marks for blanks.
+fn without_generation(source: &str) -> String {
+    let mut plain = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some((before, tag)) = rest.split_once("{%") {
+        plain.push_str(before);
+        plain.push_str("{%");
+        let Some((inside, after)) = tag.split_once("%}") else {
+            rest = tag;
+            continue;
+        };
+        let name = inside.trim_matches(['-', '+', ' ', '\n', '\t']);
+        match name {
+            "generation" => plain.push_str(&inside.replace(name, "if true")),
+            "endgeneration" => plain.push_str(&inside.replace(name, "endif")),
+            _ => plain.push_str(inside),
+        }
+        plain.push_str("%}");
+        rest = after;
+    }
+    plain.push_str(rest);
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A ChatML model's template with a system text of its own.
+    const CHAT_ML: &str = "{% for message in messages %}\n    {% if loop.first and message['role'] != 'system' %}\n\
+        {{ '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}\n    {% endif %}\n\
+        {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}\n\
+        {% if add_generation_prompt %}\n{{ '<|im_start|>assistant\\n' -}}\n{% endif %}";
+    /// In the manner of Llama 3: a first token, ids of roles, a date, tools as indented JSON.
+    const HEADERS: &str = r#"{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "1 Jan 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{{- "Today Date: " + date_string + "\n\n" }}
+{%- if tools is not none %}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=4) }}
+        {{- "\n\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + "}<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"#;
+    /// In the manner of Mistral: turns must alternate, or the template refuses.
+    const ALTERNATING: &str = "{{ bos_token }}{% for message in messages %}\
+        {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+        {{ raise_exception('Roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+        {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
+        {% elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}\
+        {% else %}{{ raise_exception('Only user and assistant are roles, not ' ~ message.role) }}{% endif %}{% endfor %}";
+    /// In the manner of Qwen3: a macro, a namespace, a loop from the end, Python's methods.
+    const THINKING: &str = r#"{%- macro tagged(name, text) -%}
+<{{ name }}>
+{{ text }}
+</{{ name }}>
+{%- endmacro -%}
+{%- set ns = namespace(last=messages|length - 1, searching=true) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.searching and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.searching = false %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+        {%- for part in message.content %}
+            {%- if part.type != 'text' %}
+                {%- continue %}
+            {%- endif %}
+            {%- set content = content ~ part.text %}
+            {{- part.text }}
+        {%- endfor %}
+    {%- endif %}
+    {%- if message.role == "assistant" %}
+        {%- set reasoning = '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and reasoning %}
+            {{- '<|im_start|>assistant\n' + tagged('think', reasoning.strip('\n')) + '\n\n' + content }}
+        {%- else %}
+            {{- '<|im_start|>assistant\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+"#;
+
+    fn folder(files: &[(&str, String)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            fs::write(folder.path().join(name), text).unwrap();
+        }
+        folder
+    }
+
+    fn template(source: &str) -> Template {
+        let config =
+            json!({"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false}, "add_bos_token": true});
+        let files = [("chat_template.jinja", source.to_owned()), ("tokenizer_config.json", config.to_string())];
+        Template::open(folder(&files).path()).unwrap()
+    }
+
+    fn chat(messages: &Json) -> Chat {
+        Chat { messages: serde_json::from_value(messages.clone()).unwrap(), ..Chat::default() }
+    }
+
+    #[test]
+    fn a_chat_ml_template_writes_its_own_system_text_and_leaves_no_blank_line() {
+        let template = template(CHAT_ML);
+        assert_eq!(
+            template.render(&chat(&json!([{"role": "user", "content": "hi"}])), true).unwrap(),
+            "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        );
+        let given = json!([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]);
+        assert_eq!(
+            template.render(&chat(&given), false).unwrap(),
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        );
+    }
+
+    #[test]
+    fn headers_take_special_tokens_tools_and_further_names() {
+        let template = template(HEADERS);
+        let mut talk = chat(&json!([
+            {"role": "system", "content": " Be exact. "},
+            {"role": "user", "content": "add"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": [2.5, true]}}}]},
+        ]));
+        talk.tools = Some(vec![json!({"name": "add", "ü": {}})]);
+        talk.kwargs.insert("date_string".into(), "26 Jul 2024".into());
+        assert_eq!(
+            template.render(&talk, true).unwrap(),
+            "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n\
+             {\n    \"name\": \"add\",\n    \"ü\": {}\n}\n\nBe exact.<|eot_id|>\
+             <|start_header_id|>user<|end_header_id|>\n\nadd<|eot_id|>\
+             {\"name\": \"add\", \"parameters\": {\"a\": 1, \"b\": [2.5, true]}}<|eot_id|>\
+             <|start_header_id|>assistant<|end_header_id|>\n\n"
+        );
+        let today = template.render(&chat(&json!([{"role": "user", "content": "hi"}])), false).unwrap();
+        let date = today.split("Today Date: ").nth(1).unwrap().split('\n').next().unwrap();
+        assert!(chrono::NaiveDate::parse_from_str(date, "%d %b %Y").is_ok(), "{date}");
+    }
+
+    #[test]
+    fn a_template_that_refuses_is_quoted_with_its_line() {
+        let template = template(ALTERNATING);
+        let user = json!({"role": "user", "content": "hi"});
+        let talk = json!([user, {"role": "assistant", "content": "yes"}, user]);
+        assert_eq!(template.render(&chat(&talk), true).unwrap(), "<s>[INST] hi [/INST]yes</s>[INST] hi [/INST]");
+        let refusal = template.render(&chat(&json!([user, user])), true).unwrap_err();
+        assert_eq!(refusal.reason, "line 1: Roles must alternate user/assistant/user/assistant/...");
+        assert!(refusal.file.ends_with("chat_template.jinja"));
+        let refusal = template.render(&chat(&json!([user, {"role": "tool", "content": "4"}])), true).unwrap_err();
+        assert_eq!(refusal.reason, "line 1: Only user and assistant are roles, not tool");
+    }
+
+    #[test]
+    fn macros_namespaces_reversed_loops_and_pythons_methods_work() {
+        let template = template(THINKING);
+        let mut talk = chat(&json!([
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "<think>\nolder\n</think>\n\nfirst"},
+            {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "image"}]},
+            {"role": "user", "content": "three"},
+            {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nsecond"},
+            {"role": "user", "content": "<tool_response>4</tool_response>"},
+        ]));
+        let before = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\nfirst<|im_end|>\n\
+                      two<|im_start|>user\n<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n\
+                      <|im_start|>assistant\n<think>\nwhy\n</think>\n\nsecond<|im_end|>\n\
+                      <|im_start|>user\n<tool_response>4</tool_response><|im_end|>\n<|im_start|>assistant\n";
+        assert_eq!(template.render(&talk, true).unwrap(), before);
+        talk.kwargs.insert("enable_thinking".into(), false.into());
+        assert_eq!(template.render(&talk, true).unwrap(), format!("{before}<think>\n\n</think>\n\n"));
+    }
+
+    #[test]
+    fn values_and_tests_are_pythons() {
+        let said = |source: &str| template(source).render(&chat(&json!([{"role": "user", "content": "a-b-c"}])), true);
+        let text = |source: &str| said(source).unwrap();
+        assert_eq!(
+            text("{{ true }} {{ none }} {{ 1.0 }} {{ messages }} {{ tools }} {{ absent }}."),
+            "True None 1.0 [{'role': 'user', 'content': 'a-b-c'}] None ."
+        );
+        assert_eq!(
+            text("{{ messages[0].content.rsplit('-', 1) }}{{ 'abc'.removeprefix('a').removesuffix('c') }}"),
+            "['a-b', 'c']b"
+        );
+        assert_eq!(text("{{ 'a=b=c'.partition('=')[2] }} {{ 'a=b=c'.rpartition('=')[0] }}"), "b=c a=b");
+        assert_eq!(
+            text("{{ 'ab' is sequence and 'ab' is iterable and {} is sequence and 1 is not iterable }}"),
+            "True"
+        );
+        assert_eq!(text("{{ (1.5 | string) + (true | string) }}{{ messages[0].get('name', 'x') }}"), "1.5Truex");
+        assert_eq!(
+            text("{% for key, value in messages[0].items() %}{{ key }}={{ value }};{% endfor %}"),
+            "role=user;content=a-b-c;"
+        );
+        assert_eq!(text("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}<&>"), "1<&>");
+        assert_eq!(text("{{ [' a '] | trim }}{{ ' a ' | trim }}{{ 'xay' | trim('yx') }}"), "[' a ']aa");
+        let refusal = said("\n{{ messages[0].name.first }}").unwrap_err();
+        assert!(refusal.reason.starts_with("line 2: "), "{}", refusal.reason);
+        let refusal = said("{% if %}").unwrap_err();
+        assert!(refusal.reason.starts_with("line 1: "), "{}", refusal.reason);
+        assert!(said("{{ strftime_now('%Q') }}").unwrap_err().reason.contains("\"%Q\" is no format of a time"));
+    }
+
+    #[test]
+    fn a_list_of_named_templates_has_a_default_and_one_for_tools() {
+        let named = json!({"chat_template": [
+            {"name": "default", "template": "plain{{ unk_token }}{{ eos_token }}"},
+            {"name": "tool_use", "template": "tools {{ tools | length }}"},
+        ], "eos_token": null});
+        let map = json!({"unk_token": "<unk>", "eos_token": {"content": "<e>"}});
+        let model =
+            folder(&[("tokenizer_config.json", named.to_string()), ("special_tokens_map.json", map.to_string())]);
+        let template = Template::open(model.path()).unwrap();
+        let mut talk = chat(&json!([]));
+        assert_eq!(template.render(&talk, true).unwrap(), "plain<unk><e>");
+        talk.tools = Some(vec![json!({})]);
+        assert_eq!(template.render(&talk, true).unwrap(), "tools 1");
+        for (config, words) in [
+            ("{", "no JSON object: EOF"),
+            ("{}", "there is no chat_template"),
+            (r#"{"chat_template": 1}"#, "neither a text nor a list"),
+            (r#"{"chat_template": [{"name": "rag", "template": ""}]}"#, "none of its chat templates is named default"),
+        ] {
+            let refusal = Template::open(folder(&[("tokenizer_config.json", config.to_owned())]).path()).unwrap_err();
+            assert!(refusal.reason.contains(words), "{}", refusal.reason);
+        }
+    }
+}
