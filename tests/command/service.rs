@@ -115,6 +115,7 @@ fn serve(mut stream: TcpStream, turn: &Turn, log: &Log) {
         Turn::Hang => {
             let _ = stream.set_read_timeout(Some(Duration::from_secs(30)));
             let _ = stream.read(&mut [0]);
+            log.under_way.fetch_sub(1, Ordering::SeqCst);
             return;
         }
         Turn::Cut => {
