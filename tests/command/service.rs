@@ -14,6 +14,8 @@ pub(crate) enum Turn {
     Hang,
     /// The beginning of an answer.
     Cut,
+    /// What the request leads to.
+    By(fn(&str) -> Turn),
 }
 
 /// JSON with this status.
@@ -31,6 +33,15 @@ pub(crate) fn reply() -> Turn {
     let content = r#"[{"type": "text", "text": "ready"}]"#;
     let usage = r#"{"input_tokens": 14, "output_tokens": 3}"#;
     json(200, &format!(r#"{{"content": {content}, "stop_reason": "end_turn", "usage": {usage}}}"#))
+}
+
+/// A reply with this text.
+pub(crate) fn says(text: &str) -> Turn {
+    let value = serde_json::json!({
+        "content": [{"type": "text", "text": text}], "stop_reason": "end_turn",
+        "usage": {"input_tokens": 100, "output_tokens": 20},
+    });
+    json(200, &value.to_string())
 }
 
 /// A service that goes through a script, one connection a turn, and stays with the last turn.
@@ -75,8 +86,13 @@ pub(crate) fn nobody() -> String {
 
 fn serve(mut stream: TcpStream, turn: &Turn, hears: &Mutex<Vec<String>>) {
     let request = request(&mut stream);
-    hears.lock().unwrap().push(request);
+    hears.lock().unwrap().push(request.clone());
+    let turn = match turn {
+        Turn::By(decide) => &decide(&request),
+        turn => turn,
+    };
     let answer = match turn {
+        Turn::By(_) => panic!("a decision is no decision to decide"),
         Turn::Say(status, headers, body) => {
             format!("HTTP/1.1 {status} X\r\n{headers}content-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
         }
