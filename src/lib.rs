@@ -48,8 +48,10 @@ pub mod report;
 pub mod conventional;
 pub mod convert;
 pub mod doctor;
+pub mod generate;
 pub mod parity;
 pub mod plan;
+pub mod review;
 pub mod trainer;
 
 // Row 9.

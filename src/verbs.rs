@@ -1,33 +1,38 @@
 //! The verbs, their flags, and what each calls.
 
 mod arguments;
+mod data;
 mod measure;
 mod page;
 mod plan;
 mod service;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use longstraw::config::{self, Environment, Gate, Loaded, Overrides};
 use longstraw::convert::{self, convert};
-use longstraw::data::{Tokenizer, keychain};
-use longstraw::failure::{Exit, Failure};
+use longstraw::failure::{Exit, Failure, Phase};
 use longstraw::gate;
 use longstraw::report::{print_result, say};
+use longstraw::review::{self, Ended};
 use longstraw::tensor::boundary::count_allocations;
 use longstraw::trainer;
-use longstraw::units::Tokens;
 use longstraw::watch::Board;
-use longstraw::world::{Launcher, World, heed_signals};
+use longstraw::world::{Launcher, World, heed_signals, time_left};
 
 pub(crate) use arguments::hoist;
-use arguments::{depth, gate_name};
+use arguments::gate_name;
+use data::{DataVerb, generate, keychain};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 use page::{ReportFlags, report};
 use plan::{PlanFlags, plan};
 use service::{doctor, key_gate, ping};
+
+/// What the end of MPI is left of the time after a signal.
+const LEAVING: Duration = Duration::from_secs(5);
 
 /// GRPO training on prompts of up to millions of tokens, on a fixed handful of GPUs.
 #[derive(Debug, Parser)]
@@ -128,52 +133,6 @@ enum Verb {
     },
 }
 
-#[derive(Debug, Subcommand)]
-enum DataVerb {
-    /// Find one of many notes hidden in real text, or follow one to another; candidate answers carry rewards
-    Keychain(KeychainFlags),
-}
-
-#[derive(Args, Clone, Debug)]
-struct KeychainFlags {
-    /// The HF folder whose tokenizer and chat template are used
-    #[arg(long, value_name = "FOLDER")]
-    model: PathBuf,
-    /// Folders of text (default: texts that stand on any Debian machine)
-    #[arg(long, value_name = "FOLDER")]
-    text: Vec<PathBuf>,
-    /// Tokens of a prompt, exactly
-    #[arg(long, default_value_t = 2000)]
-    prompt_tokens: u64,
-    /// Training prompts
-    #[arg(long, default_value_t = 40)]
-    train: usize,
-    /// Held-out prompts
-    #[arg(long, default_value_t = 8)]
-    held_out: usize,
-    /// Notes in a prompt
-    #[arg(long, default_value_t = 8)]
-    keys: usize,
-    /// Notes from the place that is asked for to its code: each but the last says that the code is another place's
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    hops: usize,
-    /// Where these notes lie, in percent of the text: evenly through the range, from a file's first prompt to its last
-    #[arg(long, default_value = "0..100", value_name = "FROM..TO", value_parser = depth)]
-    depth: keychain::Depth,
-    /// Answers of a prompt, one of them right; 0 leaves them out, for `rollout.sample = true`
-    #[arg(long, default_value_t = 4, alias = "group-size", value_name = "N")]
-    answers: usize,
-    /// Ask for the code alone, and answer so, instead of a sentence
-    #[arg(long)]
-    short: bool,
-    /// Seed of everything random
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-    /// The folder for `train.jsonl` and `held_out.jsonl`
-    #[arg(long, value_name = "FOLDER")]
-    out: PathBuf,
-}
-
 /// Runs the verb; `set` are the pairs of all `--set`.
 pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     let Command { mut config, verb } = command;
@@ -181,7 +140,12 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     let verb = verb.unwrap_or(Verb::Train { json: false, resume: false });
     let reads = matches!(
         verb,
-        Verb::Train { .. } | Verb::Gate { .. } | Verb::Plan(_) | Verb::Ping { .. } | Verb::Doctor { .. }
+        Verb::Train { .. }
+            | Verb::Gate { .. }
+            | Verb::Plan(_)
+            | Verb::Ping { .. }
+            | Verb::Doctor { .. }
+            | Verb::Data { kind: DataVerb::Generate(_) }
     );
     if !reads && config.given() {
         let words = "this verb reads no configuration: --config, --settings, --set and --run-dir change nothing here";
@@ -213,6 +177,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
             Ok(Exit::Done)
         }
         Verb::Data { kind: DataVerb::Keychain(flags) } => keychain(flags),
+        Verb::Data { kind: DataVerb::Generate(flags) } => generate(config, flags),
     }
 }
 
@@ -250,17 +215,41 @@ pub(crate) fn say_once(usage: &clap::Error) {
 
 fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit, Failure> {
     heed_signals()?;
-    let mut world = world(&Environment::process())?;
-    let loaded = world.agree(config::load(&overrides(flags)).map_err(Failure::from));
-    match loaded.and_then(|loaded: Loaded| trainer::run(&loaded, resume, &mut world)) {
+    let environment = Environment::process();
+    let mut world = world(&environment)?;
+    let loaded = match world.agree(config::load(&overrides(flags)).map_err(Failure::from)) {
+        Ok(loaded) => loaded,
+        Err(failure) => return Ok(world.leave(failure)),
+    };
+    match trainer::run(&loaded, resume, &mut world) {
         Ok(receipt) => {
             if json && world.all.rank().0 == 0 {
                 print_json(&receipt);
             }
+            review(&loaded, &environment, &world, if receipt.stopped { Ended::Stopped } else { Ended::Finished });
             Ok(Exit::Done)
         }
-        Err(failure) => Ok(world.leave(failure)),
+        Err(failure) => {
+            // A run that was refused before its first step has no numbers, and an earlier one's files may lie there.
+            if world.board().site().phase != Phase::Start {
+                review(&loaded, &environment, &world, Ended::Failed(&failure.to_string()));
+            }
+            Ok(world.leave(failure))
+        }
     }
+}
+
+/// What the endpoint is asked after a run, by rank 0. The others wait for it, so it keeps within what signals leave, and
+/// within half the time after which a watchdog would take it for a stall.
+fn review(loaded: &Loaded, environment: &Environment, world: &World, ended: Ended<'_>) {
+    if world.all.rank().0 != 0 {
+        return;
+    }
+    let rank = &loaded.rank;
+    let stall = (rank.stall_sec > 0).then(|| Duration::from_secs(rank.stall_sec) / 2);
+    let stop = time_left(Duration::from_secs(rank.grace_sec)).map(|left| left.saturating_sub(LEAVING));
+    let left = [stall, stop].into_iter().flatten().min();
+    review::after(&rank.dir, &loaded.run, environment, ended, left);
 }
 
 /// Signals end a gate at once: it has nothing to save, and is run again from its start.
@@ -293,29 +282,4 @@ fn print_report<T: serde::Serialize>(world: &World, json: bool, report: &T, text
         (0, false) => print_result(text),
         _ => {}
     }
-}
-
-fn keychain(flags: KeychainFlags) -> Result<Exit, Failure> {
-    let tokenizer = Tokenizer::open(&flags.model)?;
-    let options = keychain::Options {
-        folders: flags.text,
-        prompt_tokens: Tokens(flags.prompt_tokens),
-        train: flags.train,
-        held_out: flags.held_out,
-        keys: flags.keys,
-        hops: flags.hops,
-        depth: flags.depth,
-        answers: flags.answers,
-        short: flags.short,
-        seed: flags.seed,
-    };
-    let made = keychain::write(&options, &tokenizer, &flags.out)?;
-    say(&format!(
-        "{}: {} prompts of {} tokens from {} text files",
-        flags.out.display(),
-        made.prompts,
-        made.prompt_tokens,
-        made.text_files
-    ));
-    Ok(Exit::Done)
 }

@@ -106,6 +106,12 @@ pub enum Fault {
         /// Seconds that a request may take.
         seconds: u64,
     },
+    /// The caller waits no longer.
+    #[error("no answer within the {seconds:.0} s that this is waited for")]
+    Late {
+        /// Seconds from the first request of its kind.
+        seconds: f64,
+    },
     /// The connection broke.
     #[error("the connection broke before the answer was whole ({said})")]
     Cut {

@@ -67,6 +67,17 @@ pub struct Answered<T> {
     pub took: Duration,
 }
 
+/// Bounds of a caller's own, where they are narrower than the configuration's.
+#[derive(Clone, Copy, Debug)]
+pub struct Bound {
+    /// All requests together, waits included, end in this time from now.
+    pub within: Option<Duration>,
+    /// Further attempts after a failed one, at most.
+    pub retries_max: u64,
+    /// Whether the caller has given up: no further attempt is made then, and no wait goes on.
+    pub given_up: fn() -> bool,
+}
+
 /// The service of a configuration. It shows nothing of itself: it holds the key. Several threads may ask it at one time;
 /// each waits for itself.
 pub struct Endpoint {
@@ -142,9 +153,10 @@ impl Endpoint {
             timeout: Duration::from_secs(table.timeout_sec),
             retries: table.max_retries,
             backoff: table.retry_backoff,
+            end: None,
+            given_up: || false,
         };
         let agent = Agent::config_builder()
-            .timeout_global(Some(patience.timeout))
             // A status is judged here, and a redirect is one: following it would hand the key on.
             .http_status_as_error(false)
             .max_redirects(0)
@@ -157,6 +169,16 @@ impl Endpoint {
             .new_agent();
         let (paths, variable) = (table.endpoints.clone(), table.api_key_env.clone());
         Ok(Endpoint { agent, base, paths, patience, key: header, variable, veil: Veil::over(&key) })
+    }
+
+    /// The same service for a caller that has bounds of its own; what is waited for begins now.
+    #[must_use]
+    pub fn bounded(mut self, bound: &Bound) -> Endpoint {
+        let patience = &mut self.patience;
+        patience.end = bound.within.map(|within| (Instant::now() + within, within));
+        patience.retries = patience.retries.min(bound.retries_max);
+        patience.given_up = bound.given_up;
+        self
     }
 
     /// The base address.
@@ -240,13 +262,15 @@ impl Endpoint {
                 Ok(value) => return Ok(Answered { value, attempts, took: start.elapsed() }),
                 Err(fault) => fault,
             };
-            let Some(wait) = self.patience.wait(attempts, &fault) else {
+            let goes_on = self.patience.wait(attempts, &fault).is_some_and(|wait| {
+                tracing::warn!("{address}: {fault}; attempt {} follows in {:.1} s", attempts + 1, wait.as_secs_f64());
+                self.patience.sleep(wait)
+            });
+            if !goes_on {
                 let (base, took) = (self.base.clone(), start.elapsed());
                 let (key, path) = (request.key, request.path.to_owned());
                 return Err(Error { base, key, path, attempts, took, fault: Box::new(fault) });
-            };
-            tracing::warn!("{address}: {fault}; attempt {} follows in {:.1} s", attempts + 1, wait.as_secs_f64());
-            std::thread::sleep(wait);
+            }
         }
     }
 
@@ -271,13 +295,16 @@ impl Endpoint {
 
     fn send(&self, address: &str, body: Option<&Value>) -> Result<Response<Body>, ureq::Error> {
         const JSON: &str = "application/json";
+        let most = Some(self.patience.attempt());
         match body {
             None => {
-                let get = self.agent.get(address).header("x-api-key", &self.key);
+                let get = self.agent.get(address).config().timeout_global(most).build();
+                let get = get.header("x-api-key", &self.key);
                 get.header("anthropic-version", INTERFACE_VERSION).header(header::CONTENT_TYPE, JSON).call()
             }
             Some(body) => {
-                let post = self.agent.post(address).header("x-api-key", &self.key);
+                let post = self.agent.post(address).config().timeout_global(most).build();
+                let post = post.header("x-api-key", &self.key);
                 let post = post.header("anthropic-version", INTERFACE_VERSION).header(header::CONTENT_TYPE, JSON);
                 post.send(body.to_string())
             }
@@ -289,7 +316,7 @@ impl Endpoint {
         use std::io::ErrorKind;
         let said = self.veil.plain(&error.to_string());
         match error {
-            ureq::Error::Timeout(_) => Fault::TimeOut { seconds: self.patience.timeout.as_secs() },
+            ureq::Error::Timeout(_) => self.patience.late(),
             ureq::Error::HostNotFound => Fault::NoHost { said },
             ureq::Error::BodyExceedsLimit(_) => Fault::TooLong { bytes_max: ANSWER_BYTES_MAX },
             ureq::Error::Rustls(_) | ureq::Error::Tls(_) | ureq::Error::TlsRequired => Fault::Encryption { said },
@@ -297,7 +324,7 @@ impl Endpoint {
             ureq::Error::ConnectProxyFailed(_) | ureq::Error::InvalidProxyUrl => Fault::Proxy { said },
             ureq::Error::Io(error) => match error.kind() {
                 ErrorKind::ConnectionRefused => Fault::NobodyThere,
-                ErrorKind::TimedOut => Fault::TimeOut { seconds: self.patience.timeout.as_secs() },
+                ErrorKind::TimedOut => self.patience.late(),
                 ErrorKind::InvalidData => Fault::Encryption { said },
                 _ if said.contains("lookup address") => Fault::NoHost { said },
                 _ => Fault::Cut { said },

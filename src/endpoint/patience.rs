@@ -1,7 +1,7 @@
 //! How often a request is made, and how long the waits between attempts are.
 
 use std::hash::{BuildHasher as _, RandomState};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::Fault;
 use crate::units::float;
@@ -12,6 +12,10 @@ const ASKED_WAIT_MAX: Duration = Duration::from_mins(5);
 const OWN_WAIT_SEC_MAX: f64 = 3600.0;
 /// Waits are spread by this share up and down, so that ranks that failed together do not come back together.
 const JITTER: f64 = 0.25;
+/// A wait looks so often whether its caller has given up.
+const LOOK: Duration = Duration::from_millis(100);
+/// A request that has less than this left would only find out that it is late.
+const LEFT_MIN: Duration = Duration::from_millis(1);
 
 /// How long and how often.
 #[derive(Clone, Copy, Debug)]
@@ -22,6 +26,10 @@ pub(super) struct Patience {
     pub(super) retries: u64,
     /// Attempt n + 1 waits this to the power n seconds.
     pub(super) backoff: f64,
+    /// When the caller waits no longer, and how long that was from when it began.
+    pub(super) end: Option<(Instant, Duration)>,
+    /// Whether the caller has given up.
+    pub(super) given_up: fn() -> bool,
 }
 
 impl Patience {
@@ -32,7 +40,39 @@ impl Patience {
         }
         let spread = 1.0 + JITTER * (2.0 * draw() - 1.0);
         let asked = fault.asked_wait().unwrap_or_default().min(ASKED_WAIT_MAX);
-        Some(self.own(attempts, spread).max(asked))
+        let wait = self.own(attempts, spread).max(asked);
+        let in_time = self.left().is_none_or(|left| wait < left);
+        (in_time && !(self.given_up)()).then_some(wait)
+    }
+
+    /// Waits; false where the caller gives up meanwhile.
+    pub(super) fn sleep(&self, wait: Duration) -> bool {
+        let start = Instant::now();
+        while let Some(left) = wait.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) {
+            if (self.given_up)() {
+                return false;
+            }
+            std::thread::sleep(left.min(LOOK));
+        }
+        true
+    }
+
+    /// How long the caller still waits, where that is bounded.
+    fn left(&self) -> Option<Duration> {
+        self.end.map(|(end, _)| end.saturating_duration_since(Instant::now()))
+    }
+
+    /// The longest that an attempt may take now.
+    pub(super) fn attempt(&self) -> Duration {
+        self.left().map_or(self.timeout, |left| left.clamp(LEFT_MIN, self.timeout.max(LEFT_MIN)))
+    }
+
+    /// What it is that an attempt has taken too long.
+    pub(super) fn late(&self) -> Fault {
+        match self.end {
+            Some((end, whole)) if Instant::now() >= end => Fault::Late { seconds: whole.as_secs_f64() },
+            _ => Fault::TimeOut { seconds: self.timeout.as_secs() },
+        }
     }
 
     fn own(&self, attempts: u64, spread: f64) -> Duration {
@@ -44,7 +84,8 @@ impl Patience {
     pub(super) fn longest(&self) -> Duration {
         let waits = (1..=self.retries).map(|attempt| self.own(attempt, 1.0 + JITTER).max(ASKED_WAIT_MAX));
         let tries = u32::try_from(self.retries.saturating_add(1)).unwrap_or(u32::MAX);
-        waits.fold(self.timeout.saturating_mul(tries), Duration::saturating_add)
+        let longest = waits.fold(self.timeout.saturating_mul(tries), Duration::saturating_add);
+        self.left().map_or(longest, |left| longest.min(left))
     }
 }
 
@@ -69,7 +110,8 @@ pub(super) fn retry_after(text: &str) -> Option<Duration> {
 mod tests {
     use super::*;
 
-    const PATIENCE: Patience = Patience { timeout: Duration::from_secs(10), retries: 3, backoff: 2.0 };
+    const PATIENCE: Patience =
+        Patience { timeout: Duration::from_secs(10), retries: 3, backoff: 2.0, end: None, given_up: || false };
 
     fn busy(wait: Option<u64>) -> Fault {
         Fault::Busy { status: 429, said: String::new(), wait: wait.map(Duration::from_secs) }
@@ -91,6 +133,29 @@ mod tests {
         assert_eq!(PATIENCE.wait(1, &busy(Some(86_400))), Some(ASKED_WAIT_MAX));
         assert!(PATIENCE.wait(1, &busy(Some(0))).is_some_and(|wait| wait >= Duration::from_millis(1500)));
         assert_eq!(PATIENCE.longest(), Duration::from_secs(40) + 3 * ASKED_WAIT_MAX);
+    }
+
+    #[test]
+    fn a_caller_with_an_end_waits_for_nothing_beyond_it() {
+        let whole = Duration::from_secs(5);
+        let hurried = Patience { end: Some((Instant::now() + whole, whole)), ..PATIENCE };
+        assert!(hurried.attempt() <= whole && hurried.longest() <= whole);
+        assert!(hurried.wait(1, &busy(None)).is_some());
+        assert_eq!(hurried.wait(1, &busy(Some(60))), None, "the service asks for more than there is");
+        assert_eq!(hurried.late(), Fault::TimeOut { seconds: 10 });
+        let late = Patience { end: Some((Instant::now(), whole)), ..PATIENCE };
+        assert_eq!(late.wait(1, &busy(None)), None);
+        assert_eq!(late.late(), Fault::Late { seconds: 5.0 });
+        assert!(late.attempt() > Duration::ZERO, "a time-out of nothing would be none");
+    }
+
+    #[test]
+    fn a_caller_that_has_given_up_is_not_kept_waiting() {
+        let given_up = Patience { given_up: || true, ..PATIENCE };
+        assert_eq!(given_up.wait(1, &busy(None)), None);
+        let start = Instant::now();
+        assert!(!given_up.sleep(Duration::from_mins(1)) && start.elapsed() < Duration::from_secs(5));
+        assert!(PATIENCE.sleep(Duration::from_millis(1)));
     }
 
     #[test]

@@ -201,6 +201,12 @@ impl Running {
         self.end.is_some()
     }
 
+    /// Sends it a signal.
+    pub(crate) fn signal(&self, signal: i32) {
+        let sent = Command::new("kill").args([format!("-{signal}"), self.child.id().to_string()]).status();
+        assert!(sent.unwrap().success(), "{}", self.said());
+    }
+
     /// Waits until `ready`, at most as long as a run may take.
     #[track_caller]
     pub(crate) fn until<T>(&mut self, what: &str, mut ready: impl FnMut() -> Option<T>) -> T {

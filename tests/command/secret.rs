@@ -2,6 +2,7 @@
 
 use super::checkpoints::case;
 use super::room::{Call, LONGSTRAW, Room};
+use super::service::{Service, json};
 use super::training::{config, lines, record};
 
 const SENTINEL: &str = "sk-sentinel-2718281828";
@@ -13,8 +14,15 @@ fn the_key_appears_in_no_output_and_in_no_file_of_a_run() {
         ("settings.json", include_str!("../../configs/settings.json")),
         ("train.jsonl", &lines(&[record(9, [1, 2, 3])])),
     ]);
+    // The settings ask for a summary of the run: it is asked for here, with the key, and not where they say.
+    let service = Service::of(vec![json(401, &format!(r#"{{"error": {{"message": "no {SENTINEL}"}}}}"#))]);
+    let base = format!("endpoint.api_base={}", service.base());
     for (arguments, code) in [
-        (&["train", "--json", "--set", "run.log_level=trace", "--set", "run.steps=1"] as &[&str], 0),
+        (
+            &["train", "--json", "--set", "run.log_level=trace", "--set", "run.steps=1", "--set", base.as_str()]
+                as &[&str],
+            0,
+        ),
         (&["train", "--set", "endpoint.api_key_env=sk-sentinel-2718281828"], 2),
         (&["train", "--set", "endpoint.api_base=https://user:sk-sentinel-2718281828@example.com"], 2),
         (&["train", "--set", "endpoint.timeout_sec=sk-sentinel-2718281828"], 2),
@@ -27,6 +35,8 @@ fn the_key_appears_in_no_output_and_in_no_file_of_a_run() {
         said.ended(code, &[]);
         assert!(!format!("{said}").contains(SENTINEL), "{arguments:?}: {said}");
     }
+    assert_eq!(service.heard().len(), 1, "the summary of the run that came to its end");
+    assert!(service.heard()[0].contains(SENTINEL), "the key is in its header");
     let files = room.files("");
     assert!(files.contains(&"run/receipt.json".to_owned()) && files.contains(&"run/logs/rank_1.log".to_owned()));
     for file in files {

@@ -17,6 +17,8 @@ pub(crate) enum Turn {
     Cut,
     /// JSON after a while.
     Late(Duration, String),
+    /// What the request leads to.
+    By(fn(&str) -> Turn),
 }
 
 /// JSON with this status.
@@ -44,6 +46,15 @@ pub(crate) fn message(text: &str, stop_reason: &str) -> String {
     let content = serde_json::json!([{ "type": "text", "text": text }]);
     let usage = r#"{"input_tokens": 14, "output_tokens": 3}"#;
     format!(r#"{{"content": {content}, "stop_reason": "{stop_reason}", "usage": {usage}}}"#)
+}
+
+/// A reply with this text.
+pub(crate) fn says(text: &str) -> Turn {
+    let value = serde_json::json!({
+        "content": [{"type": "text", "text": text}], "stop_reason": "end_turn",
+        "usage": {"input_tokens": 100, "output_tokens": 20},
+    });
+    json(200, &value.to_string())
 }
 
 /// A service that goes through a script, one connection a turn, and stays with the last turn.
@@ -101,10 +112,15 @@ pub(crate) fn nobody() -> String {
 
 fn serve(mut stream: TcpStream, turn: &Turn, log: &Log) {
     let request = request(&mut stream);
-    log.heard.lock().unwrap().push(request);
+    log.heard.lock().unwrap().push(request.clone());
     let under_way = log.under_way.fetch_add(1, Ordering::SeqCst) + 1;
     log.under_way_max.fetch_max(under_way, Ordering::SeqCst);
+    let turn = match turn {
+        Turn::By(decide) => &decide(&request),
+        turn => turn,
+    };
     let answer = match turn {
+        Turn::By(_) => panic!("a decision is no decision to decide"),
         Turn::Say(status, headers, body) => {
             format!("HTTP/1.1 {status} X\r\n{headers}content-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
         }

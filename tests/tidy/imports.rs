@@ -19,7 +19,7 @@ const TABLE: [(u8, &[&str]); 17] = [
     (5, &["model"]),
     (6, &["capture", "score", "replay", "finalize", "optimizer", "rollout", "reward", "checkpoint"]),
     (7, &["report"]),
-    (8, &["plan", "conventional", "convert"]),
+    (8, &["plan", "conventional", "convert", "generate", "review"]),
     (8, &["parity", "doctor"]),
     (8, &["trainer"]),
     (9, &["gate", "bench", "study"]),
