@@ -1,7 +1,7 @@
 //! A model's own chat template, run as the `transformers` library runs it.
 //!
 //! A template is a Jinja program beside the tokenizer: `chat_template.jinja`, or `"chat_template"` of
-//! tokenizer_config.json. Where the two libraries differ, `transformers` is followed: blocks leave no blank line, values
+//! `tokenizer_config.json`. Where the two libraries differ, `transformers` is followed: blocks leave no blank line, values
 //! print as Python prints them, `tojson` is `json.dumps`, Python's string methods are there, `raise_exception` refuses,
 //! and `strftime_now` tells the time.
 
@@ -127,7 +127,7 @@ fn environment() -> Environment<'static> {
         out.write_str(&text).map_err(|_| Failed::from(ErrorKind::WriteFailure))
     });
     environment
-        .add_filter("tojson", |value: &Value, options: minijinja::value::Kwargs| python::to_json(value, options));
+        .add_filter("tojson", |value: &Value, options: minijinja::value::Kwargs| python::to_json(value, &options));
     environment.add_filter("string", |value: &Value| python::display(value));
     environment.add_filter("trim", |value: &Value, signs: Option<String>| {
         let text = python::display(value)?;

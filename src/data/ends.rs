@@ -9,8 +9,8 @@ use serde_json::Value as Json;
 use super::error::Error;
 use super::tokenizer::Tokenizer;
 
-/// All ids that end an answer of the model in `folder`, sorted, each once: `eos_token_id` of generation_config.json and of
-/// config.json (there also under `text_config`), and with a `tokenizer` the `eos_token` of tokenizer_config.json and what
+/// All ids that end an answer of the model in `folder`, sorted, each once: `eos_token_id` of `generation_config.json` and of
+/// `config.json` (there also under `text_config`), and with a `tokenizer` the `eos_token` of `tokenizer_config.json` and what
 /// the chat template writes behind an answer. Absent files and keys say nothing.
 ///
 /// # Errors
@@ -44,7 +44,7 @@ pub fn end_ids(folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<Vec<i64>,
     Ok(ends.into_iter().collect())
 }
 
-/// The id of the token that tokenizer_config.json names.
+/// The id of the token that `tokenizer_config.json` names.
 fn named(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<i64>, Error> {
     const NAME: &str = "tokenizer_config.json";
     let Some(config) = read(folder, NAME)? else { return Ok(None) };

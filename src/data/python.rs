@@ -106,7 +106,7 @@ struct Json {
 }
 
 /// The filter `tojson` as `transformers` defines it: `json.dumps` with `ensure_ascii=False`.
-pub(super) fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
+pub(super) fn to_json(value: &Value, options: &Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
     let separators = separators.map(<[String; 2]>::try_from).transpose();
@@ -274,7 +274,8 @@ mod tests {
 
     #[test]
     fn values_print_as_pythons_str_does() {
-        let value = of(json!({"a": [1, 2.0, 1e-5, 1e16, 123456789.25, true, null], "b'": "it's\n\"x\"", "c": "it's"}));
+        let value =
+            of(json!({"a": [1, 2.0, 1e-5, 1e16, 123_456_789.25, true, null], "b'": "it's\n\"x\"", "c": "it's"}));
         assert_eq!(
             display(&value).unwrap(),
             r#"{'a': [1, 2.0, 1e-05, 1e+16, 123456789.25, True, None], "b'": 'it\'s\n"x"', 'c': "it's"}"#
@@ -288,7 +289,7 @@ mod tests {
     fn json_is_written_as_json_dumps_does() {
         let value = of(json!({"z": [1, {"ü": "<\u{1}\u{7f}😀\">"}], "a": {}, "e": [], "f": 0.1}));
         let written = |options: &[(&str, Value)]| {
-            to_json(&value, options.iter().map(|(name, value)| (*name, value.clone())).collect()).unwrap()
+            to_json(&value, &options.iter().map(|(name, value)| (*name, value.clone())).collect()).unwrap()
         };
         assert_eq!(written(&[]), "{\"z\": [1, {\"ü\": \"<\\u0001\u{7f}😀\\\">\"}], \"a\": {}, \"e\": [], \"f\": 0.1}");
         assert_eq!(
@@ -304,6 +305,6 @@ mod tests {
             "{\n  \"z\": [\n    1,\n    {\n      \"ü\": \"<\\u0001\u{7f}😀\\\">\"\n    }\n  ],\n  \"a\": {},\n  \
              \"e\": [],\n  \"f\": 0.1\n}"
         );
-        assert!(to_json(&Value::UNDEFINED, std::iter::empty::<(&str, Value)>().collect()).is_err());
+        assert!(to_json(&Value::UNDEFINED, &std::iter::empty::<(&str, Value)>().collect()).is_err());
     }
 }

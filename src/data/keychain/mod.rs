@@ -350,20 +350,12 @@ mod tests {
         let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
         let file = model.path().join("tokenizer.json");
         let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
-        json["normalizer"] = serde_json::json!({"type": "Replace", "pattern": {"Regex": "."}, "content": "xx"});
-        fs::write(&file, json.to_string()).unwrap();
-        let tokenizer = Tokenizer::open(model.path()).unwrap();
-        // Line ends count one each and are not as many in every prompt, so they are made two as well.
-        let even = tokenizer.encode("\n").unwrap().len();
-        let base = Options { prompt_tokens: Tokens(4_001), train: 1, held_out: 0, ..options(library.path()) };
-        let made = write(&base, &tokenizer, out.path());
-        if even == 1 {
-            made.unwrap();
-        }
-        json["normalizer"]["pattern"] = serde_json::json!({"Regex": "(?m:.)"});
+        // Every sign is two, line ends too; special tokens stay, and are as many in every prompt.
+        json["normalizer"] = serde_json::json!({"type": "Replace", "pattern": {"Regex": "(?m:.)"}, "content": "xx"});
         fs::write(&file, json.to_string()).unwrap();
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         assert_eq!(tokenizer.encode("\n").unwrap().len(), 2);
+        let base = Options { train: 1, held_out: 0, ..options(library.path()) };
         let counts: Vec<String> = [4_000, 4_001]
             .into_iter()
             .filter_map(|tokens| {

@@ -44,7 +44,7 @@ pub(super) struct Task {
 pub(super) fn depth_of(depth: Depth, index: usize, prompts: usize) -> u64 {
     let width = (depth.to - depth.from) * PERCENT;
     let (index, last) = (from_index(index), from_index(prompts.saturating_sub(1)));
-    depth.from * PERCENT + if last == 0 { width / 2 } else { width * index / last }
+    depth.from * PERCENT + (width * index).checked_div(last).unwrap_or(width / 2)
 }
 
 /// Draws the notes of one prompt. `codes` are distinct; those that stand in the passage by accident come last.
