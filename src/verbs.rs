@@ -23,8 +23,8 @@ use longstraw::trainer;
 use longstraw::watch::Board;
 use longstraw::world::{Launcher, World, heed_signals, time_left};
 
-pub(crate) use arguments::hoist;
 use arguments::gate_name;
+pub(crate) use arguments::hoist;
 use data::{DataVerb, generate, keychain};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 use page::{ReportFlags, report};

@@ -128,6 +128,36 @@ fn every_wrong_value_is_refused_with_the_right_one() {
         ("grpo.constant_divisor=8", "grpo.constant_divisor should be left out"),
         ("grpo.gradient={ last = 2088961 }", "grpo.gradient should be { last = 2088960 } at most"),
         ("grpo.gradient=full", "grpo.gradient should be \"exact\", \"response\" or { last = N }, not \"full\""),
+        ("optimizer.lr=nan", "optimizer.lr should be a finite number from 0: it is NaN"),
+        ("optimizer.lr=-1e-5", "optimizer.lr should be a finite number from 0: it is -1e-5"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas should be two numbers from 0 to below 1: it is [0.9, 1.0]"),
+        ("optimizer.betas=[0.9]", "optimizer.betas should be a list of two numbers, not a list of 1"),
+        ("optimizer.eps=0", "optimizer.eps should be a finite number above 0"),
+        ("optimizer.grad_accum=0", "optimizer.grad_accum should be at least 1"),
+        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm should be above 0, or inf"),
+        ("memory.micro_block=0", "memory.micro_block should be at least 1"),
+        ("memory.cpu_offload_pages=yes", "should be true, false or \"auto\", not \"yes\""),
+        (
+            "memory.prompt_no_grad=false",
+            "parallel.cp_size should be 1: memory.prompt_no_grad = false runs whole sequences",
+        ),
+        ("memory.activation_ckpt=none", "memory.activation_ckpt should be \"layer\": this build does not"),
+        ("model.weights=fp8", "model.weights should be \"checkpoint\": this build does not hold weights in fp8 yet"),
+        ("model.path=", "model.path should be a text that is not empty, not an empty text"),
+        ("lora.rank=0", "lora.rank should be at least 1"),
+        ("lora.targets=q_proj,q_proj", "lora.targets should be without repetition: q_proj stands in it twice"),
+        ("checkpoint.keep=0", "checkpoint.keep should be at least 1"),
+        ("endpoint.max_retries=40", "endpoint.max_retries should be 11 or less"),
+        ("endpoint.api_base=example.com", "endpoint.api_base should be an address"),
+    ] {
+        let found = problems(users(&[flag]));
+        assert!(found.iter().any(|p| p.contains(right)), "{flag}: {found:?}");
+    }
+}
+
+#[test]
+fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_right_one() {
+    for (flag, right) in [
         ("grpo.reward_fn=jury", "or \"judge\", or a list of { name, weight }, not \"jury\""),
         ("grpo.reward_fn=[]", "grpo.reward_fn should be \"synthetic\", \"data\","),
         ("grpo.reward_fn=[{ name = \"contains\" }]", "or a list of { name, weight }"),
@@ -156,27 +186,6 @@ fn every_wrong_value_is_refused_with_the_right_one() {
         ("reward.judge_parallel=0", "reward.judge_parallel should be at least 1"),
         ("data.too_long=cut", "data.too_long should be \"refuse\", \"cut_middle\" or \"cut_left\", not \"cut\""),
         ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
-        ("optimizer.lr=nan", "optimizer.lr should be a finite number from 0: it is NaN"),
-        ("optimizer.lr=-1e-5", "optimizer.lr should be a finite number from 0: it is -1e-5"),
-        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas should be two numbers from 0 to below 1: it is [0.9, 1.0]"),
-        ("optimizer.betas=[0.9]", "optimizer.betas should be a list of two numbers, not a list of 1"),
-        ("optimizer.eps=0", "optimizer.eps should be a finite number above 0"),
-        ("optimizer.grad_accum=0", "optimizer.grad_accum should be at least 1"),
-        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm should be above 0, or inf"),
-        ("memory.micro_block=0", "memory.micro_block should be at least 1"),
-        ("memory.cpu_offload_pages=yes", "should be true, false or \"auto\", not \"yes\""),
-        (
-            "memory.prompt_no_grad=false",
-            "parallel.cp_size should be 1: memory.prompt_no_grad = false runs whole sequences",
-        ),
-        ("memory.activation_ckpt=none", "memory.activation_ckpt should be \"layer\": this build does not"),
-        ("model.weights=fp8", "model.weights should be \"checkpoint\": this build does not hold weights in fp8 yet"),
-        ("model.path=", "model.path should be a text that is not empty, not an empty text"),
-        ("lora.rank=0", "lora.rank should be at least 1"),
-        ("lora.targets=q_proj,q_proj", "lora.targets should be without repetition: q_proj stands in it twice"),
-        ("checkpoint.keep=0", "checkpoint.keep should be at least 1"),
-        ("endpoint.max_retries=40", "endpoint.max_retries should be 11 or less"),
-        ("endpoint.api_base=example.com", "endpoint.api_base should be an address"),
     ] {
         let found = problems(users(&[flag]));
         assert!(found.iter().any(|p| p.contains(right)), "{flag}: {found:?}");

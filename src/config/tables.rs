@@ -303,6 +303,7 @@ pub struct EndpointPaths {
 }
 
 /// `[endpoint.usage]`: what the service is used for.
+#[expect(clippy::struct_excessive_bools, reason = "each stands for itself: what the service may be used for")]
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EndpointUsage {

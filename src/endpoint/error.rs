@@ -182,7 +182,7 @@ impl Fault {
             Fault::TooLong { .. } => "too_long",
             Fault::NoHost { .. } => "no_host",
             Fault::NobodyThere => "nobody_there",
-            Fault::TimeOut { .. } => "time_out",
+            Fault::TimeOut { .. } | Fault::Late { .. } => "time_out",
             Fault::Cut { .. } => "cut",
             Fault::Encryption { .. } => "encryption",
             Fault::Address { .. } => "address",

@@ -36,7 +36,7 @@ use crate::reward::Scorer;
 use crate::rollout::{Sampling, Stream};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
-use crate::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
+use crate::units::{Bytes, Rank, Tokens, as_index, float, from_index};
 use crate::watch::{Held, Purpose, Purse};
 use crate::world::World;
 
