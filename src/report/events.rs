@@ -1,4 +1,4 @@
-//! The numbers of a run as TensorBoard reads them: `tensorboard/events.out.tfevents.*` in the run directory.
+//! The numbers of a run as `TensorBoard` reads them: `tensorboard/events.out.tfevents.*` in the run directory.
 //!
 //! ```text
 //!   record   length (8 bytes) · masked CRC of the length · event · masked CRC of the event         (TFRecord)

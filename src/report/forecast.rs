@@ -126,6 +126,8 @@ pub(super) fn words([least, most]: [f64; 2]) -> String {
     let (from, to) = (of(least), of(most.max(1.0)));
     if most <= 1.25 * least || from == to {
         format!("about {} {unit} left", of(f64::midpoint(least, most).max(1.0)))
+    } else if least < 0.5 * size {
+        format!("less than {to} {unit} left")
     } else {
         format!("about {from} to {to} {unit} left")
     }
@@ -140,7 +142,9 @@ mod tests {
         let mut forecast = Forecast::default();
         let ahead: Vec<Vec<u64>> = lengths.iter().map(|&length| vec![length]).collect();
         forecast.expect(&ahead, from_index(lengths.len()));
-        seconds.iter().for_each(|&seconds| forecast.done(seconds));
+        for &spent in seconds {
+            forecast.done(spent);
+        }
         forecast
     }
 
@@ -191,7 +195,9 @@ mod tests {
         forecast.expect(&[vec![100, 50], vec![100, 50]], 10);
         forecast.done(3.0);
         assert_close(forecast.left_s(), [27.0, 27.0]);
-        (0..3).for_each(|_| forecast.done(3.0));
+        for _ in 0..3 {
+            forecast.done(3.0);
+        }
         assert_close(forecast.left_s(), [18.0, 18.0]);
     }
 
@@ -201,6 +207,7 @@ mod tests {
         assert_eq!(words([41.6, 42.0]), "about 42 s left");
         assert_eq!(words([170.0, 190.0]), "about 3 min left");
         assert_eq!(words([170.0, 310.0]), "about 3 to 5 min left");
+        assert_eq!(words([0.1, 3.0]), "less than 3 s left");
         assert_eq!(words([7900.0, 7900.0]), "about 2.2 h left");
         assert_eq!(words([3600.0, 72_000.0]), "about 1 to 20 h left");
         assert_eq!(words([200_000.0, 200_000.0]), "about 2.3 days left");

@@ -47,17 +47,22 @@ pub(super) fn notes(lines: &[String]) -> String {
     if lines.is_empty() {
         return String::new();
     }
-    let items: String = lines.iter().map(|line| format!("<li>{}</li>\n", escape(line))).collect();
-    format!("<ul class=\"notes\">\n{items}</ul>\n")
+    let mut html = String::from("<ul class=\"notes\">\n");
+    for line in lines {
+        let _ = writeln!(html, "<li>{}</li>", escape(line));
+    }
+    html + "</ul>\n"
 }
 
 /// A table; heads are text, cells are HTML.
 pub(super) fn table(heads: &[&str], rows: &[Vec<String>]) -> String {
-    let head: String = heads.iter().map(|head| format!("<th scope=\"col\">{}</th>", escape(head))).collect();
-    let mut html = format!("<div class=\"scroll\"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n");
+    let mut html = String::from("<div class=\"scroll\"><table>\n<thead><tr>");
+    for head in heads {
+        let _ = write!(html, "<th scope=\"col\">{}</th>", escape(head));
+    }
+    html += "</tr></thead>\n<tbody>\n";
     for row in rows {
-        let cells: String = row.iter().map(|cell| format!("<td>{cell}</td>")).collect();
-        let _ = writeln!(html, "<tr>{cells}</tr>");
+        let _ = writeln!(html, "<tr><td>{}</td></tr>", row.join("</td><td>"));
     }
     html + "</tbody>\n</table></div>\n"
 }

@@ -101,7 +101,9 @@ fn peaks(runs: &[Run], names: &[String]) -> String {
             let dot = Dot { x: float(x(receipt)), y: float(*peak) / size, name: name.clone() };
             series.entry(fixed(receipt)).or_default().push(dot);
         }
-        series.values_mut().for_each(|dots| dots.sort_by(|one, other| one.x.total_cmp(&other.x)));
+        for dots in series.values_mut() {
+            dots.sort_by(|one, other| one.x.total_cmp(&other.x));
+        }
         // A line of one place says nothing where there are others.
         let apart = |dots: &[Dot]| dots.first().zip(dots.last()).is_some_and(|(first, last)| first.x < last.x);
         let any = series.values().any(|dots| apart(dots));
