@@ -228,7 +228,7 @@ pub(super) mod tests {
     /// Each fault fails its own check and no other, with the words that a user reads.
     #[test]
     fn each_planted_fault_fails_exactly_its_check() {
-        let rows: [Planted; 17] = [
+        let rows: [Planted; 19] = [
             ("ended", |r| r.stopped = true, "asked to stop"),
             ("finite", |r| r.loss = f64::NAN, "not a number"),
             ("finite", |r| r.loss_first = f64::INFINITY, "not a number"),

@@ -336,6 +336,9 @@ impl Mixer for Attention {
         if rows[0].size()[1] > 0 {
             sum.add(&all, &few(&rows[0], &rows[1]));
         }
+        if seat.axis.size() == 1 {
+            return sum.out_thd.to_kind(self.kind);
+        }
         // Every rank merges all parts in rank order, so that all hold the same bits.
         let counts = vec![Tokens(from_dim(answers)); seat.axis.size()];
         let (out_rhd, lse_rh) =

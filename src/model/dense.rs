@@ -3,6 +3,7 @@
 //! Norms are computed in the accumulation dtype and cast before the weight is applied, rotation tables are computed in
 //! the accumulation dtype and applied in the model's, as the published models do.
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -22,6 +23,11 @@ use crate::units::{LayerIndex, as_dim, float};
 /// Rows at least this wide are normalised by the library's fused kernel on a GPU, which takes one block of threads a row:
 /// too many for the narrow rows of a head.
 const FUSED_NORM_WIDTH: i64 = 512;
+/// Elements up to which that does not matter, and fewer launches do: rows of one token.
+const FUSED_NORM_FEW: usize = 1 << 18;
+
+/// A position, and the cosine and sine of its rotation.
+type Table = (Range<i64>, Tensor, Tensor);
 
 /// A dense decoder with frozen weights.
 pub struct Dense {
@@ -30,6 +36,8 @@ pub struct Dense {
     rope: Rope,
     /// Inverse frequencies, where the model computes.
     frequencies_d: Tensor,
+    /// Of one position: the last that was asked for alone.
+    last_table: RefCell<Option<Table>>,
     mixers: Vec<Attention>,
     kernel: Kernel,
     kind: Kind,
@@ -58,7 +66,20 @@ impl Dense {
             .collect();
         let rope = Rope::new(&spec.rope);
         let frequencies_d = rope.frequencies(accumulation(kind), weights.device());
-        Dense { rope, frequencies_d, spec: spec.clone(), weights, mixers, kernel, kind }
+        Dense { rope, frequencies_d, last_table: RefCell::default(), spec: spec.clone(), weights, mixers, kernel, kind }
+    }
+
+    /// Rotation of rows at `positions`. All layers rotate a token that is drawn alike, so one position's is kept.
+    fn tables(&self, positions: Range<i64>) -> (Tensor, Tensor) {
+        let single = positions.end - positions.start == 1;
+        if let Some((_, cos, sin)) = self.last_table.borrow().as_ref().filter(|(at, _, _)| *at == positions) {
+            return (cos.shallow_clone(), sin.shallow_clone());
+        }
+        let (cos_td, sin_td) = self.rope.tables(positions.clone(), &self.frequencies_d, self.kind);
+        if single {
+            self.last_table.replace(Some((positions, cos_td.shallow_clone(), sin_td.shallow_clone())));
+        }
+        (cos_td, sin_td)
     }
 
     fn linear(&self, x_tw: &Tensor, module: &str, adapters: &Adapters) -> Tensor {
@@ -71,7 +92,8 @@ impl Dense {
     fn rms(&self, x: &Tensor, name: &str) -> Tensor {
         let acc = accumulation(self.kind);
         let width = x.size().last().copied().unwrap_or(0);
-        if x.device() != Device::Cpu && width >= FUSED_NORM_WIDTH && x.numel() > 0 {
+        let wide_or_few = width >= FUSED_NORM_WIDTH || x.numel() <= FUSED_NORM_FEW;
+        if x.device() != Device::Cpu && wide_or_few && x.numel() > 0 {
             let (normed, _) = x.internal_fused_rms_norm([width], None::<&Tensor>, self.spec.norm_eps);
             return normed * self.weights.get(&format!("{name}.weight"));
         }
@@ -122,7 +144,7 @@ impl Decoder for Dense {
             q = self.rms(&q, &format!("{attention}.q_norm"));
             k = self.rms(&k, &format!("{attention}.k_norm"));
         }
-        let (cos_td, sin_td) = self.rope.tables(positions, &self.frequencies_d, self.kind);
+        let (cos_td, sin_td) = self.tables(positions);
         let rotated = [q, k].map(|x_thd| rotate_half_split(&x_thd, &cos_td, &sin_td));
         Projected { mix: rotated.into_iter().chain([v]).collect(), keep: Vec::new() }
     }

@@ -87,6 +87,19 @@ impl Adapters {
         adapters
     }
 
+    /// The same values as they are applied in a dtype, the scale in B already: for many products with few rows, in which
+    /// that would be asked for again each time. The products have the same bits.
+    #[must_use]
+    pub fn applied(&self, kind: Kind) -> Self {
+        let pair = |adapter: &Adapter| Adapter {
+            module: adapter.module.clone(),
+            a_ri: adapter.a_ri.detach().to_kind(kind),
+            b_or: (adapter.b_or.detach() * self.scale).to_kind(kind),
+        };
+        let entries = self.entries.iter().map(pair).collect();
+        Adapters { entries, index: self.index.clone(), scale: 1.0, stamp: self.stamp.clone() }
+    }
+
     fn track(&self, gradient: bool) {
         for tensor in self.tensors() {
             let _ = tensor.set_requires_grad(gradient);
@@ -168,7 +181,8 @@ pub fn linear(x_tw: &Tensor, weight_oi: &Tensor, bias_o: Option<&Tensor>, adapte
         let kind = x_tw.kind();
         let low = x_tw.linear(&adapter.a_ri.to_kind(kind), None::<&Tensor>);
         // Added inside the product: what it adds is never written out, nor scaled in a pass of its own.
-        let _itself = y.addmm_(&low, &(&adapter.b_or * scale).to_kind(kind).tr());
+        let b_or = if (scale - 1.0).abs() > 0.0 { &adapter.b_or * scale } else { adapter.b_or.shallow_clone() };
+        let _itself = y.addmm_(&low, &b_or.to_kind(kind).tr());
     }
     y
 }

@@ -6,7 +6,7 @@
 use serde::Serialize;
 
 use super::seconds::{Rates, phase_seconds};
-use super::sizes::{Sizes, product, within};
+use super::sizes::{Sizes, adapter_elements, product, within};
 use super::work::{Work, partial};
 use super::{Addend, Error, Plan};
 use crate::config::RunConfig;
@@ -186,6 +186,11 @@ impl Sizes<'_> {
                 "logits",
                 product(&[group, vocabulary, model + 2 * acc + 48]),
                 format!("{group} answers × vocabulary {vocabulary}, in float64 with noise, order and sums"),
+            ),
+            within(
+                "adapters as they are applied",
+                product(&[adapter_elements(self.config, self.shape), model.max(acc)]),
+                "a copy in the model's dtype, the scale in it".to_owned(),
             ),
             within("token rows", product(&[group, row, model]), format!("{group} answers × {row} elements of a layer")),
             within(

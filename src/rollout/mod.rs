@@ -97,7 +97,11 @@ pub fn run(
     ask: &Ask,
     board: &Board,
 ) -> Result<Vec<Drawn>, Failure> {
-    tch::no_grad(|| Rollout::begin(pass, head, layout, captured, ask)?.all(board))
+    tch::no_grad(|| {
+        let adapters = pass.adapters.applied(pass.decoder.kind());
+        let pass = Pass { adapters: &adapters, ..*pass };
+        Rollout::begin(&pass, head, layout, captured, ask)?.all(board)
+    })
 }
 
 struct Rollout<'a> {

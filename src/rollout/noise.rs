@@ -27,21 +27,24 @@ impl Stream {
     pub fn part(self, number: u64) -> Stream {
         Stream(Random::new(self.0, number).next())
     }
+}
 
-    /// Gumbel noise for each of `count` entries, float64, [count]: −ln(−ln u), u the entry's uniform number.
-    pub(super) fn gumbel(self, entries: &Tensor) -> Tensor {
-        -(-self.uniform(entries).log()).log()
-    }
+/// Gumbel noise for each of `entries`, int64, [v], in each of the streams: −ln(−ln u), u the entry's uniform number; float64,
+/// [streams, v].
+pub(super) fn gumbel(streams: &[Stream], entries_v: &Tensor) -> Tensor {
+    -(-uniform(streams, entries_v).log()).log()
+}
 
-    /// Numbers within (0, 1), one for each entry of `entries`, int64.
-    fn uniform(self, entries: &Tensor) -> Tensor {
-        // Multiplication of 64-bit integers wraps round, as the algorithm wants it.
-        let state: Tensor = (entries + 1) * STEP + self.0.cast_signed();
-        let mixed = state.bitwise_xor_tensor(&shifted(&state, 30)) * FIRST;
-        let mixed = mixed.bitwise_xor_tensor(&shifted(&mixed, 27)) * SECOND;
-        let mixed = mixed.bitwise_xor_tensor(&shifted(&mixed, 31));
-        (shifted(&mixed, 12).to_kind(Kind::Double) + 0.5) * UNIT
-    }
+/// Numbers within (0, 1), [streams, v].
+fn uniform(streams: &[Stream], entries_v: &Tensor) -> Tensor {
+    let roots: Vec<i64> = streams.iter().map(|stream| stream.0.cast_signed()).collect();
+    let roots_s1 = Tensor::from_slice(&roots).to_device(entries_v.device()).unsqueeze(1);
+    // Multiplication of 64-bit integers wraps round, as the algorithm wants it.
+    let state: Tensor = (entries_v + 1) * STEP + roots_s1;
+    let mixed = state.bitwise_xor_tensor(&shifted(&state, 30)) * FIRST;
+    let mixed = mixed.bitwise_xor_tensor(&shifted(&mixed, 27)) * SECOND;
+    let mixed = mixed.bitwise_xor_tensor(&shifted(&mixed, 31));
+    (shifted(&mixed, 12).to_kind(Kind::Double) + 0.5) * UNIT
 }
 
 /// Bits moved to the right, with zeros coming in: the library's own shift brings in the sign.
@@ -60,10 +63,12 @@ mod tests {
 
     #[test]
     fn the_tensor_form_is_the_sequence_of_the_scalar_one() {
-        for state in [0u64, 7, u64::MAX, 1 << 63] {
+        let roots = [0u64, 7, u64::MAX, 1 << 63];
+        let all = uniform(&roots.map(Stream), &entries(100)) / UNIT - 0.5;
+        for (row, state) in (0..).zip(roots) {
             let mut random = Random::from_state(state);
             let expected: Vec<u64> = (0..100).map(|_| random.next() >> 12).collect();
-            let found = Vec::<f64>::try_from(Stream(state).uniform(&entries(100)) / UNIT - 0.5).unwrap();
+            let found = Vec::<f64>::try_from(all.get(row)).unwrap();
             let expected: Vec<f64> = expected.into_iter().map(crate::units::float).collect();
             assert_eq!(found, expected);
         }
@@ -79,7 +84,7 @@ mod tests {
 
     #[test]
     fn gumbel_noise_has_its_mean_and_is_finite() {
-        let noise = Stream::of_seed(5).gumbel(&entries(200_000));
+        let noise = gumbel(&[Stream::of_seed(5)], &entries(200_000));
         assert_eq!(noise.isfinite().all().int64_value(&[]), 1);
         assert!((noise.mean(Kind::Double).double_value(&[]) - 0.577_215_66).abs() < 0.01);
     }

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::noise::Stream;
+use super::noise::{Stream, gumbel};
 
 /// From which tokens one is drawn. The temperature is the head's, since scores share it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,10 +29,8 @@ pub(super) const TOKEN_BYTES: usize = 24;
 /// One token from each row of log-probabilities [answers, v], as bytes.
 pub(super) fn draw(logprobs_av: &Tensor, streams: &[Stream], sampling: &Sampling) -> Vec<u8> {
     let entries = Tensor::arange(logprobs_av.size()[1], (Kind::Int64, logprobs_av.device()));
-    let noise: Vec<Tensor> = streams.iter().map(|stream| stream.gumbel(&entries)).collect();
     let wide = logprobs_av.to_kind(Kind::Double);
-    let perturbed = candidates(&wide, sampling) + Tensor::stack(&noise, 0);
-    let chosen = perturbed.argmax(-1, true);
+    let chosen = (candidates(&wide, sampling) + gumbel(streams, &entries)).argmax(-1, true);
     let logprobs = wide.gather(1, &chosen, false);
     // 0 · −∞ is no entropy; a NaN stays and shows itself.
     let terms = (wide.exp() * &wide).masked_fill(&wide.isneginf(), 0.0);

@@ -175,14 +175,18 @@ pub(super) fn enough<'a>(
     })
 }
 
-/// What rank 0 scores with; it checks that every reward has what it needs, before the first step.
-pub(super) fn open(config: &RunConfig, sets: &[&Dataset], texts: bool) -> Result<Scorer, Failure> {
-    let scorer = Scorer::open(config, &Environment::process())?;
+/// The first reward that judges what answers say, if there is one.
+pub(super) fn judges(config: &RunConfig) -> Option<RewardName> {
     let judges = |name: &RewardName| {
         !matches!(name, RewardName::Synthetic | RewardName::Data | RewardName::One | RewardName::Length)
     };
-    let named = config.grpo.reward_fn.parts().iter().map(|part| part.name).find(judges);
-    if let Some(name) = named.filter(|_| !texts) {
+    config.grpo.reward_fn.parts().iter().map(|part| part.name).find(judges)
+}
+
+/// What rank 0 scores with; it checks that every reward has what it needs, before the first step.
+pub(super) fn open(config: &RunConfig, sets: &[&Dataset], texts: bool) -> Result<Scorer, Failure> {
+    let scorer = Scorer::open(config, &Environment::process())?;
+    if let Some(name) = judges(config).filter(|_| !texts) {
         return Err(Error::NoTokenizer { folder: config.model_path()?.to_owned(), reward: name.word() }.into());
     }
     for data in sets {

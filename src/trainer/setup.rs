@@ -59,6 +59,8 @@ pub struct Session {
     pub(super) scorer: Option<Scorer>,
     /// What makes texts of answers, where there is one.
     pub(super) tokenizer: Option<Tokenizer>,
+    /// Whether answers are written down: they are the policy's own, or somebody judges what they say.
+    pub(super) tells_answers: bool,
     /// Positions of the longest answer.
     pub(super) answer_len: Tokens,
     /// The largest share of an update's answers that may lack a reward.
@@ -193,6 +195,7 @@ impl Session {
             keeping,
             paged: config.memory.prompt_no_grad,
             scorer,
+            tells_answers: config.rollout.sample || rewards::judges(config).is_some(),
             answer_len: if plan.rollout.is_some() { config.sampled_len() } else { config.context.answer_len },
             missing_share_max: config.reward.missing_share_max,
             gap_warn: config.rollout.gap_warn.unwrap_or(match config.model.dtype {

@@ -125,7 +125,9 @@ fn first_turn(
     desk.tally.clock.add("reward", start.elapsed().as_secs_f64());
     for (told, group) in told.iter().zip(&groups) {
         let rewards = told.rewards();
-        desk.reporter.answers(&rewards::lines(step, group, told, &session.advantages(&rewards)))?;
+        if session.tells_answers {
+            desk.reporter.answers(&rewards::lines(step, group, told, &session.advantages(&rewards)))?;
+        }
         round.know(told, session.leaves_nothing(&rewards));
     }
     let frozen = freeze(session, world, place, answered, &told[world.dp_index], desk.tally);

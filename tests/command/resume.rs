@@ -84,7 +84,8 @@ pub(crate) fn numbers(room: &Room, run_dir: &str) -> Vec<Value> {
     let metrics = room.read(&format!("{run_dir}/metrics.jsonl"));
     let without_seconds = |line| {
         let mut step: Value = serde_json::from_str(line).unwrap();
-        ["seconds", "tokens_per_second", "memory"].map(|key| step.as_object_mut().unwrap().remove(key).unwrap());
+        let _ =
+            ["seconds", "tokens_per_second", "memory"].map(|key| step.as_object_mut().unwrap().remove(key).unwrap());
         step
     };
     metrics.lines().map(without_seconds).collect()

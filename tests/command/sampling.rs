@@ -45,7 +45,7 @@ fn what_a_rank_holds_while_answers_are_drawn_is_the_arithmetic_of_the_config() {
         ("pages of all layers", POSITIONS * STATE),
         // 1,024 of 8,192 rows of each answer, and one layer's once more while it grows.
         ("answers' keys and values", 8 * 1024 * (STATE + STATE / 36)),
-        ("logits", 8 * vocabulary * (2 + 3 * 4 + 8)),
+        ("logits", 8 * vocabulary * (2 + 2 * 4 + 48)),
         ("partial outputs", 8 * 8 * (32 * 128 + 32) * 4),
         // Residual, norm and what leaves them; the feed-forward's three; queries, keys and values, output.
         ("token rows", 8 * (4 * 4096 + 3 * 12_288 + 4096 + 2048 + 4096) * 2),
@@ -56,7 +56,7 @@ fn what_a_rank_holds_while_answers_are_drawn_is_the_arithmetic_of_the_config() {
     // Shorter answers, and fewer.
     let short = drawn_json(&["--set", "rollout.max_tokens=800", "--set", "grpo.group_size=3"]);
     assert_eq!(of_rollout(&short, "answers' keys and values"), 3 * 100 * (STATE + STATE / 36));
-    assert_eq!(of_rollout(&short, "logits"), 3 * vocabulary * 22);
+    assert_eq!(of_rollout(&short, "logits"), 3 * vocabulary * 58);
     // float32 has no fused kernel on a GPU.
     let plain = drawn_json(&["--set", "model.dtype=float32"]);
     assert_eq!(of_rollout(&plain, "scores of the answers"), 8 * 32 * 32_768 * 4 * 3);

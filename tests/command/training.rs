@@ -111,7 +111,7 @@ fn assert_sane(receipt: &Value, ranks: usize) {
     assert_eq!(receipt["keeping"]["every"], 1);
     assert!(receipt["finished"].as_str().unwrap().ends_with('Z'));
     // The keys above, and no other.
-    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 27);
+    assert_eq!(receipt.as_object().unwrap().len(), expected.as_object().unwrap().len() + 29);
 }
 
 #[test]
