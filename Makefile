@@ -49,7 +49,7 @@ build: deps ## the binary, target/release/longstraw
 model: build ## the SmolLM2 model into models/
 	@scripts/setup.sh model
 
-data: model ## the laptop run's training and held-out prompts into data/laptop/
+data: model ## the laptop run's training and held-out prompts into data/codes/
 	@scripts/laptop_data.sh
 
 install: build ## bin/longstraw and its libraries under PREFIX (/usr/local for root, else ~/.local)

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# The prompts of `make run`: real text found on this machine, a question whose answer stands in it, one right answer
-# and three wrong ones; training and held-out prompts from different passages.
+# The prompts of `make run`: real text found on this machine with notes in it that give codes to places, and a question about
+# one of them. The model answers for itself; candidate answers, one of them right, stand beside for the held-out margin.
+# Training and held-out prompts come from different passages and have different codes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-readonly OUT=data/laptop
+readonly OUT=data/codes
 [ -s "$OUT/train.jsonl" ] && [ -s "$OUT/held_out.jsonl" ] && exit 0
-exec target/release/longstraw data keychain --model models/smollm2-135m-instruct --out "$OUT"
+exec target/release/longstraw data keychain --model models/smollm2-135m-instruct --out "$OUT" \
+  --prompt-tokens 384 --keys 4 --answers 4 --short --train 64 --held-out 12

@@ -87,7 +87,7 @@ fn without_files_the_laptop_run_is_loaded() {
     for world in [1, 2, 3, 8] {
         assert_eq!(loaded.run.check(Some(world)), [], "{world} ranks");
     }
-    assert_eq!(loaded.run.pages_per_rank(3), Pages(11));
+    assert_eq!(loaded.run.pages_per_rank(3), Pages(2));
 }
 
 #[test]
@@ -585,9 +585,9 @@ fn other_value(value: &serde_json::Value) -> serde_json::Value {
 
 #[test]
 fn answers_are_drawn_from_pages_only_and_the_judge_is_asked_only_where_that_is_wanted() {
-    let found = problems(load(&[], &[], &["rollout.sample=true", "memory.prompt_no_grad=false"]));
+    let found = problems(load(&[], &[], &["memory.prompt_no_grad=false"]));
     assert!(found.iter().any(|p| p.contains("rollout.sample should be false")), "{found:?}");
-    let found = problems(load(&[], &[], &["rollout.sample=true"]));
+    let found = problems(load(&[], &[], &["grpo.reward_fn=data"]));
     assert!(found.iter().any(|p| p.contains("grpo.reward_fn should be another one")), "{found:?}");
     let found = problems(load(&[], &[], &["grpo.reward_fn=judge"]));
     assert!(found.iter().any(|p| p.contains("endpoint.usage.reward_scoring should be true")), "{found:?}");

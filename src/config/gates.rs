@@ -120,6 +120,12 @@ impl Gate {
         self.files().extract_inner("rollout.sample").unwrap_or_default()
     }
 
+    /// Tokens of an answer that the policy gives in it; without an end of its own it is as long as others are.
+    #[must_use]
+    pub fn sampled_tokens(self) -> Option<Tokens> {
+        self.files().extract_inner("rollout.max_tokens").ok().map(Tokens)
+    }
+
     /// All gates' values and, before them, its own.
     fn files(self) -> figment::Figment {
         let mut gathered = Gathered::default();

@@ -25,6 +25,7 @@ fn at(gate: Gate, config: &RunConfig, gradient: Gradient) -> RunConfig {
     config.grpo.group_size = own.group_size;
     config.grpo.gradient = gradient;
     config.rollout.sample = gate.samples();
+    config.rollout.max_tokens = gate.sampled_tokens().or(config.rollout.max_tokens);
     config
 }
 

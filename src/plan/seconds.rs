@@ -64,8 +64,8 @@ impl Rates {
             // Nominal: HBM3e of an H200, and half of its NVLink's 900 GB/s both ways. Neither is measured yet.
             memory: 4800.0,
             between: 450.0,
-            // As measured where small operations follow one another (docs/benchmarks.md).
-            launch: 10.0,
+            // As measured of drawn tokens, 2 ms a layer (docs/benchmarks.md).
+            launch: 20.0,
             // An assumption: a gather among eight ranks takes about 30 µs.
             message: 4.0,
             efficiency: 0.8,

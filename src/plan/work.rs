@@ -85,7 +85,7 @@ impl Runs {
 }
 
 /// Small operations of a layer for one token: norms, seven projections with their adapters, rotation, attention, merging.
-const LAYER_LAUNCHES: f64 = 30.0;
+const LAYER_LAUNCHES: f64 = 100.0;
 
 /// Consecutive rows of a sequence.
 #[derive(Clone, Copy)]

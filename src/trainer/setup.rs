@@ -163,11 +163,8 @@ impl Session {
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, loaded.rank.stall_sec)?;
         // What is quick to check comes first: weights may take minutes.
-        let Inputs { data, held_out, tokenizer, ends } = world.agree(inputs::open(config, &spec))?;
-        let digests = [Some(&data), held_out.as_ref()].map(|data| data.map(Dataset::digest).unwrap_or_default());
-        world.same("the data (digest)", &digests[0])?;
-        world.same("the held-out data (digest)", &digests[1])?;
-        let scorer = world.agree(scorer(config, world, [Some(&data), held_out.as_ref()], tokenizer.is_some()))?;
+        let (inputs, digests, scorer) = read_inputs(config, world, &spec)?;
+        let Inputs { data, held_out, tokenizer, ends } = inputs;
         let weights = world.agree(load_weights(config, &spec, device))?;
         let mut held = vec![world.ledger().hold(Purpose::Weights, Purse::Device, weights.bytes())];
         let model_digest = weights.digest().to_owned();
@@ -182,9 +179,7 @@ impl Session {
         world.same("the adapters (digest)", &start)?;
         let optimizer = adam_w(config, &adapters);
         let reference = (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference"));
-        let masters = adapters.tensors().chain(reference.iter().flat_map(Adapters::tensors)).map(storage_bytes).sum();
-        held.push(world.ledger().hold(Purpose::Adapters, Purse::Device, masters));
-        held.push(world.ledger().hold(Purpose::Optimizer, Purse::Device, optimizer.bytes()));
+        held.extend(trained(world, &adapters, reference.as_ref(), &optimizer));
         Ok(Session {
             optimizer,
             reference,
@@ -198,11 +193,7 @@ impl Session {
             tells_answers: config.rollout.sample || rewards::judges(config).is_some(),
             answer_len: if plan.rollout.is_some() { config.sampled_len() } else { config.context.answer_len },
             missing_share_max: config.reward.missing_share_max,
-            gap_warn: config.rollout.gap_warn.unwrap_or(match config.model.dtype {
-                Dtype::Float64 => 1e-8,
-                Dtype::Float32 => 1e-4,
-                Dtype::Bfloat16 => 0.5,
-            }),
+            gap_warn: gap_warn(config),
             advantage_is_reward: config.grpo.reward_fn == RewardFn::only(RewardName::One),
             sampler: plan.rollout.map(|rollout| sampler(config, ends, rollout.pages_on_device)),
             round: None,
@@ -432,6 +423,38 @@ fn start_adapters(
     let linears = spec.adapted(config.lora.targets.as_deref())?;
     let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
     Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
+}
+
+/// Data, the same on all ranks, with their digests, and what rank 0 scores answers with.
+fn read_inputs(
+    config: &RunConfig,
+    world: &World,
+    spec: &Spec,
+) -> Result<(Inputs, [String; 2], Option<Scorer>), Failure> {
+    let inputs = world.agree(inputs::open(config, spec))?;
+    let sets = [Some(&inputs.data), inputs.held_out.as_ref()];
+    let digests = sets.map(|data| data.map(Dataset::digest).unwrap_or_default());
+    world.same("the data (digest)", &digests[0])?;
+    world.same("the held-out data (digest)", &digests[1])?;
+    let scorer = world.agree(scorer(config, world, sets, inputs.tokenizer.is_some()))?;
+    Ok((inputs, digests, scorer))
+}
+
+/// Counts what is trained, and what it is compared with.
+fn trained(world: &World, adapters: &Adapters, reference: Option<&Adapters>, optimizer: &AdamW) -> [Held; 2] {
+    let masters = adapters.tensors().chain(reference.into_iter().flat_map(Adapters::tensors));
+    let masters = masters.map(storage_bytes).sum();
+    let hold = |purpose, bytes| world.ledger().hold(purpose, Purse::Device, bytes);
+    [hold(Purpose::Adapters, masters), hold(Purpose::Optimizer, optimizer.bytes())]
+}
+
+/// The distance between drawing and scoring beyond which a user is warned.
+fn gap_warn(config: &RunConfig) -> f64 {
+    config.rollout.gap_warn.unwrap_or(match config.model.dtype {
+        Dtype::Float64 => 1e-8,
+        Dtype::Float32 => 1e-4,
+        Dtype::Bfloat16 => 0.5,
+    })
 }
 
 /// What scores answers, on rank 0; data that are only compared by their own rewards need nothing more.

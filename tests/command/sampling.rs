@@ -128,7 +128,7 @@ fn a_token_takes_what_its_bytes_take_and_is_refused_above_the_most_that_is_allow
     let resident = drawn_json(&["--device-gib", "131"]);
     let weights = (8_190_735_360_u64 - 151_936 * 4096 - 4096) * 2 + 43_646_976 * 4;
     let reads = float(weights + POSITIONS * STATE + 8 * 512 * STATE) / (0.8 * 4.8e12);
-    let waits = 37.0 * 30.0 * 10e-6 + 37.0 * 7.0 * 4e-6 + float(7 * 8 * 36 * 4128 * 4) / 450e9;
+    let waits = 37.0 * 100.0 * 20e-6 + 37.0 * 7.0 * 4e-6 + float(7 * 8 * 36 * 4128 * 4) / 450e9;
     near(token(&resident), reads + waits, 1e-9, "a token from the device's own memory");
     let slower = drawn_json(&["--device-gib", "131", "--rate-memory", "2400"]);
     near(token(&slower), 2.0 * reads + waits, 1e-9, "half the memory's rate");
