@@ -504,7 +504,7 @@ fn the_variable_of_the_key_may_begin_like_ours() {
 fn the_digest_changes_with_every_shared_value_and_with_no_other() {
     let given = [
         "parallel.cp_size=8",
-        "context.cp_pages_per_gpu=4",
+        "context.cp_pages_per_gpu=1",
         "grpo.aggregation=constant",
         "grpo.constant_divisor=8",
         "lora.targets=q_proj",

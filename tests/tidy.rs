@@ -272,6 +272,28 @@ fn a_test_that_an_error_names_and_that_is_gone_is_found() {
 }
 
 #[test]
+fn both_languages_of_the_readme_say_the_same() {
+    let read = |path: &str| Source::new(path, &source::read(path));
+    assert_tidy(&documents::out_of_step(&read("README.md"), &read("README.zh-CN.md")));
+}
+
+#[test]
+fn a_translation_that_is_out_of_step_is_found() {
+    let original = "# A\n\n[x](docs/x.md#a)\n\n```sh\nmake run\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n## B\n";
+    let faults = |text: &str| documents::out_of_step(&Source::new("R.md", original), &Source::new("R.zh.md", text));
+    assert_eq!(faults(&original.replace("# A", "# 甲").replace("[x]", "[某]")), Vec::<String>::new());
+    for (changed, words) in [
+        (original.replace("## B", "### B"), "headings"),
+        (original.replace("make run", "make test"), "code blocks"),
+        (original.replace("x.md", "y.md"), "links"),
+        (original.replace("| 1 | 2 |\n", ""), "tables"),
+    ] {
+        let found = faults(&changed);
+        assert!(found.len() == 1 && found[0].contains(words), "{found:?}");
+    }
+}
+
+#[test]
 fn every_dependency_has_a_line_of_reason() {
     let manifest = source::read("Cargo.toml");
     assert_tidy(&documents::dependencies_without_reason(&manifest, &source::read(documents::REASONS)));

@@ -54,6 +54,17 @@ pub enum Error {
         /// Where and why.
         reason: String,
     },
+    /// The ranks do not divide the groups whose updates are not all made.
+    #[error(
+        "the checkpoint was written between two updates of {groups} groups (grpo.updates_per_group), which cannot be dealt to \
+         {side_by_side} prompt groups of ranks: go on with a number of ranks and a parallel.cp_size that divide them"
+    )]
+    OtherRanks {
+        /// Groups of the round.
+        groups: usize,
+        /// Prompt groups of ranks.
+        side_by_side: usize,
+    },
     /// A file is not what was written.
     #[error("{} is damaged: its SHA-256 is {found}, and {wanted} was written", file.display())]
     Damaged {

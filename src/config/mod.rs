@@ -120,6 +120,23 @@ impl Loaded {
     }
 }
 
+/// Keys that change no number of an update.
+const OPERATIONAL: [&str; 13] = [
+    "run.steps",
+    "rollout.token_sec_max",
+    "rollout.gap_warn",
+    "reward.command_sec",
+    "reward.judge_parallel",
+    "reward.missing_share_max",
+    "endpoint.api_base",
+    "endpoint.api_key_env",
+    "endpoint.timeout_sec",
+    "endpoint.max_retries",
+    "endpoint.retry_backoff",
+    "endpoint.endpoints",
+    "endpoint.usage",
+];
+
 impl RunConfig {
     /// The compiled-in laptop run, whatever files and variables there are.
     ///
@@ -214,15 +231,23 @@ impl RunConfig {
         })
     }
 
-    /// The values but `run.steps`, the one that may be another when a run goes on from a checkpoint.
+    /// The values but those that may be others when a run goes on from a checkpoint: how many updates it makes, and how long
+    /// and where a service, a program or a token is waited for.
     ///
     /// # Panics
     /// Never: every value has a JSON form.
     #[must_use]
     pub fn resumable(&self) -> serde_json::Value {
         let mut values = serde_json::to_value(self).expect("keys are texts, so there is a JSON form");
-        if let Some(run) = values.get_mut("run").and_then(serde_json::Value::as_object_mut) {
-            run.shift_remove("steps");
+        for path in OPERATIONAL {
+            let mut at = Some(&mut values);
+            let (tables, key) = path.rsplit_once('.').unwrap_or(("", path));
+            for table in tables.split('.') {
+                at = at.and_then(|at| at.get_mut(table));
+            }
+            if let Some(table) = at.and_then(serde_json::Value::as_object_mut) {
+                table.shift_remove(key);
+            }
         }
         values
     }

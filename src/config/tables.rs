@@ -315,6 +315,6 @@ pub struct EndpointUsage {
     pub sample_replay: bool,
     /// Questions and answers for a data set.
     pub data_generation: bool,
-    /// Texts of prompts may be sent along.
+    /// Questions of records may be sent for a diagnosis.
     pub prompt_text: bool,
 }

@@ -36,9 +36,16 @@ impl Tokenizer {
     pub fn open(folder: &Path) -> Result<Tokenizer, Error> {
         let file = folder.join("tokenizer.json");
         let bytes = fs::read(&file).map_err(|source| Error::Io { file: file.clone(), action: "read it", source })?;
-        let backend = Backend::from_bytes(&bytes).map_err(|reason| Error::Tokenizer {
+        let mut backend = Backend::from_bytes(&bytes).map_err(|reason| Error::Tokenizer {
             file: file.clone(),
             action: "is not a tokenizer that can be loaded",
+            reason: reason.to_string(),
+        })?;
+        // A file may ask for texts to be cut or filled up to a length: here that is said, or not done.
+        let cut = backend.with_truncation(None).map(|backend| backend.with_padding(None));
+        cut.map_err(|reason| Error::Tokenizer {
+            file: file.clone(),
+            action: "asks for a length of texts that cannot be left out",
             reason: reason.to_string(),
         })?;
         Ok(Tokenizer { file, backend, template: Template::open(folder) })
@@ -182,6 +189,19 @@ fn turn(role: &str, content: &str) -> Map<String, Json> {
 mod tests {
     use super::super::sample;
     use super::*;
+
+    #[test]
+    fn a_tokenizer_file_neither_cuts_a_text_nor_fills_it_up() {
+        let folder = sample::folder();
+        let file = folder.path().join("tokenizer.json");
+        let mut settings: Json = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        settings["truncation"] =
+            serde_json::json!({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0});
+        settings["padding"] = serde_json::json!({"strategy": {"Fixed": 64}, "direction": "Right",
+            "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"});
+        fs::write(&file, settings.to_string()).unwrap();
+        assert_eq!(Tokenizer::open(folder.path()).unwrap().encode("ten signs.").unwrap().len(), 10);
+    }
 
     #[test]
     fn text_comes_back_from_its_ids() {

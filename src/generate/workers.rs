@@ -103,8 +103,9 @@ impl Workers<'_> {
         let Some(index) = next else { return false };
         let mut before = None;
         for _ in 0..MESSAGES_MAX {
+            // Where the run ends between the two messages, the chunk is not finished, and is asked about again.
             if !lock(shared).may_ask(before.is_some()) {
-                break;
+                return false;
             }
             let text = self.wanted.message(&self.chunks[index], before);
             let message = Message {
@@ -119,12 +120,8 @@ impl Workers<'_> {
                 Heard::Settled => return true,
             }
         }
-        let mut shared = lock(shared);
-        // Where the run ends between the two messages, the chunk is not finished.
-        if before.is_some() && shared.error.is_none() {
-            shared.finish(Outcome { chunk: index, questions: Vec::new(), unusable: before });
-        }
-        before.is_some()
+        lock(shared).finish(Outcome { chunk: index, questions: Vec::new(), unusable: before });
+        true
     }
 
     /// Counts what came of a message, and keeps its questions.

@@ -80,6 +80,9 @@ pub struct HeldOut {
     pub accuracy: Option<f64>,
     /// Mean reward of the answers that the policy draws; absent where answers come with the data.
     pub reward: Option<f64>,
+    /// Drawn answers that have no reward.
+    #[serde(default)]
+    pub missing: u64,
     /// How many prompts.
     pub prompts: usize,
 }

@@ -54,8 +54,9 @@ impl Sampled {
         (ordered, Reverse(self.step), &self.prompt, self.answer)
     }
 
-    /// What is sent: the question and what was expected, where the record has them, numbers, and the answer.
-    pub(super) fn message(&self) -> String {
+    /// What is sent: what was expected, where the record has it, numbers, and the answer; the question only where texts of
+    /// prompts may be sent.
+    pub(super) fn message(&self, questions: bool) -> String {
         let number = |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| value.to_string());
         let mut lines = vec![format!("Reward: {}", number(self.reward))];
         if let Some(parts) = self.parts.as_ref().filter(|parts| !parts.is_empty()) {
@@ -71,7 +72,8 @@ impl Sampled {
         if self.failure.is_some() {
             lines.push("A part of the scoring failed.".to_owned());
         }
-        for (name, field) in [("Question", "question"), ("Expected", "expected")] {
+        let fields = [("Question", "question"), ("Expected", "expected")];
+        for (name, field) in fields.into_iter().filter(|(_, field)| questions || *field != "question") {
             let value = self.reward_data.as_ref().and_then(|data| data.get(field)).filter(|value| !value.is_null());
             if let Some(value) = value {
                 let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
@@ -220,7 +222,7 @@ mod tests {
         let line = json!({"step": 3, "prompt": "the name", "answer": 1, "text": "in York", "tokens": 3, "reward": 0.0,
             "parts": {"exact": 0.0, "judge": null}, "truncated": true, "failure": "no reply",
             "reward_data": {"question": "Where?", "expected": ["Aldby", 7], "note": "not this"}});
-        let message = serde_json::from_value::<Sampled>(line).unwrap().message();
+        let message = serde_json::from_value::<Sampled>(line).unwrap().message(true);
         assert_eq!(
             message,
             "Reward: 0\nParts of the reward: exact 0, judge none\nTokens: 3\nThe answer was cut off at its longest.\n\

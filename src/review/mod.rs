@@ -200,6 +200,7 @@ pub fn replay(dir: &Path, config: &RunConfig, environment: &Environment, asked: 
     remove(&file)?;
     let model = config.default_model()?;
     let endpoint = asked.open(config, environment)?;
+    let questions = config.endpoint.usage.prompt_text;
     let chosen = worst(&sampled, asked.requests_max)?;
     let next = AtomicUsize::new(0);
     let said: Vec<Mutex<Option<Result<String, String>>>> = chosen.iter().map(|_| Mutex::new(None)).collect();
@@ -211,7 +212,7 @@ pub fn replay(dir: &Path, config: &RunConfig, environment: &Environment, asked: 
         for _ in 0..asked.parallel.min(chosen.len()) {
             scope.spawn(|| {
                 while let Some((answer, place)) = take() {
-                    let diagnosis = diagnose(&endpoint, model, asked, answer);
+                    let diagnosis = diagnose(&endpoint, model, asked, answer, questions);
                     *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(diagnosis);
                 }
             });
@@ -232,8 +233,14 @@ pub fn replay(dir: &Path, config: &RunConfig, environment: &Environment, asked: 
     Ok(Replayed { file, answers: chosen.len(), failed, why })
 }
 
-fn diagnose(endpoint: &Endpoint, model: &str, asked: Asked, answer: &Sampled) -> Result<String, String> {
-    let text = answer.message();
+fn diagnose(
+    endpoint: &Endpoint,
+    model: &str,
+    asked: Asked,
+    answer: &Sampled,
+    questions: bool,
+) -> Result<String, String> {
+    let text = answer.message(questions);
     let message = Message { model, max_tokens: asked.reply_tokens, system: Some(DIAGNOSIS_SYSTEM), user: &text };
     let reply = endpoint.message(&message).map_err(|error| error.to_string())?;
     match printable(&reply.value.text) {

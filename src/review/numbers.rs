@@ -15,7 +15,7 @@ use crate::units::{float, from_index};
 /// Steps that are sent, at most.
 const ROWS_MAX: usize = 60;
 /// Columns of a step.
-const COLUMNS_MAX: usize = 32;
+const COLUMNS_MAX: usize = 64;
 /// Lines of the log, and bytes of them.
 const LOG_LINES_MAX: usize = 100;
 const LOG_BYTES_MAX: usize = 8 << 10;

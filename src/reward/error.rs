@@ -127,6 +127,9 @@ pub enum Missing {
         /// How it begins.
         said: String,
     },
+    /// The run was asked to stop.
+    #[error("the run was asked to stop before the answer was scored")]
+    Stopped,
     /// The weighted sum is beyond what a number holds.
     #[error("the weighted sum of its rewards is not finite: grpo.reward_fn has weights that are too large")]
     Sum,
@@ -142,6 +145,7 @@ impl Missing {
             Missing::Program { fault, .. } => fault.kind(),
             Missing::Service(error) => error.fault.kind(),
             Missing::Reply { unread, .. } => unread.kind(),
+            Missing::Stopped => "stopped",
             Missing::Sum => "sum_not_finite",
         }
     }

@@ -6,7 +6,7 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::Duration;
 
@@ -16,9 +16,10 @@ use sha2::{Digest as _, Sha256};
 use super::verdict::Reader;
 use super::{Asked, Error, Missing, text};
 use crate::config::{Environment, RewardConfig, RunConfig};
-use crate::endpoint::{self, Endpoint, Message};
+use crate::endpoint::{self, Bound, Endpoint, Message};
 use crate::failure::Failure;
 use crate::units::{as_index, from_index};
+use crate::world::asked_to_stop;
 
 /// What is judged where no rubric is given.
 const RUBRIC: &str = "You judge an answer to a question. The best score is for an answer that is right, says all that the \
@@ -30,6 +31,8 @@ const RUBRIC: &str = "You judge an answer to a question. The best score is for a
 const RUBRIC_BYTES_MAX: u64 = 64 << 10;
 /// Requests for one answer: the message, and once more where the reply cannot be read.
 const REQUESTS_MAX: u32 = 2;
+/// How often a wait for replies says that it goes on.
+const ALIVE: Duration = Duration::from_secs(5);
 
 /// The service as a judge.
 pub(super) struct Judge {
@@ -47,13 +50,24 @@ impl Judge {
         let reward = &config.reward;
         let rubric = reward.rubric.as_deref().map_or_else(|| Ok(RUBRIC.to_owned()), rubric)?;
         Ok(Judge {
-            endpoint: Endpoint::open(config, environment)?,
+            // Whoever asks the run to stop does not wait for further attempts.
+            endpoint: Endpoint::open(config, environment)?.bounded(&Bound {
+                within: None,
+                retries_max: u64::MAX,
+                given_up: asked_to_stop,
+            }),
             model: config.default_model()?.to_owned(),
             system: system(&rubric, reward),
             tokens_max: reward.judge_tokens,
             parallel: reward.judge_parallel,
             reader: Reader::of(reward.judge_scale),
         })
+    }
+
+    /// Sends one tiny message: a wrong key, model or address shows before weights are loaded and a prompt is captured.
+    pub(super) fn probe(&self) -> Result<(), endpoint::Error> {
+        let message = Message { model: &self.model, max_tokens: 1, system: None, user: "Reply with: ready" };
+        self.endpoint.message(&message).map(drop)
     }
 
     /// The longest that so many answers may take.
@@ -75,7 +89,7 @@ impl Judge {
         let (send, receive) = mpsc::channel();
         // A worker takes the next answer until none is left; one that waits as the service asks holds up no other.
         let work = &|send: Sender<(usize, Result<f64, Missing>)>| {
-            while !ended.load(Ordering::Relaxed) {
+            while !ended.load(Ordering::Relaxed) && !asked_to_stop() {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let (Some(asked), Some(text)) = (asked.get(index), texts.get(index)) else { break };
                 let score = self.one(asked, text);
@@ -99,7 +113,16 @@ impl Judge {
             } else {
                 drop(send);
             }
-            for (index, score) in receive {
+            loop {
+                let (index, score) = match receive.recv_timeout(ALIVE) {
+                    Ok(scored) => scored,
+                    // Every request has an end of its own: to wait for one is no stall.
+                    Err(RecvTimeoutError::Timeout) => {
+                        alive();
+                        continue;
+                    }
+                    Err(RecvTimeoutError::Disconnected) => break,
+                };
                 alive();
                 match score {
                     Err(Missing::Service(error)) if error.fault.is_of_all() => {
@@ -111,7 +134,7 @@ impl Judge {
         });
         match end {
             Some(error) => Err(error),
-            None => Ok(scores.into_iter().map(|score| score.expect("without an end every answer is taken")).collect()),
+            None => Ok(scores.into_iter().map(|score| score.unwrap_or(Err(Missing::Stopped))).collect()),
         }
     }
 

@@ -151,6 +151,14 @@ impl Scorer {
         Ok(())
     }
 
+    /// Asks the judge for a word, where there is one, so that what is wrong with the service shows before anything long.
+    ///
+    /// # Errors
+    /// What the request ends in.
+    pub fn probe(&self) -> Result<(), Failure> {
+        self.judge.as_ref().map_or(Ok(()), |judge| Ok(judge.probe()?))
+    }
+
     /// Scores answers, each in its place. What could not be had is missing with its reason. `alive` is called whenever
     /// something comes back from a program or from the service.
     ///

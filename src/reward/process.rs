@@ -17,8 +17,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
+use crate::world::asked_to_stop;
+
 /// The longest run that is asked for at all: a month.
 const TIME_MAX: Duration = Duration::from_hours(24 * 30);
+/// How often a wait says that it goes on.
+const ALIVE: Duration = Duration::from_secs(5);
 /// The program's end is looked for this often; pipes wake sooner.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// A killed process is gone at once, but for one that waits for a device.
@@ -109,10 +113,13 @@ impl<'a> Talk<'a> {
 
     /// Goes on until the program has ended (true), or its time is over or it wrote too much (false).
     fn until(&mut self, deadline: Instant, program: Pid, heard: &mut dyn FnMut()) -> io::Result<bool> {
+        let mut told = Instant::now();
         loop {
             self.wait()?;
             self.write();
-            if self.read()? {
+            // It has an end of its own: to wait for it is no stall.
+            if self.read()? || told.elapsed() > ALIVE {
+                told = Instant::now();
                 heard();
             }
             // It is left to be reaped: until then nobody else gets its number, which is its group's.
@@ -120,7 +127,7 @@ impl<'a> Talk<'a> {
             if waitid(WaitId::Pid(program), look)?.is_some() {
                 return Ok(true);
             }
-            if Instant::now() >= deadline || self.is_too_long() {
+            if Instant::now() >= deadline || self.is_too_long() || asked_to_stop() {
                 return Ok(false);
             }
         }

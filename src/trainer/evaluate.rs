@@ -25,6 +25,7 @@ struct Sums {
     /// Rewards, and how many; the same on every rank of the world.
     reward: f64,
     rewarded: u64,
+    missing: u64,
 }
 
 /// Margin and accuracy over the held-out groups that have better and worse answers, and mean reward of drawn answers over
@@ -60,11 +61,20 @@ pub(super) fn held_out(
     if !margin.is_finite() {
         return world.agree(Err(finalize::Error::Number { what: "held-out margin", value: margin }.into()));
     }
+    if sums.missing > 0 {
+        let all = sums.missing + sums.rewarded;
+        reporter.line(&format!(
+            "warning: {} of {all} held-out answers have no reward; the mean is that of the others, and two such means are of \
+             different answers",
+            sums.missing
+        ));
+    }
     let mean = |sum: f64, count: u64| (count > 0).then(|| sum / float(count));
     Ok(Some(HeldOut {
         margin: mean(margin, from_index(told)),
         accuracy: mean(right, from_index(told)),
         reward: mean(sums.reward, sums.rewarded),
+        missing: sums.missing,
         prompts: wanted.len(),
     }))
 }
@@ -92,10 +102,13 @@ fn prompts(
         let answers = patience.agree(world, answered)?;
         if session.sampler.is_some() {
             let groups: Vec<&Group> = side_by_side.iter().map(|&index| data.group(index)).collect();
-            let told = rewards::told(session, world, &groups, &answers)?;
-            for reward in told.iter().flat_map(rewards::Told::rewards).flatten() {
-                sums.reward += reward;
-                sums.rewarded += 1;
+            // Scoring has the deadlines of a phase of its own, here as in an update.
+            world.board().enter(Phase::Reward);
+            let told = rewards::told(session, world, patience, &groups, &answers)?;
+            for reward in told.iter().flat_map(rewards::Told::rewards) {
+                sums.reward += reward.unwrap_or_default();
+                sums.rewarded += u64::from(reward.is_some());
+                sums.missing += u64::from(reward.is_none());
             }
         }
     }

@@ -152,11 +152,24 @@ impl Way<'_> {
                 None => self.session.next_round(world),
             };
             self.patience.step(self.tally.last_step_s());
-            let mut desk = Desk { reporter: &mut self.reporter, tally: &mut self.tally, patience: &self.patience };
+            let mut unrewarded = false;
+            let mut desk = Desk {
+                reporter: &mut self.reporter,
+                tally: &mut self.tally,
+                patience: &self.patience,
+                unrewarded: &mut unrewarded,
+            };
             let outcome = step::one_step(&mut self.session, world, &mut desk, &mut round, step);
             self.patience.rest();
             self.records.stepped(world)?;
-            match patience::dropped(outcome)? {
+            let outcome = match patience::dropped(outcome) {
+                Err(failure) if unrewarded => {
+                    self.session.cursor = cursor;
+                    return Err(self.kept(world, before, step, failure));
+                }
+                outcome => outcome?,
+            };
+            match outcome {
                 Ok(done) => {
                     round.made += 1;
                     self.session.round = Some(round).filter(|round| round.made < self.session.updates_per_group);
@@ -181,6 +194,21 @@ impl Way<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Saves what was learnt before update `step`, which has failed on all ranks alike, and gives the failure back.
+    fn kept(&mut self, world: &World, before: Option<HeldOut>, step: u64, failure: Failure) -> Failure {
+        if step == 1 {
+            return failure;
+        }
+        if let Err(another) = self.save(world, before) {
+            return another;
+        }
+        self.reporter.line(&format!(
+            "saved after update {}; once rewards can be had again, go on with `longstraw train --resume` in the same way",
+            step - 1
+        ));
+        failure
     }
 
     fn save(&mut self, world: &World, before: Option<HeldOut>) -> Result<(), Failure> {

@@ -110,6 +110,11 @@ impl Patience {
         if by_any { Err(self.watch.dropped("the ranks of another prompt have dropped it")) } else { Ok(done) }
     }
 
+    /// The step is dropped on all ranks alike, without a question: something in it has given up because of a stop.
+    pub(super) fn given_up(&self, why: &str) -> Failure {
+        self.watch.dropped(why)
+    }
+
     /// Nothing asks any more.
     pub(super) fn end(self, world: &World) {
         world.board().ask_at_layers(None);

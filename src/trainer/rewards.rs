@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::Session;
+use super::patience::Patience;
 use super::round::Answer;
 use crate::config::{Environment, RewardName, RunConfig};
 use crate::data::{Dataset, Group};
@@ -14,7 +15,7 @@ use crate::report::AnswerLine;
 use crate::reward::{Asked, Rewarded, Scorer};
 use crate::units::{Rank, float, from_index};
 use crate::watch::Board;
-use crate::world::World;
+use crate::world::{World, asked_to_stop};
 
 /// Why rewards end a run.
 #[derive(Debug, thiserror::Error)]
@@ -97,7 +98,16 @@ impl Told {
 
 /// Scores the answers to `groups`, of which `own` are this prompt group's; every rank takes part. There may be fewer groups
 /// than prompt groups of ranks; who has none brings no answers.
-pub(super) fn told(session: &Session, world: &World, groups: &[&Group], own: &[Answer]) -> Result<Vec<Told>, Failure> {
+///
+/// # Errors
+/// When nothing further could be scored, or a stop was asked for meanwhile and answers are left; alike on all ranks.
+pub(super) fn told(
+    session: &Session,
+    world: &World,
+    patience: &Patience,
+    groups: &[&Group],
+    own: &[Answer],
+) -> Result<Vec<Told>, Failure> {
     let text = if world.cp.rank() == Rank(0) { serde_json::json!(own).to_string() } else { String::new() };
     let texts = world.all.gather_texts(&text);
     let read = |text: &String| serde_json::from_str(text).expect("answers come back as they were written");
@@ -105,18 +115,20 @@ pub(super) fn told(session: &Session, world: &World, groups: &[&Group], own: &[A
     let said = world.alone(|| session.verdicts(groups, &answers, world.board()))?;
     let text = if world.all.rank() == Rank(0) { serde_json::json!(said).to_string() } else { String::new() };
     let texts = world.all.gather_texts(&text);
-    let verdicts: Vec<Vec<Verdict>> = serde_json::from_str(&texts[0]).expect("verdicts come back as they were written");
+    let verdicts: Option<Vec<Vec<Verdict>>> =
+        serde_json::from_str(&texts[0]).expect("verdicts come back as they were written");
+    let Some(verdicts) = verdicts else { return Err(patience.given_up("answers were being scored")) };
     Ok(answers.into_iter().zip(verdicts).map(|(answers, verdicts)| Told { answers, verdicts }).collect())
 }
 
 impl Session {
-    /// What rank 0 says of the answers.
+    /// What rank 0 says of the answers; `None` where some are left because a stop was asked for.
     fn verdicts(
         &self,
         groups: &[&Group],
         answers: &[Vec<Answer>],
         board: &Board,
-    ) -> Result<Vec<Vec<Verdict>>, Failure> {
+    ) -> Result<Option<Vec<Vec<Verdict>>>, Failure> {
         let text = |answer: &Answer| self.tokenizer.as_ref().map_or(Ok(String::new()), |known| known.text(&answer.ids));
         let texts: Vec<Vec<String>> =
             answers.iter().map(|group| group.iter().map(text).collect::<Result<_, _>>()).collect::<Result<_, _>>()?;
@@ -134,14 +146,20 @@ impl Session {
             }));
         }
         let scorer = self.scorer.as_ref().expect("rank 0 has opened what it scores with");
-        let mut rewarded = scorer.score(&asked, &mut || board.alive())?.into_iter();
+        let rewarded = scorer.score(&asked, &mut || board.alive())?;
+        if asked_to_stop() && rewarded.iter().any(|rewarded| rewarded.failure().is_some()) {
+            return Ok(None);
+        }
+        let mut rewarded = rewarded.into_iter();
         let mut of = |text: String| verdict(text, rewarded.next().expect("every answer is scored"));
-        Ok(texts.into_iter().map(|group| group.into_iter().map(&mut of).collect()).collect())
+        Ok(Some(texts.into_iter().map(|group| group.into_iter().map(&mut of).collect()).collect()))
     }
 }
 
 fn verdict(text: String, rewarded: Rewarded) -> Verdict {
-    let missing = rewarded.parts.iter().find_map(|part| Some((part.name, part.failure.as_ref()?)));
+    let mut missing = rewarded.parts.iter().filter_map(|part| Some((part.name, part.failure.as_ref()?)));
+    // One that should have been there, if there is such a one.
+    let missing = missing.clone().find(|(name, _)| *name != RewardName::Data).or_else(|| missing.next());
     let failure = missing.map(|(name, missing)| Absence {
         kind: missing.kind().to_owned(),
         words: missing.to_string(),
@@ -189,6 +207,7 @@ pub(super) fn open(config: &RunConfig, sets: &[&Dataset], texts: bool) -> Result
     if let Some(name) = judges(config).filter(|_| !texts) {
         return Err(Error::NoTokenizer { folder: config.model_path()?.to_owned(), reward: name.word() }.into());
     }
+    scorer.probe()?;
     for data in sets {
         let groups = (0..data.len()).map(|index| data.group(index));
         scorer.check(groups.map(|group| (group.name.as_str(), &group.reward_data)))?;

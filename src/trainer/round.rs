@@ -14,6 +14,7 @@ use tch::{Kind, Tensor};
 
 use super::Session;
 use super::rewards::{self, Absence, Told};
+use crate::checkpoint;
 use crate::exchange::gather_rows;
 use crate::failure::Failure;
 use crate::handoff::{Logprobs, Scores, Work};
@@ -210,8 +211,9 @@ impl Round {
         let groups: Vec<SavedGroup> = self.mine.iter().map(|frozen| saved(frozen, session, world)).collect();
         let own = if world.cp.rank() == Rank(0) { groups } else { Vec::new() };
         let texts = world.all.gather_texts(&serde_json::json!(own).to_string());
-        let mut groups: Vec<SavedGroup> =
-            texts.iter().flat_map(|text| serde_json::from_str::<Vec<SavedGroup>>(text).unwrap_or_default()).collect();
+        let read =
+            |text: &String| serde_json::from_str::<Vec<SavedGroup>>(text).expect("finite scores come back as written");
+        let mut groups: Vec<SavedGroup> = texts.iter().flat_map(read).collect();
         groups.sort_by_key(|group| group.place.number);
         serde_json::json!(Saved { made: self.made, known: self.known.clone(), counts: self.counts, groups })
     }
@@ -224,11 +226,16 @@ impl Round {
         value: serde_json::Value,
         session: &Session,
         world: &World,
-    ) -> Result<Option<Round>, serde_json::Error> {
+    ) -> Result<Option<Round>, checkpoint::Error> {
         if value.is_null() {
             return Ok(None);
         }
-        let Saved { made, known, counts, groups } = serde_json::from_value(value)?;
+        let Saved { made, known, counts, groups } =
+            serde_json::from_value(value).map_err(|source| checkpoint::Error::Round { reason: source.to_string() })?;
+        let (held, side_by_side) = (groups.len(), world.dp_size);
+        if held != known.len() || held == 0 || !held.is_multiple_of(side_by_side) {
+            return Err(checkpoint::Error::OtherRanks { groups: held, side_by_side });
+        }
         let places: Vec<Place> = groups.iter().map(|group| group.place).collect();
         let own = groups.into_iter().zip(&known).skip(world.dp_index).step_by(world.dp_size);
         let mine = own.map(|(group, known)| restored(group, known.rewards.clone(), session, world)).collect();
@@ -316,9 +323,7 @@ impl Session {
 
     /// Brings back the round in whose middle a checkpoint was written.
     pub(super) fn restore_round(&mut self, saved: serde_json::Value, world: &World) -> Result<(), Failure> {
-        let round = Round::restore(saved, self, world)
-            .map_err(|source| Failure::from(crate::checkpoint::Error::Round { reason: source.to_string() }));
-        self.round = world.agree(round)?;
+        self.round = world.agree(Round::restore(saved, self, world).map_err(Failure::from))?;
         Ok(())
     }
 }

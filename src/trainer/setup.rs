@@ -261,10 +261,22 @@ impl Session {
 
     /// What a user should know before the first step.
     pub(super) fn notes(&self, loaded: &Loaded) -> Vec<String> {
+        let endless = self.sampler.as_ref().is_some_and(|sampler| sampler.ends.is_empty());
+        let endless = endless.then(|| {
+            "the model's folder names no token that ends an answer (eos_token_id of generation_config.json or config.json, \
+             eos_token of tokenizer_config.json): every answer runs to its longest length"
+                .to_owned()
+        });
         let cut = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
         let held_out = self.held_out.as_ref().and_then(|data| cut("data.held_out", data));
         let cuts = cut("data.path", &self.data).into_iter().chain(held_out);
-        loaded.notes().into_iter().chain(plan::context_note(&loaded.run, &self.spec)).chain(cuts).collect()
+        loaded
+            .notes()
+            .into_iter()
+            .chain(plan::context_note(&loaded.run, &self.spec))
+            .chain(cuts)
+            .chain(endless)
+            .collect()
     }
 
     /// A group dealt to the ranks of this prompt group.

@@ -27,6 +27,8 @@ pub(super) struct Desk<'a> {
     pub(super) reporter: &'a mut Reporter,
     pub(super) tally: &'a mut Tally,
     pub(super) patience: &'a Patience,
+    /// Whether the update fails on all ranks for want of rewards: what was learnt before is worth keeping.
+    pub(super) unrewarded: &'a mut bool,
 }
 
 /// A group's answers, and the captured prompt if they were drawn from it.
@@ -48,7 +50,9 @@ pub(super) fn one_step(
     let start = Instant::now();
     all_groups(session, world, desk, round, step)?;
     if round.made == 0 {
-        world.agree(round.enough(session.missing_share_max, step).map_err(Failure::from))?;
+        let enough = world.agree(round.enough(session.missing_share_max, step).map_err(Failure::from));
+        *desk.unrewarded |= enough.is_err();
+        enough?;
     }
     let tally = &mut *desk.tally;
     world.board().enter(Phase::Finalize);
@@ -121,7 +125,9 @@ fn first_turn(
     world.board().enter(Phase::Reward);
     let start = Instant::now();
     let groups: Vec<&Group> = round.places[side_by_side].iter().map(|place| session.data.group(place.index)).collect();
-    let told = rewards::told(session, world, &groups, &answered.answers)?;
+    let told = rewards::told(session, world, desk.patience, &groups, &answered.answers);
+    *desk.unrewarded |= told.is_err();
+    let told = told?;
     desk.tally.clock.add("reward", start.elapsed().as_secs_f64());
     for (told, group) in told.iter().zip(&groups) {
         let rewards = told.rewards();

@@ -56,8 +56,8 @@ pub(super) struct Sampled {
     pub(super) tokens: u64,
     /// Sum of entropies, nats.
     pub(super) entropy: f64,
-    /// The largest distance of a token's log-probability from its score.
-    pub(super) gap: f64,
+    /// The largest distance of a token's log-probability from its score; `None` where none was compared.
+    pub(super) gap: Option<f64>,
 }
 
 impl BatchNumbers {
@@ -68,13 +68,14 @@ impl BatchNumbers {
         let drawn = self.sampled.tokens > 0;
         Step {
             loss: self.loss,
-            ratio: self.ratio,
+            // JSON has no word for infinity, and a ratio that has overflowed was clipped.
+            ratio: self.ratio.map(|ends| ends.map(|ratio| ratio.clamp(-f64::MAX, f64::MAX))),
             clipped_tokens: clipped_low + clipped_high,
             clip_low_share: share(clipped_low),
             clip_high_share: share(clipped_high),
             kl: (kl_term && tokens > 0).then(|| kl / float(tokens)),
             entropy: drawn.then(|| self.sampled.entropy / float(self.sampled.tokens)),
-            sampled_gap: drawn.then_some(self.sampled.gap),
+            sampled_gap: self.sampled.gap,
             ..Step::default()
         }
     }
@@ -124,7 +125,7 @@ impl Tally {
     /// A drawn answer has been scored: its tokens' log-probabilities lie this far apart at most.
     pub(super) fn gap(&mut self, gap: f64) {
         // A NaN is no smaller than anything, and stays.
-        self.sampled.gap = if gap <= self.sampled.gap { self.sampled.gap } else { gap };
+        self.sampled.gap = Some(self.sampled.gap.filter(|&most| gap <= most).unwrap_or(gap));
     }
 
     /// A group has been replayed.
@@ -163,11 +164,13 @@ impl Tally {
         let sampled = std::mem::take(&mut self.sampled);
         // Every rank of a prompt has drawn the same; the first one's numbers count.
         let first = world.cp.rank() == Rank(0);
-        let gaps = world.all.gather_floats(sampled.gap);
+        let compared = world.all.gather_numbers(u64::from(sampled.gap.is_some()));
+        let gaps = world.all.gather_floats(sampled.gap.unwrap_or_default());
+        let gaps = gaps.into_iter().zip(compared).filter(|(_, compared)| *compared == 1).map(|(gap, _)| gap);
         let sampled = Sampled {
             tokens: count(if first { sampled.tokens } else { 0 }),
             entropy: sum_number(&world.all, if first { sampled.entropy } else { 0.0 }),
-            gap: gaps.into_iter().fold(0.0, |most, gap| if gap <= most { most } else { gap }),
+            gap: gaps.fold(None, |most: Option<f64>, gap| Some(most.filter(|&most| gap <= most).unwrap_or(gap))),
         };
         BatchNumbers {
             loss: sum_number(&world.all, std::mem::take(&mut self.loss)) / divisor,

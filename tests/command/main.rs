@@ -16,6 +16,7 @@ mod doctor;
 mod gate;
 mod generate;
 mod job;
+mod judge;
 mod kills;
 mod launch;
 mod lines;

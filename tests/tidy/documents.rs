@@ -105,3 +105,44 @@ pub(crate) fn dependencies_without_reason(manifest: &str, reasons: &str) -> Vec<
     let stale = given.difference(&wanted).map(|name| format!("{REASONS}:1: `{name}` is no dependency in Cargo.toml"));
     missing.chain(stale).collect()
 }
+
+/// What two languages of one document must have in common: levels of headings, code, places that links lead to, rows of
+/// tables; each in order.
+fn bones(text: &str) -> [Vec<String>; 4] {
+    let link = Regex::new(r"\]\(([^)\s]+)\)").expect("a pattern");
+    let [mut headings, mut code, mut links, mut rows] = [const { Vec::new() }; 4];
+    let mut inside = false;
+    for line in text.lines() {
+        if line.starts_with("```") {
+            inside = !inside;
+        }
+        if inside || line.starts_with("```") {
+            code.push(line.to_owned());
+            continue;
+        }
+        if line.starts_with('#') {
+            headings.push(line.chars().take_while(|&sign| sign == '#').collect());
+        }
+        if line.starts_with('|') {
+            rows.push(line.matches(" |").count().to_string());
+        }
+        links.extend(link.captures_iter(line).map(|hit| hit[1].split('#').next().unwrap_or_default().to_owned()));
+    }
+    // Word order differs between languages.
+    links.retain(|target| !target.is_empty() && !target.starts_with("README"));
+    links.sort();
+    [headings, code, links, rows]
+}
+
+/// What a translation no longer has in common with its original.
+pub(crate) fn out_of_step(original: &Source, translation: &Source) -> Vec<String> {
+    let names = ["headings", "code blocks", "links", "tables"];
+    let pairs = bones(&original.text).into_iter().zip(bones(&translation.text));
+    let differing = names.into_iter().zip(pairs).filter(|(_, (one, other))| one != other);
+    let fault = |(name, (one, other)): (&str, (Vec<String>, Vec<String>))| {
+        let at = one.iter().zip(&other).take_while(|(one, other)| one == other).count();
+        let [here, there] = [&one, &other].map(|list| list.get(at).map_or("nothing", String::as_str));
+        format!("{}: its {name} are not those of {}: {there:?} where {here:?} stands", translation.path, original.path)
+    };
+    differing.map(fault).collect()
+}

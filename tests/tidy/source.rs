@@ -95,7 +95,19 @@ pub(crate) fn rust_sources() -> Vec<Source> {
 /// Every file that people write: code of all languages, scripts, configurations, documents.
 pub(crate) fn text_sources() -> Vec<Source> {
     let mut all = sources(
-        &["src", "tests", "scripts", "slurm", "configs", "docs", "build.rs", "Cargo.toml", "README.md", "CHANGELOG.md"],
+        &[
+            "src",
+            "tests",
+            "scripts",
+            "slurm",
+            "configs",
+            "docs",
+            "build.rs",
+            "Cargo.toml",
+            "README.md",
+            "README.zh-CN.md",
+            "CHANGELOG.md",
+        ],
         &["rs", "cpp", "h", "sh", "py", "sbatch", "toml", "md"],
     );
     all.push(Source::new("Makefile", &read("Makefile")));
