@@ -564,7 +564,7 @@ fn other_value(value: &serde_json::Value) -> serde_json::Value {
     let words = [
         ("layer", "none"),
         ("constant", "linear"),
-        ("data", "synthetic"),
+        ("contains", "synthetic"),
         ("response", "exact"),
         ("float32", "float64"),
         ("checkpoint", "fp8"),

@@ -140,13 +140,11 @@ pub fn few(kernel: Kernel, q_ahd: &Tensor, k: &Tensor, v: &Tensor, scale: f64) -
             sums.push(merged(rectangles(kernel, &q, &cut(k), &cut(v), scale)));
         }
     }
-    let (out_grd, lse_gr) = match sums.len() {
-        1 => sums.swap_remove(0),
-        _ => {
-            let stack =
-                |of: fn(&(Tensor, Tensor)) -> &Tensor| Tensor::stack(&sums.iter().map(of).collect::<Vec<_>>(), 0);
-            merged((stack(|sum| &sum.0), stack(|sum| &sum.1)))
-        }
+    let (out_grd, lse_gr) = if sums.len() == 1 {
+        sums.swap_remove(0)
+    } else {
+        let stack = |of: fn(&(Tensor, Tensor)) -> &Tensor| Tensor::stack(&sums.iter().map(of).collect::<Vec<_>>(), 0);
+        merged((stack(|sum| &sum.0), stack(|sum| &sum.1)))
     };
     let answers_first = |x: &Tensor| x.unflatten(1, [answers, -1]).transpose(0, 1).flatten(1, 2);
     Partial { out_thd: answers_first(&out_grd), lse_th: answers_first(&lse_gr) }

@@ -2,11 +2,14 @@
 
 use tch::{Device, Kind};
 
+use super::rewards;
 use crate::config::RunConfig;
 use crate::data::{Answer, Answers, Dataset, Group, Limits, Tokenizer, end_ids};
 use crate::failure::Failure;
 use crate::model::spec::Spec;
-use crate::units::{Tokens, as_dim, as_index};
+use crate::reward::Scorer;
+use crate::units::{Rank, Tokens, as_dim, as_index};
+use crate::world::World;
 
 /// All of it.
 pub(super) struct Inputs {
@@ -19,7 +22,7 @@ pub(super) struct Inputs {
 }
 
 /// Training and held-out data; without a data file, random tokens at the planned lengths.
-pub(super) fn open(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
+fn open(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
     let sampled = config.rollout.sample;
     let limits = Limits {
         prompt_len_max: config.context.prompt_len,
@@ -39,6 +42,37 @@ pub(super) fn open(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
     let held_out = config.data.held_out.as_ref();
     let held_out = held_out.map(|path| Dataset::open(path, tokenizer.as_ref(), &limits)).transpose()?;
     Ok(Inputs { data: Dataset::open(path, tokenizer.as_ref(), &limits)?, held_out, tokenizer, ends })
+}
+
+/// Data, the same on all ranks, with their digests, and what rank 0 scores answers with.
+pub(super) fn read(
+    config: &RunConfig,
+    world: &World,
+    spec: &Spec,
+) -> Result<(Inputs, [String; 2], Option<Scorer>), Failure> {
+    let inputs = world.agree(open(config, spec))?;
+    let sets = [Some(&inputs.data), inputs.held_out.as_ref()];
+    let digests = sets.map(|data| data.map(Dataset::digest).unwrap_or_default());
+    world.same("the data (digest)", &digests[0])?;
+    world.same("the held-out data (digest)", &digests[1])?;
+    let scorer = world.agree(scorer(config, world, sets, inputs.tokenizer.is_some()))?;
+    Ok((inputs, digests, scorer))
+}
+
+/// What scores answers, on rank 0; data that are only compared by their own rewards need nothing more.
+fn scorer(
+    config: &RunConfig,
+    world: &World,
+    [data, held_out]: [Option<&Dataset>; 2],
+    texts: bool,
+) -> Result<Option<Scorer>, Failure> {
+    if world.all.rank() != Rank(0) {
+        return Ok(None);
+    }
+    // Held-out answers are scored only where they are drawn.
+    let held_out = held_out.filter(|_| config.rollout.sample);
+    let sets: Vec<&Dataset> = data.into_iter().chain(held_out).collect();
+    rewards::open(config, &sets, texts).map(Some)
 }
 
 /// One group of random tokens at the planned lengths: what a run needs to be measured, not to learn.

@@ -4,6 +4,7 @@ mod evaluate;
 mod inputs;
 mod memory;
 mod patience;
+mod rate;
 mod records;
 mod rewards;
 mod round;

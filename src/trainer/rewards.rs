@@ -151,12 +151,12 @@ impl Session {
             return Ok(None);
         }
         let mut rewarded = rewarded.into_iter();
-        let mut of = |text: String| verdict(text, rewarded.next().expect("every answer is scored"));
+        let mut of = |text: String| verdict(text, &rewarded.next().expect("every answer is scored"));
         Ok(Some(texts.into_iter().map(|group| group.into_iter().map(&mut of).collect()).collect()))
     }
 }
 
-fn verdict(text: String, rewarded: Rewarded) -> Verdict {
+fn verdict(text: String, rewarded: &Rewarded) -> Verdict {
     let mut missing = rewarded.parts.iter().filter_map(|part| Some((part.name, part.failure.as_ref()?)));
     // One that should have been there, if there is such a one.
     let missing = missing.clone().find(|(name, _)| *name != RewardName::Data).or_else(|| missing.next());

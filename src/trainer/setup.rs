@@ -7,12 +7,13 @@ use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
 use super::inputs::{self, Inputs};
+use super::rate::LearningRate;
 use super::rewards;
 use super::round::Round;
 use super::step::Sampler;
 use crate::checkpoint;
 use crate::config::{
-    self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RewardName, RunConfig, Schedule, When,
+    self, Aggregation as Rule, Dtype, Gradient, Loaded, RankConfig, RewardFn, RewardName, RunConfig, When,
 };
 use crate::data::{Cursor, Dataset, Group, Tokenizer};
 use crate::devices;
@@ -36,11 +37,12 @@ use crate::reward::Scorer;
 use crate::rollout::{Sampling, Stream};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
-use crate::units::{Bytes, Rank, Tokens, as_index, float, from_index};
+use crate::units::{Bytes, Rank, Tokens, as_index, from_index};
 use crate::watch::{Held, Purpose, Purse};
 use crate::world::World;
 
 /// A run that is ready to step.
+#[expect(clippy::struct_excessive_bools, reason = "separate facts of a run, not states")]
 pub struct Session {
     pub(super) decoder: Box<dyn Decoder>,
     pub(super) adapters: Adapters,
@@ -99,38 +101,6 @@ pub struct Session {
     schedule: LearningRate,
 }
 
-struct LearningRate {
-    peak: f64,
-    schedule: Schedule,
-    warmup: u64,
-    steps: u64,
-}
-
-impl LearningRate {
-    fn of(config: &RunConfig) -> LearningRate {
-        let optimizer = &config.optimizer;
-        LearningRate {
-            peak: optimizer.lr,
-            schedule: optimizer.schedule,
-            warmup: optimizer.warmup_steps,
-            steps: config.run.steps,
-        }
-    }
-
-    /// Of step 1, 2, …: a linear warm-up, then constant, or down to 0 at the end along a line or a cosine.
-    fn at(&self, step: u64) -> f64 {
-        if step <= self.warmup {
-            return self.peak * float(step) / float(self.warmup);
-        }
-        let through = float(step - self.warmup - 1) / float((self.steps - self.warmup).max(1));
-        match self.schedule {
-            Schedule::Constant => self.peak,
-            Schedule::Linear => self.peak * (1.0 - through),
-            Schedule::Cosine => self.peak * 0.5 * (1.0 + (std::f64::consts::PI * through).cos()),
-        }
-    }
-}
-
 /// The libtorch name of a configured dtype.
 #[must_use]
 fn kind_of(dtype: Dtype) -> Kind {
@@ -148,11 +118,7 @@ impl Session {
     /// When the configuration, the checkpoint or the data is wrong, ranks differ, or memory is short.
     pub fn open(loaded: &Loaded, world: &mut World) -> Result<Session, Failure> {
         let config = &loaded.run;
-        world.same("the configuration (digest)", &config.digest())?;
-        let ranks = from_index(world.all.size());
-        world.agree(checked(config, ranks))?;
-        world.cut(as_index(config.cp_size(ranks)))?;
-        world.agree(loaded.check_laptop_model().map_err(Failure::from))?;
+        shared_out(loaded, world)?;
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let direct = linked(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
@@ -163,7 +129,7 @@ impl Session {
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, loaded.rank.stall_sec)?;
         // What is quick to check comes first: weights may take minutes.
-        let (inputs, digests, scorer) = read_inputs(config, world, &spec)?;
+        let (inputs, digests, scorer) = inputs::read(config, world, &spec)?;
         let Inputs { data, held_out, tokenizer, ends } = inputs;
         let weights = world.agree(load_weights(config, &spec, device))?;
         let mut held = vec![world.ledger().hold(Purpose::Weights, Purse::Device, weights.bytes())];
@@ -325,6 +291,15 @@ impl Session {
     }
 }
 
+/// The configuration is the same on all ranks and passes for them, which are cut into prompt groups.
+fn shared_out(loaded: &Loaded, world: &mut World) -> Result<(), Failure> {
+    let (config, ranks) = (&loaded.run, from_index(world.all.size()));
+    world.same("the configuration (digest)", &config.digest())?;
+    world.agree(checked(config, ranks))?;
+    world.cut(as_index(config.cp_size(ranks)))?;
+    world.agree(loaded.check_laptop_model().map_err(Failure::from))
+}
+
 /// Names of what a run reads, in the order of `digests`.
 fn names(digests: [&str; 4]) -> BTreeMap<String, String> {
     let names = ["the model", "the data", "the held-out data", "the starting adapters"];
@@ -437,21 +412,6 @@ fn start_adapters(
     Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
 }
 
-/// Data, the same on all ranks, with their digests, and what rank 0 scores answers with.
-fn read_inputs(
-    config: &RunConfig,
-    world: &World,
-    spec: &Spec,
-) -> Result<(Inputs, [String; 2], Option<Scorer>), Failure> {
-    let inputs = world.agree(inputs::open(config, spec))?;
-    let sets = [Some(&inputs.data), inputs.held_out.as_ref()];
-    let digests = sets.map(|data| data.map(Dataset::digest).unwrap_or_default());
-    world.same("the data (digest)", &digests[0])?;
-    world.same("the held-out data (digest)", &digests[1])?;
-    let scorer = world.agree(scorer(config, world, sets, inputs.tokenizer.is_some()))?;
-    Ok((inputs, digests, scorer))
-}
-
 /// Counts what is trained, and what it is compared with.
 fn trained(world: &World, adapters: &Adapters, reference: Option<&Adapters>, optimizer: &AdamW) -> [Held; 2] {
     let masters = adapters.tensors().chain(reference.into_iter().flat_map(Adapters::tensors));
@@ -467,22 +427,6 @@ fn gap_warn(config: &RunConfig) -> f64 {
         Dtype::Float32 => 1e-4,
         Dtype::Bfloat16 => 0.5,
     })
-}
-
-/// What scores answers, on rank 0; data that are only compared by their own rewards need nothing more.
-fn scorer(
-    config: &RunConfig,
-    world: &World,
-    [data, held_out]: [Option<&Dataset>; 2],
-    texts: bool,
-) -> Result<Option<Scorer>, Failure> {
-    if world.all.rank() != Rank(0) {
-        return Ok(None);
-    }
-    // Held-out answers are scored only where they are drawn.
-    let held_out = held_out.filter(|_| config.rollout.sample);
-    let sets: Vec<&Dataset> = data.into_iter().chain(held_out).collect();
-    rewards::open(config, &sets, texts).map(Some)
 }
 
 fn sampler(config: &RunConfig, ends: Vec<i64>, pages_on_device: bool) -> Sampler {

@@ -202,8 +202,8 @@ impl Tally {
     pub(super) fn stepped(&mut self, step: Step) {
         self.seconds.add(&step.seconds);
         // A NaN is no smaller than anything, and stays.
-        if let Some(gap) = step.sampled_gap.filter(|gap| self.gap_most.is_none_or(|most| !(*gap <= most))) {
-            self.gap_most = Some(gap);
+        if let Some(gap) = step.sampled_gap {
+            self.gap_most = Some(self.gap_most.filter(|&most| gap <= most).unwrap_or(gap));
         }
         self.steps = step.step;
         if self.first.is_none() {

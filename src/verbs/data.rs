@@ -92,7 +92,7 @@ pub(super) struct GenerateFlags {
     /// Requests that are under way at one time
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=PARALLEL_MAX))]
     parallel: u64,
-    /// The model that is asked (default: endpoint.default_model)
+    /// The model that is asked (default: `endpoint.default_model`)
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
     /// Say what it will cost, and send nothing

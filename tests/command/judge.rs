@@ -115,7 +115,8 @@ fn four_ranks_train_on_what_a_judge_says_although_it_misbehaves() {
 
 #[test]
 fn a_judge_that_is_down_for_ever_ends_the_run_with_what_was_missed_most() {
-    let service = Service::of(vec![answers(500, "{}")]);
+    // It is there when the run starts, and never again.
+    let service = Service::of(vec![replied("ready"), answers(500, "{}")]);
     let room = room(&service.base());
     let said = train(&room, &["run.steps=3"]);
     said.refused(7, &["3 of the 3 answers of update 1 have no reward", "reward.missing_share_max = 0.25", "HTTP 500"]);

@@ -202,10 +202,7 @@ fn the_worst_answers_of_the_last_steps_are_diagnosed() {
     assert!(lines[1]["failure"].as_str().unwrap().contains("HTTP 400") && lines[1]["diagnosis"].is_null());
     for request in service.heard() {
         let told = message(&request);
-        assert!(
-            told.contains("Question: asked ") && told.contains("Expected: seven") && !told.contains("named"),
-            "{told}"
-        );
+        assert!(!told.contains("Question: ") && told.contains("Expected: seven") && !told.contains("named"), "{told}");
     }
 }
 
