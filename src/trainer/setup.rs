@@ -141,8 +141,7 @@ impl Session {
         world.same("the attention kernel", decoder.kernel().name())?;
         tracing::info!("attention kernel: {}", decoder.kernel().name());
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
-        let start = adapters.digest();
-        world.same("the adapters (digest)", &start)?;
+        let start = same_start(world, &adapters)?;
         let optimizer = adam_w(config, &adapters);
         let reference = (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference"));
         held.extend(trained(world, &adapters, reference.as_ref(), &optimizer));
@@ -410,6 +409,13 @@ fn start_adapters(
     let linears = spec.adapted(config.lora.targets.as_deref())?;
     let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
     Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
+}
+
+/// The digest of the adapters that a run starts from, the same on all ranks.
+fn same_start(world: &World, adapters: &Adapters) -> Result<String, Failure> {
+    let digest = adapters.digest();
+    world.same("the adapters (digest)", &digest)?;
+    Ok(digest)
 }
 
 /// Counts what is trained, and what it is compared with.

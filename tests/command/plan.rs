@@ -216,6 +216,7 @@ fn predicted_seconds_are_those_of_the_measured_runs() {
                 "memory.cpu_offload_pages=true".to_owned(),
                 "model.dtype=bfloat16".to_owned(),
                 "run.device=cuda".to_owned(),
+                "rollout.sample=false".to_owned(),
                 format!("parallel.cp_size={ranks}"),
             ];
             let flags = sets.iter().flat_map(|set| ["--set", set.as_str()]);
