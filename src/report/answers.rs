@@ -22,6 +22,12 @@ pub struct AnswerLine {
     pub text: String,
     /// Its length.
     pub tokens: u64,
+    /// The tokens themselves, where they were drawn: a text may be cut into others.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ids: Vec<i64>,
+    /// Sum of its tokens' log-probabilities as they were drawn, at the run's temperature; absent where it stands in the data.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logprob: Option<f64>,
     /// What it was given; `None` where no reward could be had.
     pub reward: Option<f64>,
     /// The reward's parts by name, those that are known.

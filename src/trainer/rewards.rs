@@ -223,6 +223,8 @@ pub(super) fn lines(step: u64, group: &Group, told: &Told, advantages: &[Option<
         answer: from_index(index),
         text: verdict.text.clone(),
         tokens: from_index(answer.ids.len()),
+        ids: if answer.logprob.is_some() { answer.ids.clone() } else { Vec::new() },
+        logprob: answer.logprob,
         reward: verdict.value,
         parts: verdict.parts.clone(),
         advantage: *advantage,

@@ -48,17 +48,21 @@ pub(super) struct Answer {
     pub(super) given: Option<f64>,
     /// Whether it was cut off at its longest length.
     pub(super) truncated: bool,
+    /// Sum of its tokens' log-probabilities when they were drawn.
+    pub(super) logprob: Option<f64>,
 }
 
 impl Answer {
     /// One that the policy has given.
     pub(super) fn drawn(drawn: rollout::Drawn) -> Answer {
-        Answer { ids: drawn.ids, mask: None, given: None, truncated: drawn.truncated }
+        let logprob = Some(drawn.logprobs.iter().sum());
+        Answer { ids: drawn.ids, mask: None, given: None, truncated: drawn.truncated, logprob }
     }
 
     /// One that stands in the data.
     pub(super) fn supplied(answer: &data::Answer) -> Answer {
-        Answer { ids: answer.ids.clone(), mask: answer.mask.clone(), given: answer.reward, truncated: false }
+        let (ids, mask) = (answer.ids.clone(), answer.mask.clone());
+        Answer { ids, mask, given: answer.reward, truncated: false, logprob: None }
     }
 
     /// Tokens that are trained.

@@ -93,6 +93,23 @@ fn further_updates_of_a_group_move_the_ratio_and_go_on_from_a_checkpoint_between
 }
 
 #[test]
+fn a_run_that_is_killed_between_capture_and_update_repeats_that_prompt_once_with_the_same_answers() {
+    let room = room("");
+    let sets = ["run.steps=5", "optimizer.grad_accum=4", "checkpoint.every=1", "checkpoint.keep=9"];
+    train(&room, "whole", &[], &sets).ended(0, &[]);
+    let mut running = start(&room, "run", &[], &sets);
+    // Each update is made of four groups, so the kill falls between a capture and the update.
+    signal(&room, &mut running, "run", 2, 1, "-9");
+    assert_ne!(running.end().code, 0);
+    train(&room, "run", &["--resume"], &sets).ended(0, &["going on from run/checkpoints/step_"]);
+    assert_eq!(complete(&room, "run", 5), complete(&room, "whole", 5));
+    assert_eq!(numbers(&room, "run"), numbers(&room, "whole"), "curves go on without repeated updates");
+    let answers = room.read("run/answers.jsonl");
+    assert_eq!(answers.lines().count(), 5 * 4 * 3, "each group's answers stand there once");
+    assert_eq!(answers, room.read("whole/answers.jsonl"));
+}
+
+#[test]
 fn a_group_with_equal_rewards_is_left_out_and_counted_and_with_a_reference_policy_it_is_not() {
     let record = |rewards: [f64; 3]| {
         let mut record = super::training::record(33, [4, 2, 2]);
