@@ -74,11 +74,14 @@ struct Record<'a> {
 
 impl Record<'_> {
     fn group(&self, text: &str) -> Result<Group, Error> {
-        let raw: RawGroup = serde_json::from_str(text).map_err(|source| Error::Record {
-            file: self.path.to_owned(),
-            line: self.line,
-            source,
-        })?;
+        let wrong = |source| Error::Record { file: self.path.to_owned(), line: self.line, source };
+        // A list would be read by its places, which nobody means.
+        let listed = |text: &str| text.trim_start().starts_with('[');
+        if listed(text) {
+            let words = "a record is an object, {\"prompt\": …}, and no list";
+            return Err(wrong(<serde_json::Error as serde::de::Error>::custom(words)));
+        }
+        let raw: RawGroup = serde_json::from_str(text).map_err(wrong)?;
         let (field, ids) =
             self.prompt(raw.prompt, raw.prompt_ids, raw.messages, raw.tools, raw.chat_template_kwargs)?;
         let (prompt_ids, cut) = self.cut(field, self.checked(field, ids)?)?;
@@ -384,6 +387,7 @@ mod tests {
         let good = r#"{"prompt_ids": [1], "answers": [{"ids": [1]}, {"ids": [2]}]}"#;
         let second = |line: &str| format!("{good}\n{line}\n");
         refused("", "FILE: holds no record");
+        refused(&second(r#"["name", "a prompt", null]"#), "FILE, line 2: not a record: a record is an object");
         refused(&second("{"), "FILE, line 2: not a record: EOF");
         refused(&second(r#"{"prompt_ids": [1], "answers": [], "colour": 1}"#), "unknown field `colour`");
         refused(

@@ -200,7 +200,7 @@ impl Reporter {
                 step.reward_missing
             ));
         }
-        if step.frac_groups_zero_std >= 1.0 {
+        if step.frac_groups_zero_std >= 1.0 && step.grad_norm == 0.0 && step.reward_mean.is_some() {
             self.line("  every group's rewards are equal, so this update has no gradient from rewards");
         }
         Ok(())

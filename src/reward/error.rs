@@ -52,7 +52,7 @@ pub enum Error {
     /// A record lacks what it expects, or it is of a kind that is not compared.
     #[error(
         "record {record}: its reward_data.expected {found}, and the reward {} compares with it: give a text that is not \
-         blank, a number, true or false, or a list of them",
+         blank, a number, true or false, or a list of texts",
         .reward.word()
     )]
     Expected {

@@ -32,7 +32,7 @@ const RUBRIC_BYTES_MAX: u64 = 64 << 10;
 /// Requests for one answer: the message, and once more where the reply cannot be read.
 const REQUESTS_MAX: u32 = 2;
 /// How often a wait for replies says that it goes on.
-const ALIVE: Duration = Duration::from_secs(5);
+const ALIVE: Duration = Duration::from_secs(1);
 
 /// The service as a judge.
 pub(super) struct Judge {

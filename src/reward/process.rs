@@ -22,7 +22,7 @@ use crate::world::asked_to_stop;
 /// The longest run that is asked for at all: a month.
 const TIME_MAX: Duration = Duration::from_hours(24 * 30);
 /// How often a wait says that it goes on.
-const ALIVE: Duration = Duration::from_secs(5);
+const ALIVE: Duration = Duration::from_secs(1);
 /// The program's end is looked for this often; pipes wake sooner.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// A killed process is gone at once, but for one that waits for a device.

@@ -14,7 +14,6 @@ use crate::failure::{Classified, Exit, Failure};
 use crate::report::AnswerLine;
 use crate::reward::{Asked, Rewarded, Scorer};
 use crate::units::{Rank, float, from_index};
-use crate::watch::Board;
 use crate::world::{World, asked_to_stop};
 
 /// Why rewards end a run.
@@ -112,7 +111,7 @@ pub(super) fn told(
     let texts = world.all.gather_texts(&text);
     let read = |text: &String| serde_json::from_str(text).expect("answers come back as they were written");
     let answers: Vec<Vec<Answer>> = texts.iter().filter(|text| !text.is_empty()).take(groups.len()).map(read).collect();
-    let said = world.alone(|| session.verdicts(groups, &answers, world.board()))?;
+    let said = world.alone(|| session.verdicts(groups, &answers, world))?;
     let text = if world.all.rank() == Rank(0) { serde_json::json!(said).to_string() } else { String::new() };
     let texts = world.all.gather_texts(&text);
     let verdicts: Option<Vec<Vec<Verdict>>> =
@@ -127,7 +126,7 @@ impl Session {
         &self,
         groups: &[&Group],
         answers: &[Vec<Answer>],
-        board: &Board,
+        world: &World,
     ) -> Result<Option<Vec<Vec<Verdict>>>, Failure> {
         let text = |answer: &Answer| self.tokenizer.as_ref().map_or(Ok(String::new()), |known| known.text(&answer.ids));
         let texts: Vec<Vec<String>> =
@@ -146,7 +145,7 @@ impl Session {
             }));
         }
         let scorer = self.scorer.as_ref().expect("rank 0 has opened what it scores with");
-        let rewarded = scorer.score(&asked, &mut || board.alive())?;
+        let rewarded = scorer.score(&asked, &mut || world.alive())?;
         if asked_to_stop() && rewarded.iter().any(|rewarded| rewarded.failure().is_some()) {
             return Ok(None);
         }

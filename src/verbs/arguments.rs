@@ -89,7 +89,7 @@ pub(super) fn depth(text: &str) -> Result<keychain::Depth, String> {
     let range = range.filter(|(from, to)| from <= to);
     range
         .map(|(from, to)| keychain::Depth { from, to })
-        .ok_or_else(|| "should be FROM..TO, whole percents from 0 to 100".into())
+        .ok_or_else(|| "should be FROM..TO, whole percents from 0 to 100, FROM not above TO".into())
 }
 
 /// Where adapters come from.

@@ -15,6 +15,8 @@ use crate::watch::{Place, Waiting};
 
 /// Marks the message that ends a sleep.
 const WAKE: i32 = 7;
+/// Marks the message that tells rank 0 of a stop that was asked for elsewhere.
+const HURRY: i32 = 8;
 /// A sleeping rank looks up after so long at first, and then ever less often.
 const NAP_LEAST: Duration = Duration::from_micros(200);
 const NAP_MOST: Duration = Duration::from_millis(50);
@@ -105,13 +107,30 @@ impl Axis {
         }
     }
 
+    /// Whether a sleeping rank has told rank 0 that a stop was asked for there.
+    pub(super) fn is_hurried(&self) -> bool {
+        let mut hurried = false;
+        for rank in 1..self.communicator.size() {
+            let process = self.communicator.process_at_rank(rank);
+            if process.immediate_probe_with_tag(HURRY).is_some() {
+                let (_, _): (Vec<u8>, _) = process.receive_vec_with_tag(HURRY);
+                hurried = true;
+            }
+        }
+        hurried
+    }
+
     /// Sleeps until rank 0 calls [`Axis::wake`], without a core at work as in a collective; `alive` is called every few
     /// seconds.
-    pub(super) fn sleep(&self, alive: impl Fn()) {
+    pub(super) fn sleep(&self, alive: impl Fn(), asked_to_stop: impl Fn() -> bool) {
         let _waiting = self.place.waits();
         let first = self.communicator.process_at_rank(0);
-        let (mut nap, mut told) = (NAP_LEAST, Instant::now());
+        let (mut nap, mut told, mut passed_on) = (NAP_LEAST, Instant::now(), false);
         while first.immediate_probe_with_tag(WAKE).is_none() {
+            if !passed_on && asked_to_stop() {
+                first.send_with_tag(&[1u8][..], HURRY);
+                passed_on = true;
+            }
             thread::sleep(nap);
             nap = (2 * nap).min(NAP_MOST);
             if told.elapsed() > ALIVE {

@@ -251,10 +251,19 @@ impl World {
             self.all.wake();
             done
         } else {
-            self.all.sleep(|| self.board.alive());
+            self.all.sleep(|| self.board.alive(), asked_to_stop);
             Ok(T::default())
         };
         self.agree(done)
+    }
+
+    /// To be called on rank 0 every few seconds while it works [`World::alone`]: it is alive, and hears whether another rank
+    /// was asked to stop.
+    pub fn alive(&self) {
+        self.board.alive();
+        if self.all.is_hurried() {
+            stop::asked_elsewhere();
+        }
     }
 
     /// A failure that every rank sees alike: rank 0 speaks.

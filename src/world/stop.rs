@@ -72,6 +72,11 @@ pub fn asked_to_stop() -> bool {
     [&ASKED_MS, &HURRIED_MS].iter().any(|when| when.load(Ordering::Relaxed) > 0)
 }
 
+/// Another rank was asked to stop: this one was, from now on.
+pub(super) fn asked_elsewhere() {
+    let _ = ASKED_MS.compare_exchange(0, now_ms() + 1, Ordering::Relaxed, Ordering::Relaxed);
+}
+
 /// How long this rank has until it is ended, by the signals that have come: `grace` from the first SIGUSR1, and no more
 /// than half a minute from the first SIGTERM or SIGUSR2. `None` if none has.
 #[must_use]
