@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::checkpoints::case;
+use super::resume::signal;
 use super::room::{Call, LONGSTRAW, Room, Said};
 use super::sample;
 use super::service::{Service, Turn, json as answers, replied};
@@ -129,4 +130,20 @@ fn a_refused_key_ends_the_run_at_once_on_all_ranks() {
     let room = room(&service.base());
     let said = train(&room, &["reward.missing_share_max=1.0"]);
     said.refused(7, &["the service refuses the key (HTTP 401", "TAOTOKEN_API_KEY"]);
+}
+
+#[test]
+fn a_stop_that_another_rank_hears_ends_the_wait_for_a_program_and_the_update_runs_again() {
+    let room = room("http://127.0.0.1:9");
+    let sets = ["grpo.reward_fn=command", "reward.command=[\"sleep\", \"50\"]", "run.steps=2", "run.log_level=debug"];
+    let mut arguments = vec!["train"];
+    arguments.extend(sets.iter().flat_map(|set| ["--set", *set]));
+    let mut running = room.start(&Call { ranks: 2, program: LONGSTRAW, arguments: &arguments, variables: &[] });
+    let log = room.path().join("run/logs/rank_1.log");
+    running.until("rewards", || fs::read_to_string(&log).ok().filter(|text| text.contains("reward")));
+    let start = std::time::Instant::now();
+    signal(&room, &mut running, "run", 0, 1, "-USR1");
+    running.end().ended(0, &["update 1 is dropped", "answers were being scored", "stopped after update 0 of 2"]);
+    assert!(start.elapsed().as_secs() < 30, "{:?}", start.elapsed());
+    assert!(room.path().join("run/requeue").exists());
 }
