@@ -209,6 +209,13 @@ impl PromptLayout {
         self.chunks.iter().find(holds).map_or(Rank(0), |run| run.rank)
     }
 
+    /// Rows of each rank where only row P−1 is meant: one on its owner, none elsewhere.
+    #[must_use]
+    pub fn last_row_counts(&self) -> Vec<Tokens> {
+        let owner = self.last_row_owner();
+        (0..self.ranks).map(|rank| Tokens(u64::from(Rank(rank) == owner))).collect()
+    }
+
     /// Rows of an answer of `length` tokens, dealt evenly and in order. The last token is no input, so an answer of
     /// one token has no row, and a short one leaves ranks without rows.
     #[must_use]

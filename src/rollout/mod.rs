@@ -175,9 +175,7 @@ impl<'a> Rollout<'a> {
         let (axis, decoder) = (self.pass.seat.axis, self.pass.decoder);
         let none = || Tensor::zeros([0, decoder.width()], (decoder.kind(), decoder.device()));
         let own = self.captured.last_row.as_ref().map_or_else(none, Tensor::shallow_clone);
-        let owner = self.layout.last_row_owner();
-        let counts: Vec<Tokens> = (0..axis.size()).map(|rank| Tokens(u64::from(Rank(rank) == owner))).collect();
-        gather_rows(axis, &own, &counts)
+        gather_rows(axis, &own, &self.layout.last_row_counts())
     }
 
     /// Draws the next token of every answer that has not ended; returns those of the answers that go on.

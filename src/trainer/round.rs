@@ -21,7 +21,7 @@ use crate::handoff::{Logprobs, Scores, Work};
 use crate::objective::{self, Counted};
 use crate::report::Step;
 use crate::tensor::accumulation;
-use crate::units::{Rank, Tokens, as_index, float, from_index};
+use crate::units::{Rank, as_index, float, from_index};
 use crate::world::World;
 use crate::{data, rollout};
 
@@ -264,11 +264,8 @@ fn saved(frozen: &Frozen, session: &Session, world: &World) -> SavedGroup {
 
 /// The log-probabilities of all of an answer's tokens, on every rank of the prompt.
 pub(super) fn whole_answer(own: &Logprobs, index: usize, work: &Work, world: &World) -> Vec<f64> {
-    let owner = work.layout.last_row_owner();
-    let of_first = |rank: usize| Tokens(u64::from(Rank(rank) == owner));
-    let firsts: Vec<Tokens> = (0..world.cp.size()).map(of_first).collect();
     let first = own.first.as_ref().map_or_else(|| own.rows.narrow(0, 0, 0), Tensor::shallow_clone);
-    let first = gather_rows(&world.cp, &first, &firsts);
+    let first = gather_rows(&world.cp, &first, &work.layout.last_row_counts());
     let rows = gather_rows(&world.cp, &own.rows, &work.answers[index].span.counts());
     let all = Tensor::cat(&[first, rows], 0).to_kind(Kind::Double);
     Vec::<f64>::try_from(all).unwrap_or_default()
