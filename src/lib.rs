@@ -5,9 +5,7 @@
 //! this list; `tests/tidy.rs` holds the table.
 
 // Row 0.
-pub mod failure;
-pub mod units;
-pub mod watch;
+pub mod runtime;
 
 // Row 1.
 pub mod config;
@@ -19,42 +17,22 @@ pub mod world;
 
 // Row 3.
 pub mod data;
-pub mod devices;
-pub mod layout;
-pub mod pages;
+pub mod prompt;
 
 // Row 4.
-pub mod exchange;
-pub mod handoff;
-pub mod objective;
-
-// Row 5.
 pub mod model;
 
+// Row 5.
+pub mod step;
+
 // Row 6.
-pub mod capture;
 pub mod checkpoint;
-pub mod finalize;
-pub mod optimizer;
-pub mod replay;
+pub mod plan;
+pub mod report;
 pub mod reward;
-pub mod rollout;
-pub mod score;
 
 // Row 7.
-pub mod report;
+pub mod train;
 
 // Row 8.
-pub mod conventional;
-pub mod convert;
-pub mod doctor;
-pub mod generate;
-pub mod parity;
-pub mod plan;
-pub mod review;
-pub mod trainer;
-
-// Row 9.
-pub mod bench;
-pub mod gate;
-pub mod study;
+pub mod tools;

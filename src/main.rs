@@ -1,17 +1,17 @@
 //! The `longstraw` command: parse the verb, build configuration and world, map a failure to an exit code.
 
-mod verbs;
+mod cli;
 
 use std::process::ExitCode;
 
 use clap::Parser as _;
 
 fn main() -> ExitCode {
-    let (arguments, set) = verbs::hoist(std::env::args_os());
-    let outcome = match verbs::Command::try_parse_from(arguments) {
-        Ok(command) => verbs::run(command, set),
+    let (arguments, set) = cli::hoist(std::env::args_os());
+    let outcome = match cli::Command::try_parse_from(arguments) {
+        Ok(command) => cli::run(command, set),
         Err(usage) => {
-            verbs::say_once(&usage);
+            cli::say_once(&usage);
             // Help and version are no failures.
             return if usage.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
         }

@@ -6,8 +6,8 @@ use longstraw::config::{
     DEFAULT_TOML, Dtype, Environment, Error, Gate, Gradient, Loaded, Overrides, Problem, RewardFn, RewardName,
     RunConfig, SUPPORTED, Source, document, load_gate_in, load_in,
 };
-use longstraw::failure::{Classified, Exit, Failure};
-use longstraw::units::{Pages, Tokens};
+use longstraw::runtime::failure::{Classified, Exit, Failure};
+use longstraw::runtime::units::{Pages, Tokens};
 
 const USERS_CONFIG: &str = include_str!("../configs/config.toml");
 const USERS_SETTINGS: &str = include_str!("../configs/settings.json");

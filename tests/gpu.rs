@@ -12,11 +12,11 @@ mod indices;
 use std::time::Instant;
 
 use longstraw::config::DeviceChoice;
-use longstraw::devices;
+use longstraw::runtime::liveness::Board;
 use longstraw::tensor::boundary::count_allocations;
 use longstraw::tensor::gpu;
-use longstraw::watch::Board;
 use longstraw::world::World;
+use longstraw::world::devices;
 use serde_json::{Value, json};
 use tch::Device;
 

@@ -22,8 +22,8 @@ mod wire;
 
 use std::time::Instant;
 
+use longstraw::runtime::liveness::Board;
 use longstraw::tensor::boundary::count_allocations;
-use longstraw::watch::Board;
 use longstraw::world::World;
 
 type Claim = (&'static str, fn(&mut World));

@@ -44,19 +44,24 @@ fn a_module_imports_only_from_rows_above_it() {
 fn an_import_from_a_row_below_is_found() {
     let bites = |path, text, words| assert_bites(imports::faults, path, text, words);
     bites(
-        "src/layout/mod.rs",
+        "src/prompt/layout/mod.rs",
         "//! x\nuse crate::model::Spec;\n",
-        "src/layout/mod.rs:2: `layout` (row 3) imports `model`",
+        "src/prompt/layout/mod.rs:2: `prompt::layout` (row 3) imports `model`",
     );
-    bites("src/pages.rs", "fn f() -> crate::exchange::Ring { todo() }\n", "src/pages.rs:1: `pages` (row 3)");
     bites(
-        "src/pages.rs",
-        "use crate::{\n    units::Bytes,\n    trainer::{self, Step},\n};\n",
-        "src/pages.rs:3: `pages`",
+        "src/prompt/pages.rs",
+        "fn f() -> crate::prompt::handoff::Work { g() }\n",
+        "pages.rs:1: `prompt::pages` (row 3)",
     );
-    bites("src/model/rope.rs", "use super::super::capture::Captured;\n", "imports `capture` (row 6)");
+    bites(
+        "src/prompt/pages.rs",
+        "use crate::{\n    runtime::units::Bytes,\n    train::{self, Step},\n};\n",
+        "src/prompt/pages.rs:3: `prompt::pages`",
+    );
+    bites("src/model/rope.rs", "use super::super::step::capture::Captured;\n", "imports `step::capture` (row 5)");
     bites("src/config.rs", "use super::tensor;\n", "`config` (row 1) imports `tensor` (row 2)");
-    bites("src/units.rs", "use crate::failure::Exit;\n", "`units` (row 0) imports `failure` (row 0)");
+    bites("src/runtime/units.rs", "use super::failure::Exit;\n", "`runtime::units` (row 0) imports `runtime::failure`");
+    bites("src/tools/parity.rs", "use crate::tools::{convert, gate};\n", "imports `tools::gate` (row 8)");
     bites("src/model/mod.rs", "use crate::hepler::x;\n", "`hepler` stands in no row");
     bites("src/hepler/mod.rs", "//! x\n", "`hepler` stands in no row");
 }
@@ -65,22 +70,26 @@ fn an_import_from_a_row_below_is_found() {
 fn a_phase_that_imports_a_phase_is_found() {
     assert_bites(
         imports::faults,
-        "src/replay/mod.rs",
-        "use crate::capture::Captured;\n",
+        "src/step/replay/mod.rs",
+        "use crate::step::capture::Captured;\n",
         "phases never import each other",
     );
 }
 
 #[test]
 fn an_import_from_a_row_above_passes() {
-    let text = "use crate::{pages::Pool, model::{self, block}};\nuse super::rope;\nuse crate::model::head;\n\
-                // crate::trainer in a comment\nconst S: &str = \"crate::trainer\";\n";
-    assert_passes(imports::faults, "src/capture/mod.rs", "use crate::model::block;\nuse super::pages;\n");
-    assert_passes(imports::faults, "src/model/attention.rs", text);
-    assert_passes(imports::faults, "src/main.rs", "use longstraw::trainer;\nuse crate::report;\n");
+    let text = "use crate::{prompt::pages::Pool, model::{self, block}};\nuse super::rope;\nuse crate::model::head;\n\
+                // crate::train in a comment\nconst S: &str = \"crate::train\";\n";
     assert_passes(
         imports::faults,
-        "src/pages.rs",
+        "src/step/capture/mod.rs",
+        "use crate::model::block;\nuse super::super::prompt::pages;\n",
+    );
+    assert_passes(imports::faults, "src/model/attention.rs", text);
+    assert_passes(imports::faults, "src/main.rs", "use longstraw::train;\nuse crate::report;\n");
+    assert_passes(
+        imports::faults,
+        "src/prompt/pages.rs",
         "fn f() {}\n#[cfg(test)]\nmod tests {\n    use crate::model::Spec;\n}\n",
     );
 }

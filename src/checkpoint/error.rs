@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use safetensors::SafeTensorError;
 
 use super::state::Difference;
-use crate::failure::{Classified, Exit};
 use crate::model::adapter_file;
+use crate::runtime::failure::{Classified, Exit};
 use crate::tensor::bytes;
 
 /// Why a checkpoint cannot be written, read or gone on from.

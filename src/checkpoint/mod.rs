@@ -23,11 +23,11 @@ pub use error::Error;
 pub use state::{Difference, State};
 pub use store::{Newest, Saved, Store};
 
-use crate::failure::Failure;
 use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::lora::{Adapter, Adapters};
 use crate::model::spec::Spec;
-use crate::units::float;
+use crate::runtime::failure::Failure;
+use crate::runtime::units::float;
 
 /// Writes the adapters into `folder`, each file beside and renamed. Rank 0 calls it; the others wait for its outcome.
 ///

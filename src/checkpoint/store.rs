@@ -12,12 +12,12 @@ use tch::{Device, Kind, Tensor};
 
 use super::error::Error;
 use super::state::{Sealed, State};
-use crate::handoff::Moments;
 use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
 use crate::model::lora::Adapters;
 use crate::model::shards::kind_of;
+use crate::prompt::handoff::Moments;
+use crate::runtime::units::{as_index, from_dim};
 use crate::tensor::bytes::{bytes_of, fill_from_bytes, map_file};
-use crate::units::{as_index, from_dim};
 
 const STATE: &str = "state.json";
 const MASTERS: &str = "masters.safetensors";

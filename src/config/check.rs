@@ -390,7 +390,7 @@ fn is_variable_name(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::units::Tokens;
+    use crate::runtime::units::Tokens;
 
     #[test]
     fn the_nearest_smaller_divisor_is_proposed() {

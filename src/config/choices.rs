@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::units::Tokens;
+use crate::runtime::units::Tokens;
 
 /// The optimizers there are.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]

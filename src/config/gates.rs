@@ -4,7 +4,7 @@ use super::check::divisor;
 use super::problem::{Fault, Problem};
 use super::source::Gathered;
 use super::tables::{ContextConfig, MemoryConfig};
-use crate::units::Tokens;
+use crate::runtime::units::Tokens;
 
 /// What all gates change.
 pub(super) const EVERY_TOML: &str = include_str!("../../configs/gates/every.toml");

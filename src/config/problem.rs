@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::failure::{Classified, Exit};
+use crate::runtime::failure::{Classified, Exit};
 
 /// Where values come from; later ones go before earlier ones, in this order.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]

@@ -12,7 +12,7 @@ use super::choices::{
     ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, Schedule, TooLong, Weights, When,
 };
 use super::rewards::RewardFn;
-use crate::units::{Pages, Tokens};
+use crate::runtime::units::{Pages, Tokens};
 
 /// `[parallel]`: how ranks share the work.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]

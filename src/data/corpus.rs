@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use super::error::Error;
 use super::order::Random;
 use super::tokenizer::Tokenizer;
-use crate::units::{Tokens, from_index};
+use crate::runtime::units::{Tokens, from_index};
 
 /// Folders of English text that stand on any Debian machine; those that are absent are passed over.
 pub(super) const DEFAULT_FOLDERS: [&str; 3] = ["/usr/share/common-licenses", "/usr/share/doc", "/usr/share/perl"];

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::Error;
 use super::order::Random;
-use crate::units::from_index;
+use crate::runtime::units::from_index;
 
 /// A place in the endless order of a dataset: epoch after epoch, each a permutation of its own.
 ///

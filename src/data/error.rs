@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 use super::chat::Refusal;
-use crate::failure::{Classified, Exit};
-use crate::units::Tokens;
+use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::units::Tokens;
 
 /// A field of a record.
 #[derive(Clone, Debug, Eq, PartialEq)]

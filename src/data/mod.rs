@@ -30,7 +30,7 @@ pub use order::Random;
 pub use tokenizer::Tokenizer;
 
 use crate::config::TooLong;
-use crate::units::{Tokens, from_index};
+use crate::runtime::units::{Tokens, from_index};
 
 /// One candidate answer of a prompt.
 #[derive(Clone, Debug, PartialEq)]

@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json};
 use super::chat::{Chat, RESERVED};
 use super::{Answer, Answers, Error, Group, Limits, Place, Tokenizer};
 use crate::config::TooLong;
-use crate::units::{Tokens, from_index};
+use crate::runtime::units::{Tokens, from_index};
 
 /// A line as it is written.
 #[derive(Deserialize)]

@@ -9,7 +9,7 @@ use tokenizers::Tokenizer as Backend;
 
 use super::chat::{Chat, Refusal, Template};
 use super::error::Error;
-use crate::units::from_index;
+use crate::runtime::units::from_index;
 
 /// What an assistant says where only what follows it is of interest.
 const SAID: &str = "longstraw-answer";

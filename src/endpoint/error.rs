@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::failure::{Classified, Exit};
+use crate::runtime::failure::{Classified, Exit};
 
 /// What was wrong with the last attempt of a request.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -19,7 +19,7 @@ use ureq::{Agent, Body, Proxy};
 pub use error::{Error, Fault};
 
 use crate::config::{EndpointPaths, Environment, ProxyAddress, RunConfig};
-use crate::failure::Failure;
+use crate::runtime::failure::Failure;
 use patience::{Patience, retry_after};
 use words::Veil;
 

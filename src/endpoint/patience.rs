@@ -4,7 +4,7 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::Fault;
-use crate::units::float;
+use crate::runtime::units::float;
 
 /// The longest wait that a service may ask for.
 const ASKED_WAIT_MAX: Duration = Duration::from_mins(5);

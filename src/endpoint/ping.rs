@@ -6,7 +6,7 @@ use serde::Serialize;
 use strsim::normalized_damerau_levenshtein;
 
 use super::{Answered, Endpoint, Error, Fault, Message, Reply};
-use crate::failure::{Classified, Exit};
+use crate::runtime::failure::{Classified, Exit};
 
 /// Tokens of the reply: enough for a word.
 const REPLY_TOKENS_MAX: u64 = 16;

@@ -10,10 +10,10 @@
 
 use tch::{Device, Tensor};
 
-use crate::pages::PlaneRow;
+use crate::prompt::pages::PlaneRow;
+use crate::runtime::memory::{Held, Ledger, Purpose, Purse};
+use crate::runtime::units::{Position, Rank, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
-use crate::units::{Position, Rank, Tokens, as_dim, from_dim, from_index};
-use crate::watch::{Held, Ledger, Purpose, Purse};
 
 /// Rows that are made room for at first.
 const ROOM: i64 = 64;

@@ -17,13 +17,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::answers::AnswerState;
 use super::mixer::{Backward, Mixed, Mixer, Past, PastGradient, Seat, Swept};
-use crate::exchange::{Travel, gather_rows, merge_into, nothing, return_rows, ring, ring_home, sum_in_order};
-use crate::layout::{Piece, PromptLayout, Run, Span, Tile, TileSizes, positions, tiles};
-use crate::pages::PlaneRow;
+use crate::prompt::layout::{Piece, PromptLayout, Run, Span, Tile, TileSizes, positions, tiles};
+use crate::prompt::pages::PlaneRow;
+use crate::prompt::ring::{Travel, ring, ring_home};
+use crate::runtime::units::{Position, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::accumulation;
 use crate::tensor::attention::{self, Merged};
 use crate::tensor::kernels::Kernel;
-use crate::units::{Position, Tokens, as_dim, from_dim, from_index};
+use crate::world::exchange::{gather_rows, merge_into, nothing, return_rows, sum_in_order};
 
 /// Grouped-query attention with an optional sliding window.
 #[derive(Clone, Debug)]

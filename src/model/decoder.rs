@@ -6,8 +6,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::lora::Adapters;
 use super::mixer::Mixer;
+use crate::runtime::units::LayerIndex;
 use crate::tensor::kernels::Kernel;
-use crate::units::LayerIndex;
 
 /// What segment A hands on.
 #[derive(Debug)]

@@ -16,9 +16,9 @@ use super::mixer::Mixer;
 use super::rope::{Rope, rotate_half_split};
 use super::spec::Spec;
 use super::weights::Weights;
+use crate::runtime::units::{LayerIndex, as_dim, float};
 use crate::tensor::kernels::{Heads, Kernel};
 use crate::tensor::{accumulation, gpu};
-use crate::units::{LayerIndex, as_dim, float};
 
 /// Rows at least this wide are normalised by the library's fused kernel on a GPU, which takes one block of threads a row:
 /// too many for the narrow rows of a head.

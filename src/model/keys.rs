@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::units::as_index;
+use crate::runtime::units::as_index;
 
 /// Largest count that a config may state (tensor dimensions stay far below 2³¹).
 const COUNT_MAX: u64 = 1 << 31;

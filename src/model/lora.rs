@@ -9,9 +9,9 @@ use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
 use super::spec::Linear;
-use crate::pages::Stamp;
+use crate::prompt::pages::Stamp;
+use crate::runtime::units::{as_dim, float};
 use crate::tensor::views;
-use crate::units::{as_dim, float};
 
 /// The pair of one linear layer.
 #[derive(Debug)]

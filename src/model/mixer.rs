@@ -5,11 +5,11 @@ use std::ops::Range;
 use tch::Tensor;
 
 use super::answers::AnswerState;
-use crate::layout::{Piece, PromptLayout, Span};
-use crate::pages::{PlaneRow, Slab, Staged};
+use crate::prompt::layout::{Piece, PromptLayout, Span};
+use crate::prompt::pages::{PlaneRow, Slab, Staged};
+use crate::runtime::memory::Ledger;
+use crate::runtime::units::Position;
 use crate::tensor::accumulation;
-use crate::units::Position;
-use crate::watch::Ledger;
 use crate::world::Axis;
 
 /// This rank's seat among the ranks that share a prompt.

@@ -12,12 +12,12 @@ use tch::{Device, Tensor};
 use super::decoder::{Decoder, Projected};
 use super::lora::Adapters;
 use super::mixer::{Backward, Mixed, Past, PastGradient, Seat, Swept};
-use crate::handoff::MixedPool;
-use crate::layout::{Piece, PromptLayout, Span, positions};
-use crate::pages::Staged;
+use crate::prompt::handoff::MixedPool;
+use crate::prompt::layout::{Piece, PromptLayout, Span, positions};
+use crate::prompt::pages::Staged;
+use crate::runtime::units::{LayerIndex, Tokens};
 use crate::tensor;
 use crate::tensor::boundary::backward as pull;
-use crate::units::{LayerIndex, Tokens};
 
 /// What a pass over blocks needs besides rows.
 #[derive(Clone, Copy)]
@@ -49,7 +49,7 @@ pub fn micro_blocks(span: &Span, seat: &Seat, most: Tokens) -> Vec<(Piece, i64)>
         }
     }
     if blocks.is_empty() {
-        let nowhere = crate::units::Position(0);
+        let nowhere = crate::runtime::units::Position(0);
         blocks.push((Piece { rank: seat.axis.rank(), start: nowhere, stop: nowhere }, 0));
     }
     blocks

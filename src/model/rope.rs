@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::keys::{Keys, Problem};
-use crate::units::float;
+use crate::runtime::units::float;
 
 /// How inverse frequencies depend on the context length the model is stretched to.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

@@ -12,8 +12,8 @@ use super::keys::{Keys, Problem};
 use super::problems::Problems;
 use super::rope::RopeSpec;
 use super::shape;
-use crate::failure::{Classified, Exit};
-use crate::units::{LayerIndex, Tokens};
+use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::units::{LayerIndex, Tokens};
 
 /// Why a config gives no spec.
 #[derive(Debug, thiserror::Error)]

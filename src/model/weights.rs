@@ -13,10 +13,10 @@ use tch::{Device, Kind, Tensor};
 
 use super::shards::{self, Checkpoint, Place, kind_of};
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
-use crate::failure::{Classified, Exit};
+use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::units::{Bytes, as_dim, as_index, float, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::bytes::{self, fill_from_bytes};
-use crate::units::{Bytes, as_dim, as_index, float, from_dim, from_index};
 
 /// Bytes at either end of a tensor that the digest reads.
 const DIGEST_SAMPLE_BYTES: usize = 4096;

@@ -5,9 +5,9 @@ use serde::Serialize;
 use super::seconds::Rates;
 use super::{Error, Place, Plan, Rollout, Room, of_shape};
 use crate::config::{Gate, Gradient, RunConfig};
-use crate::handoff::Keeping;
 use crate::model::shape::Shape;
-use crate::units::{Bytes, Pages, Tokens};
+use crate::prompt::handoff::Keeping;
+use crate::runtime::units::{Bytes, Pages, Tokens};
 
 /// The gates that train, in their order.
 fn gates() -> impl Iterator<Item = Gate> {

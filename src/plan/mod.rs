@@ -16,16 +16,16 @@ mod work;
 use serde::Serialize;
 
 use crate::config::{RunConfig, When};
-use crate::failure::{Classified, Exit, Phase};
-use crate::handoff::Keeping;
 use crate::model::shape::Shape;
 use crate::model::spec::Spec;
-use crate::pages::Residency;
-use crate::units::{Bytes, Pages};
-use crate::watch::{Purpose, Purse};
+use crate::prompt::handoff::Keeping;
+use crate::prompt::pages::Residency;
+use crate::runtime::failure::{Classified, Exit, Phase};
+use crate::runtime::memory::{Purpose, Purse};
+use crate::runtime::units::{Bytes, Pages};
 use seconds::Rates;
 
-pub use crate::watch::available_memory;
+pub use crate::runtime::memory::available_memory;
 pub use rollout::Rollout;
 
 /// Why a run is refused before it starts.

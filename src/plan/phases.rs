@@ -3,13 +3,13 @@
 use super::sizes::{Sizes, addend, place_of, product, within};
 use super::{Addend, Place};
 use crate::config::Dtype;
-use crate::failure::Phase;
-use crate::layout::TileSizes;
 use crate::model::attention::KEYS_MAX;
 use crate::model::pass::MIXED_ROWS;
 use crate::model::shape::{Layer, Mix};
-use crate::pages::Residency;
-use crate::units::{Bytes, from_dim};
+use crate::prompt::layout::TileSizes;
+use crate::prompt::pages::Residency;
+use crate::runtime::failure::Phase;
+use crate::runtime::units::{Bytes, from_dim};
 
 impl Sizes<'_> {
     /// What a phase computes in besides its `rows`: a kernel's workspace for `queries` at one time, or one micro-block's

@@ -10,11 +10,11 @@ use super::sizes::{Sizes, adapter_elements, product, within};
 use super::work::{Work, partial};
 use super::{Addend, Error, Plan};
 use crate::config::RunConfig;
-use crate::failure::Phase;
 use crate::model::attention::KEYS_MAX;
 use crate::model::shape::{Layer, Mix, Shape};
-use crate::pages::Residency;
-use crate::units::{Bytes, Tokens, float, from_dim};
+use crate::prompt::pages::Residency;
+use crate::runtime::failure::Phase;
+use crate::runtime::units::{Bytes, Tokens, float, from_dim};
 
 /// How answers are drawn.
 #[derive(Clone, Copy, Debug, Serialize)]

@@ -11,9 +11,9 @@ use serde::Serialize;
 use super::Plan;
 use super::work::{Asked, Work};
 use crate::config::RunConfig;
-use crate::failure::Phase;
 use crate::model::shape::{Mix, Shape};
-use crate::units::float;
+use crate::runtime::failure::Phase;
+use crate::runtime::units::float;
 
 /// What a device does in a second.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

@@ -2,12 +2,12 @@
 
 use super::{Addend, Choice, Place};
 use crate::config::{DeviceChoice, Dtype, RunConfig, When};
-use crate::failure::Phase;
-use crate::handoff::Keeping;
 use crate::model::shape::{Layer, Segment, Shape};
-use crate::pages::Residency;
-use crate::units::Bytes;
-use crate::watch::Purpose;
+use crate::prompt::handoff::Keeping;
+use crate::prompt::pages::Residency;
+use crate::runtime::failure::Phase;
+use crate::runtime::memory::Purpose;
+use crate::runtime::units::Bytes;
 
 /// Bytes of an element in the model's dtype and in the dtype that sums are kept in.
 pub(super) fn widths(dtype: Dtype) -> (u64, u64) {

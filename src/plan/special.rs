@@ -5,9 +5,9 @@
 
 use super::sizes::{Sizes, addend, place_of, product, within};
 use super::{Addend, Place};
-use crate::failure::Phase;
 use crate::model::shape::{INDEX_BYTES, Layer, Mix};
-use crate::units::Bytes;
+use crate::runtime::failure::Phase;
+use crate::runtime::units::Bytes;
 
 /// Positions that the chunked form of a delta rule takes at one time.
 pub(super) const DELTA_CHUNK: u64 = 64;

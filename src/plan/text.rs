@@ -3,9 +3,9 @@
 use super::seconds::Seconds;
 use super::{Place, Plan};
 use crate::config::RunConfig;
-use crate::handoff::Keeping;
-use crate::pages::Residency;
-use crate::units::Bytes;
+use crate::prompt::handoff::Keeping;
+use crate::prompt::pages::Residency;
+use crate::runtime::units::Bytes;
 
 impl Plan {
     /// The plan in words.

@@ -18,10 +18,10 @@
 //! backward is counted as 2.5 forwards, as its rate is. A multiplication and an addition are two operations.
 
 use crate::config::{RunConfig, When};
-use crate::failure::Phase;
 use crate::model::shape::{INDEX_BYTES, Layer, Mix, Segment, Shape};
-use crate::pages::Residency;
-use crate::units::{float, from_index};
+use crate::prompt::pages::Residency;
+use crate::runtime::failure::Phase;
+use crate::runtime::units::{float, from_index};
 
 use super::sizes::{adapter_elements, widths};
 use super::special::DELTA_CHUNK;

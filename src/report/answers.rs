@@ -82,7 +82,7 @@ fn cut(file: &mut File, made: u64) -> io::Result<()> {
         if !(whole && serde_json::from_slice(&line).is_ok_and(|Of { step }| step <= made)) {
             break;
         }
-        end += crate::units::from_index(bytes);
+        end += crate::runtime::units::from_index(bytes);
     }
     drop(lines);
     file.set_len(end)?;

@@ -111,7 +111,7 @@ fn number(field: u64, value: u64) -> Vec<u8> {
 }
 
 fn bytes(field: u64, value: &[u8]) -> Vec<u8> {
-    [&key(field, LENGTH_DELIMITED)[..], &varint(crate::units::from_index(value.len())), value].concat()
+    [&key(field, LENGTH_DELIMITED)[..], &varint(crate::runtime::units::from_index(value.len())), value].concat()
 }
 
 /// Seven bits a byte, the lowest first; the top bit says that more follow.
@@ -130,7 +130,7 @@ fn varint(mut value: u64) -> Vec<u8> {
 
 /// A record around `data`.
 fn record(data: &[u8]) -> Vec<u8> {
-    let length = crate::units::from_index(data.len()).to_le_bytes();
+    let length = crate::runtime::units::from_index(data.len()).to_le_bytes();
     [&length[..], &masked(&length).to_le_bytes(), data, &masked(data).to_le_bytes()].concat()
 }
 

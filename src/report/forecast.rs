@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 
-use crate::units::{float, from_index};
+use crate::runtime::units::{float, from_index};
 
 /// Updates that are remembered.
 const DONE_MAX: usize = 32;
@@ -66,7 +66,7 @@ impl Forecast {
     pub(super) fn left_s(&self) -> Option<[f64; 2]> {
         let told = u64::min(self.left, from_index(self.ahead.len()));
         let mut rest = Load::default();
-        for load in self.ahead.iter().take(crate::units::as_index(told)) {
+        for load in self.ahead.iter().take(crate::runtime::units::as_index(told)) {
             rest = Load { tokens: rest.tokens + load.tokens, squares: rest.squares + load.squares };
         }
         let untold = float(self.left - told);

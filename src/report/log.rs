@@ -7,7 +7,7 @@ use std::path::Path;
 use tracing_subscriber::EnvFilter;
 
 use super::Error;
-use crate::units::Rank;
+use crate::runtime::units::Rank;
 
 /// Opens this rank's log and sends every event of the process there that `filter` lets pass (a level, or
 /// `module=level,…`). A log of an earlier run is continued: its last lines may be why there is another run. The log of a

@@ -18,7 +18,7 @@ pub(super) fn cut(file: &mut File, made: u64) -> io::Result<Vec<Step>> {
         // A line without its end was still being written.
         let Some(step) = step.filter(|_| line.ends_with(b"\n")) else { break };
         kept.push(step);
-        end += crate::units::from_index(bytes);
+        end += crate::runtime::units::from_index(bytes);
     }
     drop(lines);
     file.set_len(end)?;

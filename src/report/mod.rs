@@ -25,9 +25,9 @@ pub use receipt::{AdapterForm, Check, KindBytes, PhaseMemory, Receipt, Seconds};
 pub use step::Step;
 pub use trace::{Row, TraceFile};
 
-use crate::failure::{Classified, Exit};
-use crate::units::Bytes;
-use crate::watch::Recorder;
+use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::liveness::Recorder;
+use crate::runtime::units::Bytes;
 use events::Events;
 use progress::Progress;
 

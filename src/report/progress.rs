@@ -6,7 +6,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::forecast::{Forecast, words};
-use crate::watch::{Border, Recorder};
+use crate::runtime::liveness::{Border, Recorder};
 
 /// The bar, where there is a terminal, and the forecast.
 #[derive(Debug, Default)]
@@ -101,7 +101,7 @@ impl Recorder for Phases {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::failure::Phase;
+    use crate::runtime::failure::Phase;
 
     #[test]
     fn the_bar_tells_updates_phase_and_time_left() {

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::HeldOut;
-use crate::handoff::Keeping;
-use crate::units::{Bytes, Pages, Tokens};
+use crate::prompt::handoff::Keeping;
+use crate::runtime::units::{Bytes, Pages, Tokens};
 
 /// Seconds by phase.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::Seconds;
-use crate::objective;
-use crate::units::{float, from_index};
+use crate::runtime::units::{float, from_index};
+use crate::step::objective;
 
 /// One update's numbers: one object a line in metrics.jsonl. What an earlier version has not written reads as its default.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use super::Error;
-use crate::units::Rank;
+use crate::runtime::units::Rank;
 
 /// A row of a rank's events.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

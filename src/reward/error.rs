@@ -8,7 +8,7 @@ use thiserror::Error;
 use super::verdict::Unread;
 use crate::config::RewardName;
 use crate::endpoint;
-use crate::failure::{Classified, Exit};
+use crate::runtime::failure::{Classified, Exit};
 
 /// Why answers cannot be scored as the configuration says.
 #[derive(Debug, Error)]

@@ -17,8 +17,8 @@ use super::verdict::Reader;
 use super::{Asked, Error, Missing, text};
 use crate::config::{Environment, RewardConfig, RunConfig};
 use crate::endpoint::{self, Bound, Endpoint, Message};
-use crate::failure::Failure;
-use crate::units::{as_index, from_index};
+use crate::runtime::failure::Failure;
+use crate::runtime::units::{as_index, from_index};
 use crate::world::asked_to_stop;
 
 /// What is judged where no rubric is given.
@@ -211,7 +211,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::failure::{Classified as _, Exit};
+    use crate::runtime::failure::{Classified as _, Exit};
 
     fn asked<'a>(text: &'a str, data: &'a Value, truncated: bool) -> Asked<'a> {
         let reward_data = data.as_object().unwrap();

@@ -20,8 +20,8 @@ pub use error::{Error, Missing, ProgramFault};
 pub use verdict::Unread;
 
 use crate::config::{Environment, RewardName, RunConfig, WeightedReward};
-use crate::failure::Failure;
-use crate::units::Tokens;
+use crate::runtime::failure::Failure;
+use crate::runtime::units::Tokens;
 use judge::Judge;
 use program::Program;
 
@@ -228,7 +228,7 @@ mod tests {
 
     use super::*;
     use crate::config::RewardFn;
-    use crate::failure::{Classified as _, Exit};
+    use crate::runtime::failure::{Classified as _, Exit};
 
     fn config(rewards: &Value) -> RunConfig {
         let mut config = RunConfig::laptop();

@@ -13,7 +13,7 @@ use super::error::ProgramFault;
 use super::process::{self, End, GONE_WITHIN, Limits, Ran};
 use super::{Asked, Error, Missing};
 use crate::config::RunConfig;
-use crate::units::from_index;
+use crate::runtime::units::from_index;
 
 /// The most that a program may write.
 const STDOUT_BYTES_MAX: usize = 8 << 20;

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::Error;
 use crate::config::RewardName;
-use crate::units::float;
+use crate::runtime::units::float;
 
 /// The part of an answer that is scored: what follows the last `after`; all of it where there is none to look for.
 pub(super) fn scored<'a>(text: &'a str, after: Option<&str>) -> &'a str {

@@ -5,10 +5,10 @@ use std::ffi::{CStr, c_char, c_int};
 use tch::Tensor;
 
 use super::Error;
-use crate::units::Bytes;
-use crate::watch::Measured;
+use crate::runtime::memory::Measured;
+use crate::runtime::units::Bytes;
 
-pub use crate::watch::Purse;
+pub use crate::runtime::memory::Purse;
 
 // SAFETY: these are the functions of boundary.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {

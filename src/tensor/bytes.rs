@@ -7,8 +7,8 @@ use std::path::Path;
 use memmap2::Mmap;
 use tch::{Device, Kind, TchError, Tensor};
 
-use crate::failure::{Classified, Exit};
-use crate::units::{as_dim, as_index, from_dim, from_index};
+use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::units::{as_dim, as_index, from_dim, from_index};
 
 /// Elements that pass through an aligned buffer at once when a map is unaligned: 8 MiB of float64 at most.
 const UNALIGNED_ELEMENTS_MAX: usize = 1 << 20;

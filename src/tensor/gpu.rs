@@ -14,7 +14,7 @@ use tch::{Device, Tensor};
 
 use super::Error;
 use super::boundary::{Words, raw, torch_tensor};
-use crate::units::Bytes;
+use crate::runtime::units::Bytes;
 
 // SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::Error;
 use super::boundary::{Words, raw, torch_tensor};
-use crate::failure::out_of_memory;
+use crate::runtime::failure::out_of_memory;
 
 // SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {

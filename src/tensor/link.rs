@@ -11,7 +11,7 @@ use tch::Tensor;
 use super::Error;
 use super::boundary::{Words, raw, torch_tensor};
 use super::gpu::Event;
-use crate::units::Rank;
+use crate::runtime::units::Rank;
 
 // SAFETY: these are the functions of link.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {

@@ -12,7 +12,7 @@ pub mod views;
 
 use tch::Kind;
 
-use crate::failure::{Classified, Exit, out_of_memory};
+use crate::runtime::failure::{Classified, Exit, out_of_memory};
 
 /// What can go wrong at the libtorch boundary.
 #[derive(Debug, thiserror::Error)]

@@ -3,7 +3,7 @@
 use tch::{Device, Tensor};
 
 use super::{Error, element_bytes};
-use crate::units::from_index;
+use crate::runtime::units::from_index;
 
 /// The bytes of a contiguous CPU tensor, in its own memory.
 ///

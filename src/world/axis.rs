@@ -10,8 +10,8 @@ use mpi::request;
 use mpi::topology::{Communicator, SimpleCommunicator};
 use mpi::traits::{CommunicatorCollectives, Destination, Root, Source};
 
-use crate::units::Rank;
-use crate::watch::{Place, Waiting};
+use crate::runtime::liveness::{Place, Waiting};
+use crate::runtime::units::Rank;
 
 /// Marks the message that ends a sleep.
 const WAKE: i32 = 7;
@@ -292,7 +292,7 @@ impl Axis {
     #[must_use]
     pub fn gather_texts(&self, text: &str) -> Vec<String> {
         let lengths = self.gather_numbers(text.len() as u64);
-        let counts: Vec<_> = lengths.iter().map(|&length| crate::units::as_index(length)).collect();
+        let counts: Vec<_> = lengths.iter().map(|&length| crate::runtime::units::as_index(length)).collect();
         let all = self.all_gather(text.as_bytes(), &counts);
         let ends = ends(&counts);
         ends.iter()

@@ -6,6 +6,8 @@
 
 mod about;
 mod axis;
+pub mod devices;
+pub mod exchange;
 mod stop;
 mod watchdog;
 
@@ -25,9 +27,10 @@ pub use about::{host, library};
 pub use axis::Axis;
 pub use stop::{asked_to_stop, heed_signals, time_left};
 
-use crate::failure::{Classified, Exit, Failure, out_of_memory};
-use crate::units::{Rank, as_index, from_index};
-use crate::watch::{Board, Hearts, Ledger, Patience, Place, Shortage};
+use crate::runtime::failure::{Classified, Exit, Failure, out_of_memory};
+use crate::runtime::liveness::{Board, Hearts, Patience, Place};
+use crate::runtime::memory::{Ledger, Shortage};
+use crate::runtime::units::{Rank, as_index, from_index};
 use watchdog::{Watch, Watchdog};
 
 /// What can be wrong with the world itself.

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, SecondsFormat, Utc};
 
 use super::{abort_world, say};
-use crate::failure::Exit;
-use crate::units::Rank;
-use crate::watch::{Beat, Heard, Hearts, Pace, Patience, Peers, Place, Sight, Verdict};
+use crate::runtime::failure::Exit;
+use crate::runtime::liveness::{Beat, Heard, Hearts, Pace, Patience, Peers, Place, Sight, Verdict};
+use crate::runtime::units::Rank;
 
 /// From the verdict to the end at the latest, whatever holds up words and abort.
 const END_MAX: Duration = Duration::from_secs(5);

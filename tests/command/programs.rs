@@ -5,8 +5,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, RewardFn, RewardName, RunConfig};
-use longstraw::failure::Exit;
 use longstraw::reward::{Asked, Rewarded, Scorer};
+use longstraw::runtime::failure::Exit;
 use serde_json::{Value, json};
 
 use super::room::Room;

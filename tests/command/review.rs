@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, RunConfig};
-use longstraw::review::{Asked, Ended, Replayed, replay, summarize};
+use longstraw::tools::review::{Asked, Ended, Replayed, replay, summarize};
 use serde_json::{Value, json as object};
 
 use super::checkpoints::case;

@@ -4,8 +4,8 @@
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, RewardFn, RewardName, RunConfig};
-use longstraw::failure::{Exit, Failure};
 use longstraw::reward::{Asked, Rewarded, Scorer};
+use longstraw::runtime::failure::{Exit, Failure};
 use serde_json::{Value, json};
 
 use super::service::{self, Service, Turn, message, nobody, replied};

@@ -5,9 +5,6 @@
 use std::path::Path;
 use std::rc::Rc;
 
-use longstraw::conventional::{self, Target};
-use longstraw::handoff::{Keeping, Work};
-use longstraw::layout::PromptLayout;
 use longstraw::model::decoder::Decoder;
 use longstraw::model::head::Head;
 use longstraw::model::lora::{Adapter, Adapters};
@@ -15,13 +12,16 @@ use longstraw::model::mixer::Seat;
 use longstraw::model::pass::Pass;
 use longstraw::model::spec::Spec;
 use longstraw::model::weights::Weights;
-use longstraw::objective::{Aggregation, Terms};
-use longstraw::replay::{self, Goal};
+use longstraw::prompt::handoff::{Keeping, Work};
+use longstraw::prompt::layout::PromptLayout;
+use longstraw::runtime::memory::Ledger;
+use longstraw::runtime::units::{Tokens, as_dim, from_index};
+use longstraw::step::conventional::{self, Target};
+use longstraw::step::objective::{Aggregation, Terms};
+use longstraw::step::replay::{self, Goal};
+use longstraw::step::{capture, finalize, score};
 use longstraw::tensor::bytes::bytes_of;
-use longstraw::units::{Tokens, as_dim, from_index};
-use longstraw::watch::Ledger;
 use longstraw::world::World;
-use longstraw::{capture, finalize, score};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -183,6 +183,6 @@ pub(crate) fn judged(world: &World, device: Device) -> Vec<Value> {
     found
 }
 
-fn run<T>(outcome: Result<T, longstraw::failure::Failure>) -> T {
+fn run<T>(outcome: Result<T, longstraw::runtime::failure::Failure>) -> T {
     outcome.unwrap_or_else(|failure| panic!("{failure}"))
 }

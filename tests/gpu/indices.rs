@@ -1,15 +1,15 @@
 //! Tensors with more elements than 32 bits count.
 
-use longstraw::exchange::merge_into;
-use longstraw::layout::PromptLayout;
 use longstraw::model::attention::Attention;
 use longstraw::model::lora::{Adapter, linear};
 use longstraw::model::mixer::{Mixer, Past, PastRun, Seat};
+use longstraw::prompt::layout::PromptLayout;
+use longstraw::runtime::memory::Ledger;
+use longstraw::runtime::units::{Position, Tokens};
 use longstraw::tensor::gpu;
 use longstraw::tensor::kernels::{Heads, Kernel};
-use longstraw::units::{Position, Tokens};
-use longstraw::watch::Ledger;
 use longstraw::world::World;
+use longstraw::world::exchange::merge_into;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 

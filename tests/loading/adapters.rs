@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-use longstraw::failure::{Classified, Exit};
 use longstraw::model::adapter_file::{AdapterShape, CONFIG, VALUES, load, save};
 use longstraw::model::lora::Adapter;
 use longstraw::model::spec::Spec;
-use longstraw::units::as_dim;
+use longstraw::runtime::failure::{Classified, Exit};
+use longstraw::runtime::units::as_dim;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 

@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-use longstraw::failure::{Classified, Exit};
 use longstraw::model::family;
 use longstraw::model::rope::Scaling;
 use longstraw::model::spec::{Biases, Error, Spec};
-use longstraw::units::Tokens;
+use longstraw::runtime::failure::{Classified, Exit};
+use longstraw::runtime::units::Tokens;
 use serde_json::{Map, Value, json};
 
 use crate::checkpoints::case;

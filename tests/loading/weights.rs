@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use longstraw::failure::{Classified, Exit};
 use longstraw::model::spec::Spec;
 use longstraw::model::weights::{Error, Weights};
+use longstraw::runtime::failure::{Classified, Exit};
 use longstraw::tensor::bytes::bytes_of;
 use safetensors::Dtype;
 use serde_json::json;

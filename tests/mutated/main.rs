@@ -16,10 +16,10 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, Error, Fault, Gate, Loaded, Overrides, Problem, Source, load_gate_in, load_in};
-use longstraw::failure::{Classified as _, Exit};
 use longstraw::model::shape::Shape;
 use longstraw::plan::seconds::{Rates, predict};
 use longstraw::plan::{self, Place, Room};
+use longstraw::runtime::failure::{Classified as _, Exit};
 
 use cases::Case;
 

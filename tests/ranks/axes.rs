@@ -1,7 +1,7 @@
 //! Prompt groups side by side.
 
-use longstraw::objective::{Batch, Counted};
-use longstraw::units::from_index;
+use longstraw::runtime::units::from_index;
+use longstraw::step::objective::{Batch, Counted};
 use longstraw::world::World;
 use serde_json::json;
 use tch::{Kind, Tensor};

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use longstraw::parity::{self, Gradient, Options, Report};
-use longstraw::units::Tokens;
+use longstraw::runtime::units::Tokens;
+use longstraw::tools::parity::{self, Gradient, Options, Report};
 use longstraw::world::World;
 use tch::Kind;
 

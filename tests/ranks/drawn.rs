@@ -1,14 +1,14 @@
 //! Answers that the policy draws for itself.
 
-use longstraw::conventional;
-use longstraw::handoff::{Keeping, Logprobs, Work};
 use longstraw::model::mixer::Seat;
 use longstraw::model::pass::Pass;
-use longstraw::rollout::{self, Ask, Drawn, Sampling, Stream};
-use longstraw::units::{Tokens, from_index};
-use longstraw::watch::Ledger;
+use longstraw::prompt::handoff::{Keeping, Logprobs, Work};
+use longstraw::runtime::memory::Ledger;
+use longstraw::runtime::units::{Tokens, from_index};
+use longstraw::step::conventional;
+use longstraw::step::rollout::{self, Ask, Drawn, Sampling, Stream};
+use longstraw::step::{capture, score};
 use longstraw::world::World;
-use longstraw::{capture, score};
 use serde_json::json;
 use tch::{Kind, Tensor};
 
@@ -42,13 +42,14 @@ fn drawn(world: &World, model: &Model, prompt: usize, how: How, ask: &Ask) -> (V
 }
 
 /// All ranks' log-probabilities of an answer, in the order of its tokens.
-fn whole(world: &World, one: &Logprobs, work: &Work, answer: &longstraw::handoff::Answer) -> Tensor {
+fn whole(world: &World, one: &Logprobs, work: &Work, answer: &longstraw::prompt::handoff::Answer) -> Tensor {
     let first = one.first.as_ref().map_or_else(|| one.rows.narrow(0, 0, 0), Tensor::shallow_clone);
     let owner = work.layout.last_row_owner();
     let ranks = 0..world.cp.size();
-    let firsts: Vec<Tokens> = ranks.map(|rank| Tokens(u64::from(longstraw::units::Rank(rank) == owner))).collect();
-    let first = longstraw::exchange::gather_rows(&world.cp, &first, &firsts);
-    let rows = longstraw::exchange::gather_rows(&world.cp, &one.rows, &answer.span.counts());
+    let firsts: Vec<Tokens> =
+        ranks.map(|rank| Tokens(u64::from(longstraw::runtime::units::Rank(rank) == owner))).collect();
+    let first = longstraw::world::exchange::gather_rows(&world.cp, &first, &firsts);
+    let rows = longstraw::world::exchange::gather_rows(&world.cp, &one.rows, &answer.span.counts());
     Tensor::cat(&[first, rows], 0)
 }
 
@@ -128,7 +129,7 @@ pub(crate) fn ends(world: &mut World) {
 }
 
 fn most_entropy(tokens: u64) -> f64 {
-    longstraw::units::float(tokens) * 61f64.ln()
+    longstraw::runtime::units::float(tokens) * 61f64.ln()
 }
 
 /// Pages that stay on the device and pages that come layer by layer give the same bits, and nothing stays behind.
@@ -136,7 +137,8 @@ pub(crate) fn residency(world: &mut World) {
     let model = Model::random(&config("qwen3", &json!({})), Kind::Float);
     let (resident, _) = drawn(world, &model, 50, PLAIN, &ask(true));
     let (by_layer, _) = drawn(world, &model, 50, PLAIN, &ask(false));
-    let on_device = How { keeping: Keeping { pages: longstraw::pages::Residency::Device, ..Keeping::HOST }, ..PLAIN };
+    let on_device =
+        How { keeping: Keeping { pages: longstraw::prompt::pages::Residency::Device, ..Keeping::HOST }, ..PLAIN };
     let (there_anyhow, _) = drawn(world, &model, 50, on_device, &ask(false));
     assert_eq!(resident, by_layer);
     assert_eq!(resident, there_anyhow);

@@ -5,10 +5,6 @@ use std::rc::Rc;
 use std::sync::OnceLock;
 
 use longstraw::config::DeviceChoice;
-use longstraw::conventional;
-use longstraw::devices;
-use longstraw::handoff::{Captured, Keeping, ReducedGrads, Scores, Work};
-use longstraw::layout::PromptLayout;
 use longstraw::model::decoder::Decoder;
 use longstraw::model::head::Head;
 use longstraw::model::lora::{Adapter, Adapters};
@@ -16,13 +12,17 @@ use longstraw::model::mixer::Seat;
 use longstraw::model::pass::Pass;
 use longstraw::model::spec::Spec;
 use longstraw::model::weights::Weights;
-use longstraw::objective::{Aggregation, Batch, Counted, Terms};
-use longstraw::replay::{self, Goal, Replayed};
+use longstraw::prompt::handoff::{Captured, Keeping, ReducedGrads, Scores, Work};
+use longstraw::prompt::layout::PromptLayout;
+use longstraw::runtime::memory::Ledger;
+use longstraw::runtime::units::{Tokens, from_index};
+use longstraw::step::conventional;
+use longstraw::step::objective::{Aggregation, Batch, Counted, Terms};
+use longstraw::step::replay::{self, Goal, Replayed};
+use longstraw::step::{capture, finalize, score};
 use longstraw::tensor::accumulation;
-use longstraw::units::{Tokens, from_index};
-use longstraw::watch::Ledger;
 use longstraw::world::World;
-use longstraw::{capture, finalize, score};
+use longstraw::world::devices;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -36,7 +36,7 @@ pub(crate) fn choose_device(world: &World) {
     let wanted = std::env::var("CLAIMS_DEVICE").is_ok_and(|wanted| wanted == "cuda");
     let wanted = if wanted { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
     let device = run(devices::choose(world, wanted, true, false));
-    longstraw::exchange::connect(&world.cp, device).expect("ranks are connected");
+    longstraw::world::exchange::connect(&world.cp, device).expect("ranks are connected");
     DEVICE.set(device).expect("chosen once");
 }
 
@@ -75,8 +75,8 @@ impl Model {
         };
         let pairs = spec.linear_layers().into_iter().map(|linear| Adapter {
             module: linear.module,
-            a_ri: drawn(3, longstraw::units::as_dim(linear.inputs)),
-            b_or: drawn(longstraw::units::as_dim(linear.outputs), 3),
+            a_ri: drawn(3, longstraw::runtime::units::as_dim(linear.inputs)),
+            b_or: drawn(longstraw::runtime::units::as_dim(linear.outputs), 3),
         });
         let adapters = Adapters::new(pairs.collect(), 2.0, "policy");
         Model { decoder: spec.family.decoder(&spec, Rc::new(weights), kind), adapters }
@@ -96,7 +96,7 @@ impl Group {
     pub(crate) fn random(seed: i64, vocabulary: i64, prompt: usize, lengths: &[usize]) -> Group {
         tch::manual_seed(seed);
         let draw = |count: usize| -> Vec<i64> {
-            let shape = [longstraw::units::as_dim(from_index(count))];
+            let shape = [longstraw::runtime::units::as_dim(from_index(count))];
             let drawn = Tensor::randint(vocabulary, shape, (Kind::Int64, Device::Cpu));
             Vec::<i64>::try_from(drawn).expect("integers")
         };
@@ -160,7 +160,7 @@ fn replay(
     batch: &Batch,
 ) -> Replayed {
     let shifted = |by: f64| {
-        let logprobs = frozen.0.iter().map(|one| longstraw::handoff::Logprobs {
+        let logprobs = frozen.0.iter().map(|one| longstraw::prompt::handoff::Logprobs {
             rows: &one.rows + by,
             first: one.first.as_ref().map(|first| first + by),
         });
@@ -234,6 +234,6 @@ pub(crate) fn apart(adapters: &Adapters, one: &[Tensor], two: &[Tensor]) -> (f64
 }
 
 /// The value, or a panic with the failure's own words.
-pub(crate) fn run<T>(outcome: Result<T, longstraw::failure::Failure>) -> T {
+pub(crate) fn run<T>(outcome: Result<T, longstraw::runtime::failure::Failure>) -> T {
     outcome.unwrap_or_else(|failure| panic!("{failure}"))
 }

@@ -1,9 +1,9 @@
 //! The paged step against conventional autograd over whole sequences.
 
-use longstraw::exchange::sum_number;
-use longstraw::finalize;
-use longstraw::optimizer::{AdamW, Settings};
+use longstraw::step::finalize;
+use longstraw::step::optimizer::{AdamW, Settings};
 use longstraw::world::World;
+use longstraw::world::exchange::sum_number;
 use serde_json::json;
 use tch::{Kind, Tensor};
 
@@ -65,7 +65,7 @@ pub(crate) fn masked(world: &mut World) {
         ];
         let how = How { page_size, tail, ..PLAIN };
         compare(world, &model, &group, how, &format!("masks, prompt {prompt}, tail {tail}"));
-        let trained = longstraw::units::from_index(8 + 1 + 1 + 4 + 1);
+        let trained = longstraw::runtime::units::from_index(8 + 1 + 1 + 4 + 1);
         let done = step(world, &model, &group, how, &group.batch());
         let _ = own(&model.adapters);
         let counted: u64 = world.cp.gather_numbers(done.replayed.told.tokens).iter().sum();

@@ -1,14 +1,14 @@
 //! Updates, and what must be the same after them.
 
-use longstraw::handoff::{Keeping, Scores};
 use longstraw::model::mixer::Seat;
 use longstraw::model::pass::Pass;
-use longstraw::optimizer::{AdamW, Settings};
-use longstraw::replay::{self, Goal};
-use longstraw::units::{Tokens, from_index};
-use longstraw::watch::Ledger;
+use longstraw::prompt::handoff::{Keeping, Scores};
+use longstraw::runtime::memory::Ledger;
+use longstraw::runtime::units::{Tokens, from_index};
+use longstraw::step::optimizer::{AdamW, Settings};
+use longstraw::step::replay::{self, Goal};
+use longstraw::step::{capture, score};
 use longstraw::world::World;
-use longstraw::{capture, score};
 use serde_json::json;
 use tch::Kind;
 
@@ -23,7 +23,7 @@ fn model() -> Model {
 pub(crate) fn equal_rewards(world: &mut World) {
     let model = model();
     let mut group = Group::random(5, 61, 50, &[9, 2]);
-    group.advantages = longstraw::objective::advantages(&[Some(0.3), Some(0.3)], true);
+    group.advantages = longstraw::step::objective::advantages(&[Some(0.3), Some(0.3)], true);
     let done = one_update(world, &model, &group, 0.0);
     assert!(done.is_none_or(|range| range == (1.0, 1.0)));
     assert!(own(&model.adapters).iter().all(|gradient| gradient.any().int64_value(&[]) == 0));
@@ -38,7 +38,7 @@ fn one_update(world: &World, model: &Model, group: &Group, kl_coef: f64) -> Opti
     let old = run(score::run(&pass, &HEAD, &work, &captured, world.board()));
     let weights: Vec<f64> =
         group.answers.iter().map(|answer| group.batch().weight(TERMS.aggregation, from_index(answer.len()))).collect();
-    let terms = longstraw::objective::Terms { kl_coef, ..TERMS };
+    let terms = longstraw::step::objective::Terms { kl_coef, ..TERMS };
     let goal = Goal { old: &old, reference: None, advantages: &group.advantages, weights: &weights, terms: &terms };
     run(replay::run(&pass, &HEAD, &work, &captured, goal, world.board())).ratio
 }

@@ -1,13 +1,13 @@
 //! How long tensors live, and how many bytes they take.
 
-use longstraw::capture;
-use longstraw::handoff::Keeping;
 use longstraw::model::mixer::Seat;
 use longstraw::model::pass::Pass;
-use longstraw::pages::{PlaneRow, Residency};
+use longstraw::prompt::handoff::Keeping;
+use longstraw::prompt::pages::{PlaneRow, Residency};
+use longstraw::runtime::memory::{Ledger, Purpose};
+use longstraw::runtime::units::{Bytes, LayerIndex, Rank, Tokens};
+use longstraw::step::capture;
 use longstraw::tensor::boundary::{Purse, counted, forget_peaks};
-use longstraw::units::{Bytes, LayerIndex, Rank, Tokens};
-use longstraw::watch::{Ledger, Purpose};
 use longstraw::world::World;
 use serde_json::json;
 use tch::{Device, Kind};

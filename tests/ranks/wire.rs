@@ -1,10 +1,11 @@
 //! Bytes between ranks.
 
-use longstraw::exchange::{gather_rows, return_rows, ring as pass_round, sum_over_ranks};
-use longstraw::layout::PromptLayout;
-use longstraw::units::{Bytes, Tokens, as_dim};
-use longstraw::watch::{Ledger, Purpose};
+use longstraw::prompt::layout::PromptLayout;
+use longstraw::prompt::ring::ring as pass_round;
+use longstraw::runtime::memory::{Ledger, Purpose};
+use longstraw::runtime::units::{Bytes, Tokens, as_dim};
 use longstraw::world::World;
+use longstraw::world::exchange::{gather_rows, return_rows, sum_over_ranks};
 use tch::{Device, Kind, Tensor};
 
 /// Uneven counts, some of them zero.
@@ -65,10 +66,10 @@ pub(crate) fn ring(world: &mut World) {
             assert!(outcome.is_ok());
             let me = axis.rank().0;
             let order = (0..axis.size()).map(|step| (me + axis.size() - step) % axis.size());
-            let filled = |rank: &usize| layout.chunks_of(longstraw::units::Rank(*rank))[pass].rows().0 > 0;
+            let filled = |rank: &usize| layout.chunks_of(longstraw::runtime::units::Rank(*rank))[pass].rows().0 > 0;
             assert_eq!(seen, order.filter(filled).collect::<Vec<_>>(), "every run once, in ring order");
             let largest = (0..axis.size())
-                .map(|rank| layout.chunks_of(longstraw::units::Rank(rank))[pass].rows().0 * 16)
+                .map(|rank| layout.chunks_of(longstraw::runtime::units::Rank(rank))[pass].rows().0 * 16)
                 .max()
                 .unwrap_or(0);
             assert!(ledger.peak(Purpose::Foreign) <= Bytes(2 * largest), "two runs at most");

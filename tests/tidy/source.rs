@@ -42,17 +42,15 @@ impl Source {
         format!("{}:{}: {message}", self.path, self.line(offset))
     }
 
-    /// The module a source file belongs to (`src/model/rope.rs` → `model`, depth 2); none outside `src`.
-    pub(crate) fn module(&self) -> Option<(&str, usize)> {
+    /// The module path of a source file (`src/model/rope.rs` → `model`, `rope`); none outside `src`.
+    pub(crate) fn module_path(&self) -> Option<Vec<&str>> {
         let inside = self.path.strip_prefix("src/")?.strip_suffix(".rs")?;
-        let inside = inside.strip_suffix("/mod").unwrap_or(inside);
-        let name = inside.split('/').next()?;
-        Some((name, inside.split('/').count()))
+        Some(inside.strip_suffix("/mod").unwrap_or(inside).split('/').collect())
     }
 
     /// True for `src/<module>.rs` and everything under `src/<module>/`, for any of the modules.
     pub(crate) fn belongs_to(&self, modules: &[&str]) -> bool {
-        self.module().is_some_and(|(name, _)| modules.contains(&name))
+        self.module_path().is_some_and(|path| modules.contains(&path[0]))
     }
 
     /// True under `src/`.

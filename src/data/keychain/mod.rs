@@ -19,7 +19,7 @@ use super::corpus;
 use super::error::Error;
 use super::order::Random;
 use super::tokenizer::Tokenizer;
-use crate::units::{Tokens, from_index};
+use crate::runtime::units::{Tokens, from_index};
 use notes::KEYS_MAX;
 use prompts::{Maker, Split};
 
@@ -192,7 +192,7 @@ mod tests {
     use super::super::{Answers, Dataset, Limits, sample};
     use super::*;
     use crate::config::TooLong;
-    use crate::units::float;
+    use crate::runtime::units::float;
 
     /// A folder with enough distinct text.
     fn library() -> tempfile::TempDir {

@@ -2,7 +2,7 @@
 
 use super::super::order::Random;
 use super::{Depth, Options};
-use crate::units::{as_index, from_index};
+use crate::runtime::units::{as_index, from_index};
 
 const DIRECTIONS: [&str; 16] = [
     "north", "south", "east", "west", "upper", "lower", "inner", "outer", "old", "new", "red", "blue", "green",

@@ -14,7 +14,7 @@ use super::super::order::Random;
 use super::super::tokenizer::Tokenizer;
 use super::notes::{Task, depth_of, task};
 use super::{Options, fit};
-use crate::units::{Tokens, float, from_index};
+use crate::runtime::units::{Tokens, float, from_index};
 
 /// Longest passage that is searched for codes it holds by accident.
 const SEARCHED_BYTES_MAX: usize = 1 << 22;

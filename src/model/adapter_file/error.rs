@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use safetensors::SafeTensorError;
 
 use super::{CONFIG, VALUES};
-use crate::failure::{Classified, Exit};
 use crate::model::problems::Problems;
+use crate::runtime::failure::{Classified, Exit};
 use crate::tensor::bytes;
 
 /// One thing that is wrong with adapters on disk.

@@ -20,8 +20,8 @@ use super::lora::Adapter;
 use super::problems::Problems;
 use super::shards::kind_of;
 use super::spec::{self, Linear, Spec};
+use crate::runtime::units::{as_dim, as_index, from_dim, from_index};
 use crate::tensor::bytes::{self, bytes_of, fill_from_bytes, map_file};
-use crate::units::{as_dim, as_index, from_dim, from_index};
 
 /// The file of the adapters' values.
 pub const VALUES: &str = "adapter_model.safetensors";

@@ -6,7 +6,7 @@ use super::Family;
 use crate::model::keys::{Keys, Problem};
 use crate::model::rope::RopeSpec;
 use crate::model::spec::{Biases, Expected, Linear, Spec};
-use crate::units::LayerIndex;
+use crate::runtime::units::LayerIndex;
 
 /// Where dense families differ; a default stands in for a key that a config leaves out.
 pub(super) struct Differences {

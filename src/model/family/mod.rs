@@ -19,7 +19,7 @@ use super::decoder::Decoder;
 use super::keys::Keys;
 use super::spec::{Expected, Linear, Spec};
 use super::weights::Weights;
-use crate::units::LayerIndex;
+use crate::runtime::units::LayerIndex;
 
 /// The rules of one family.
 pub trait Family: fmt::Debug + Send + Sync {

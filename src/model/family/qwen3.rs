@@ -11,7 +11,7 @@ use crate::model::dense::Dense;
 use crate::model::keys::Keys;
 use crate::model::spec::{Biases, Expected, Linear, Spec};
 use crate::model::weights::Weights;
-use crate::units::LayerIndex;
+use crate::runtime::units::LayerIndex;
 
 /// The family `qwen3`.
 #[derive(Debug)]

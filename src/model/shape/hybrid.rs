@@ -2,7 +2,7 @@
 
 use super::{Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights, words};
 use crate::model::keys::Keys;
-use crate::units::from_index;
+use crate::runtime::units::from_index;
 
 /// Sizes that all layers share.
 struct Sizes {

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::{Index, Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights, words};
 use crate::model::keys::Keys;
-use crate::units::{as_index, from_index};
+use crate::runtime::units::{as_index, from_index};
 
 /// Sizes that all layers share.
 struct Sizes {

@@ -12,7 +12,7 @@ use std::path::Path;
 use super::keys::Keys;
 use super::problems::Problems;
 use super::spec::{self, Error, Spec};
-use crate::units::{LayerIndex, Tokens, float, from_index};
+use crate::runtime::units::{LayerIndex, Tokens, float, from_index};
 
 /// A family that is planned and not trained.
 struct Planned {

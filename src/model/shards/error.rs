@@ -4,8 +4,8 @@ use std::io;
 use std::path::PathBuf;
 
 use super::{INDEX, SINGLE};
-use crate::failure::{Classified, Exit};
 use crate::model::problems::Problems;
+use crate::runtime::failure::{Classified, Exit};
 
 /// One thing that is wrong with a checkpoint.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]

@@ -14,8 +14,8 @@ use tch::Kind;
 pub use self::error::{Damage, Error, Problem};
 use super::problems::Problems;
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
+use crate::runtime::units::{as_index, from_index};
 use crate::tensor::bytes::map_file;
-use crate::units::{as_index, from_index};
 
 /// The file of a checkpoint in one piece.
 pub const SINGLE: &str = "model.safetensors";

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::html::{escape, short};
-use crate::units::{float, from_index};
+use crate::runtime::units::{float, from_index};
 
 /// Room around the drawing: left for numbers, right for the last number's end, above, and below for numbers and name.
 const LEFT: f64 = 62.0;

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::failure::{Classified, Exit};
+use crate::runtime::failure::{Classified, Exit};
 use html::{document, escape, section};
 use read::Run;
 

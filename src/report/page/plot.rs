@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use super::axes::{Axis, Frame, HALF, Size, WIDE};
 use super::html::{escape, short};
 use crate::report::step::{ends, mean};
-use crate::units::{float, from_index};
+use crate::runtime::units::{float, from_index};
 
 /// Colours that the page knows; further series begin again, with another dash.
 const COLOURS: usize = 8;

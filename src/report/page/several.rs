@@ -7,7 +7,7 @@ use super::plot::{About, Dot, Series, dots, groups, lines};
 use super::read::{Facts, Run};
 use super::single::{reward_ends, series, state, unit_of};
 use crate::report::{HeldOut, Step};
-use crate::units::{Bytes, float};
+use crate::runtime::units::{Bytes, float};
 
 /// What is said of several runs together; of one run, what its receipts say together.
 pub(super) fn sections(runs: &[Run], names: &[String]) -> String {

@@ -5,7 +5,7 @@ use super::plot::{About, Series, groups, lines, stacks, thinned};
 use super::read::{Facts, Run};
 use crate::report::step::{ends, mean};
 use crate::report::{AnswerLine, Seconds, Step};
-use crate::units::{Bytes, float};
+use crate::runtime::units::{Bytes, float};
 
 /// Letters of an answer that are shown.
 const LETTERS_MAX: usize = 1500;
@@ -368,7 +368,7 @@ pub(super) fn gates(gates: &[Facts]) -> String {
             number(gate.positions),
             number(gate.group_size),
             escape(&gate.gradient),
-            number(crate::units::from_index(gate.ranks)),
+            number(crate::runtime::units::from_index(gate.ranks)),
             bytes(gate.device_peak()),
             bytes(Some(gate.plan_device_bytes)),
             if spent > 0.0 { duration(spent) } else { "–".into() },

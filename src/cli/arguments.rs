@@ -1,0 +1,119 @@
+//! Arguments from words.
+
+use std::ffi::OsString;
+
+use longstraw::config::{DeviceChoice, Gate};
+use longstraw::data::keychain;
+use longstraw::prompt::pages::Residency;
+use longstraw::runtime::units::Tokens;
+use longstraw::tools::parity::Gradient;
+use longstraw::tools::study;
+
+/// A gradient mode.
+pub(super) fn gradient(text: &str) -> Result<Gradient, String> {
+    match text {
+        "exact" => Ok(Gradient::Exact),
+        "response" => Ok(Gradient::Last(Tokens(1))),
+        other => other
+            .strip_prefix("last=")
+            .and_then(|rows| rows.parse().ok())
+            .map(|rows| Gradient::Last(Tokens(rows)))
+            .ok_or_else(|| "should be exact, response or last=N".into()),
+    }
+}
+
+/// A dtype by the configuration's name.
+pub(super) fn dtype(text: &str) -> Result<tch::Kind, String> {
+    match text {
+        "float32" => Ok(tch::Kind::Float),
+        "float64" => Ok(tch::Kind::Double),
+        "bfloat16" => Ok(tch::Kind::BFloat16),
+        _ => Err("should be float32, float64 or bfloat16".into()),
+    }
+}
+
+/// Where the model computes, by the configuration's name.
+pub(super) fn device(text: &str) -> Result<DeviceChoice, String> {
+    match text {
+        "auto" => Ok(DeviceChoice::Auto),
+        "cpu" => Ok(DeviceChoice::Cpu),
+        "cuda" => Ok(DeviceChoice::Cuda),
+        _ => Err("should be auto, cpu or cuda".into()),
+    }
+}
+
+/// A gate by its name.
+pub(super) fn gate_name(text: &str) -> Result<Gate, String> {
+    Gate::named(text).ok_or_else(|| {
+        let names: Vec<&str> = Gate::ALL.into_iter().map(Gate::name).collect();
+        format!("should be one of {}", names.join(", "))
+    })
+}
+
+/// Host or device memory.
+pub(super) fn residency(text: &str) -> Result<Residency, String> {
+    match text {
+        "host" => Ok(Residency::Host),
+        "device" => Ok(Residency::Device),
+        _ => Err("should be host or device".into()),
+    }
+}
+
+/// A count that is not 0.
+pub(super) fn at_least_one(text: &str) -> Result<u64, String> {
+    text.parse().ok().filter(|&count: &u64| count > 0).ok_or_else(|| "should be a number of at least 1".into())
+}
+
+/// A rate above 0.
+pub(super) fn rate(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0).ok_or_else(|| "should be above 0".into())
+}
+
+/// A share of a whole.
+pub(super) fn share(text: &str) -> Result<f64, String> {
+    rate(text).ok().filter(|share| *share <= 1.0).ok_or_else(|| "should be above 0 and at most 1".into())
+}
+
+/// `POSITIONS` or `POSITIONS:PROMPTS`.
+pub(super) fn length(text: &str) -> Result<study::Length, String> {
+    let (positions, prompts) = text.split_once(':').unwrap_or((text, "1"));
+    let count = |text: &str| at_least_one(text).map_err(|_| "should be POSITIONS or POSITIONS:PROMPTS".to_owned());
+    let prompts = usize::try_from(count(prompts)?).map_err(|error| error.to_string())?;
+    Ok(study::Length { positions: Tokens(count(positions)?), prompts })
+}
+
+/// `FROM..TO`, in percent.
+pub(super) fn depth(text: &str) -> Result<keychain::Depth, String> {
+    let percent = |text: &str| text.parse().ok().filter(|percent: &u64| *percent <= 100);
+    let range = text.split_once("..").and_then(|(from, to)| Some((percent(from)?, percent(to)?)));
+    let range = range.filter(|(from, to)| from <= to);
+    range
+        .map(|(from, to)| keychain::Depth { from, to })
+        .ok_or_else(|| "should be FROM..TO, whole percents from 0 to 100, FROM not above TO".into())
+}
+
+/// Where adapters come from.
+#[expect(clippy::unnecessary_wraps, reason = "what clap asks of a parser")]
+pub(super) fn start(text: &str) -> Result<study::Start, String> {
+    Ok(match text {
+        "start" => study::Start::Start,
+        "drawn" => study::Start::Drawn,
+        folder => study::Start::Folder(folder.into()),
+    })
+}
+
+/// Takes every `--set` out of the arguments, in order: clap keeps only those behind a verb where some stand before it.
+/// One without a value stays, for clap to complain of.
+pub(crate) fn hoist(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>, Vec<String>) {
+    let (mut rest, mut set) = (Vec::new(), Vec::new());
+    let mut arguments = arguments.peekable();
+    while let Some(argument) = arguments.next() {
+        let text = argument.to_string_lossy().into_owned();
+        match (text.strip_prefix("--set="), text == "--set", arguments.peek()) {
+            (Some(pair), ..) => set.push(pair.to_owned()),
+            (None, true, Some(_)) => set.extend(arguments.next().map(|pair| pair.to_string_lossy().into_owned())),
+            _ => rest.push(argument),
+        }
+    }
+    (rest, set)
+}

@@ -1,0 +1,226 @@
+//! The verbs that measure: reference cases, one update at given lengths, gradient modes on real text.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use longstraw::config::{DeviceChoice, Environment};
+use longstraw::prompt::handoff::Keeping;
+use longstraw::prompt::pages::Residency;
+use longstraw::runtime::failure::{Exit, Failure};
+use longstraw::runtime::units::Tokens;
+use longstraw::tools::bench;
+use longstraw::tools::parity::{self, Gradient};
+use longstraw::tools::study;
+use longstraw::world::World;
+use longstraw::world::devices;
+use longstraw::world::exchange;
+use tch::Device;
+
+use super::arguments::{at_least_one, device, dtype, gradient, length, residency, start};
+use super::{print_report, world};
+
+/// How rows are cut.
+#[derive(Args, Debug)]
+struct Cut {
+    /// Positions in a page
+    #[arg(long, default_value = "64", value_parser = at_least_one)]
+    page_size: u64,
+    /// Most rows of a segment at one time
+    #[arg(long, default_value = "2048", value_parser = at_least_one)]
+    micro_block: u64,
+}
+
+/// Where the model computes.
+#[derive(Args, Clone, Copy, Debug)]
+struct Place {
+    /// auto, cpu or cuda; auto takes GPUs where every rank has one
+    #[arg(long, default_value = "auto", value_parser = device)]
+    device: DeviceChoice,
+    /// Let several ranks use one GPU
+    #[arg(long)]
+    share_device: bool,
+    /// Send tensors between GPUs through host memory even where there is a road from GPU to GPU
+    #[arg(long)]
+    through_host: bool,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct ParityFlags {
+    /// The case's folder
+    case_dir: PathBuf,
+    /// Which prompt positions carry gradient: exact, response, last=N
+    #[arg(long, default_value = "response", value_parser = gradient)]
+    gradient: Gradient,
+    /// float32, float64 or bfloat16
+    #[arg(long, default_value = "float64", value_parser = dtype)]
+    dtype: tch::Kind,
+    #[command(flatten)]
+    cut: Cut,
+    #[command(flatten)]
+    place: Place,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct BenchFlags {
+    /// An HF folder, or just its config.json: only the shape is read
+    model: PathBuf,
+    /// Prompt positions
+    #[arg(long, default_value = "4096", value_parser = at_least_one)]
+    prompt: u64,
+    /// Tokens of an answer
+    #[arg(long, default_value = "64", value_parser = at_least_one)]
+    answer: u64,
+    /// Answers of a group; may be given again
+    #[arg(long, default_values = ["2", "8"], value_parser = at_least_one)]
+    group: Vec<u64>,
+    /// exact, response or last=N; may be given again
+    #[arg(long, default_values = ["exact", "response"], value_parser = gradient)]
+    gradient: Vec<Gradient>,
+    /// float32, float64 or bfloat16
+    #[arg(long, default_value = "float32", value_parser = dtype)]
+    dtype: tch::Kind,
+    #[command(flatten)]
+    cut: Cut,
+    #[command(flatten)]
+    place: Place,
+    /// Also run the conventional schedule (one rank only): whole sequences, activation checkpointing
+    #[arg(long)]
+    conventional: bool,
+    /// Where pages wait between phases: host or device
+    #[arg(long, default_value = "host", value_parser = residency)]
+    pages: Residency,
+    /// Where what is kept of the tail waits: host or device
+    #[arg(long, default_value = "host", value_parser = residency)]
+    tail: Residency,
+    /// Keep the tail's attention outputs too, instead of computing them again
+    #[arg(long)]
+    keep_attention: bool,
+    /// Keep the tail's block inputs of every so many layers, and compute those between again
+    #[arg(long, default_value = "1", value_parser = at_least_one)]
+    inputs_every: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct StudyFlags {
+    /// An HF folder with weights and tokenizer
+    #[arg(default_value = "models/smollm2-135m-instruct")]
+    model: PathBuf,
+    /// Positions of prompt and answer (64 of them are left to the answer), and how many prompts; may be given again
+    #[arg(long, value_name = "POSITIONS[:PROMPTS]", default_values = ["512:8", "2048:4", "8192:1"], value_parser = length)]
+    length: Vec<study::Length>,
+    /// response, last=N or exact; may be given again
+    #[arg(long, default_values = ["response", "last=64", "last=512"], value_parser = gradient)]
+    gradient: Vec<Gradient>,
+    /// start (B zero), drawn (B random) or a folder of saved adapters; may be given again
+    #[arg(long, value_name = "start|drawn|FOLDER", default_values = ["drawn", "start"], value_parser = start)]
+    adapters: Vec<study::Start>,
+    /// Folders of text (default: texts that stand on any Debian machine)
+    #[arg(long, value_name = "FOLDER")]
+    text: Vec<PathBuf>,
+    /// Answers of a prompt, one of them right
+    #[arg(long, default_value_t = 4)]
+    group_size: usize,
+    /// Seed of prompts and adapters
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// float32, float64 or bfloat16
+    #[arg(long, default_value = "float32", value_parser = dtype)]
+    dtype: tch::Kind,
+    #[command(flatten)]
+    cut: Cut,
+    #[command(flatten)]
+    place: Place,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Starts MPI, finds this rank's device and measures; a failure anywhere leaves with its own exit code.
+fn measured<R>(
+    place: Place,
+    measure: impl FnOnce(&World, Device) -> Result<R, Failure>,
+    told: impl FnOnce(&World, &R) -> Exit,
+) -> Result<Exit, Failure> {
+    let world = world(&Environment::process())?;
+    let device = devices::choose(&world, place.device, place.share_device, false);
+    let linked = device.and_then(|device| {
+        if !place.through_host {
+            exchange::connect(&world.cp, device)?;
+        }
+        Ok(device)
+    });
+    Ok(match linked.and_then(|device| measure(&world, device)) {
+        Ok(report) => told(&world, &report),
+        Err(failure) => world.leave(failure),
+    })
+}
+
+pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
+    let options = |device| parity::Options {
+        gradient: flags.gradient,
+        kind: flags.dtype,
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
+        device,
+    };
+    let measure = |world: &World, device| parity::run(world, &flags.case_dir, &options(device));
+    measured(flags.place, measure, |world, report| {
+        print_report(world, flags.json, report, &report.text());
+        if report.passed { Exit::Done } else { Exit::Gate }
+    })
+}
+
+pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
+    let (place, json) = (flags.place, flags.json);
+    let options = |device| bench::Options {
+        model: flags.model,
+        prompt: Tokens(flags.prompt),
+        answer: Tokens(flags.answer),
+        groups: flags.group,
+        gradients: flags.gradient,
+        kind: flags.dtype,
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
+        conventional: flags.conventional,
+        keeping: Keeping {
+            pages: flags.pages,
+            tail: flags.tail,
+            every: usize::try_from(flags.inputs_every).unwrap_or(usize::MAX),
+            attention: flags.keep_attention,
+        },
+        device,
+    };
+    let measure = |world: &World, device| bench::run(world, &options(device));
+    measured(place, measure, |world, report| {
+        print_report(world, json, report, &report.text());
+        Exit::Done
+    })
+}
+
+pub(super) fn study(flags: StudyFlags) -> Result<Exit, Failure> {
+    let (place, json) = (flags.place, flags.json);
+    let options = |device| study::Options {
+        model: flags.model,
+        lengths: flags.length,
+        gradients: flags.gradient,
+        starts: flags.adapters,
+        text: flags.text,
+        group_size: flags.group_size,
+        seed: flags.seed,
+        kind: flags.dtype,
+        page_size: Tokens(flags.cut.page_size),
+        micro_block: Tokens(flags.cut.micro_block),
+        device,
+    };
+    let measure = |world: &World, device| study::run(world, &options(device));
+    measured(place, measure, |world, report| {
+        print_report(world, json, report, &report.text());
+        Exit::Done
+    })
+}

@@ -1,0 +1,188 @@
+//! The verb that plans: one configuration, or all gates.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use longstraw::config::{self, Gradient};
+use longstraw::model::shape::Shape;
+use longstraw::plan::seconds::Rates;
+use longstraw::plan::{self, Room, ladder};
+use longstraw::report::{print_result, say};
+use longstraw::runtime::failure::{Exit, Failure};
+use longstraw::tools::parity;
+
+use super::arguments::{at_least_one, gradient, rate, share};
+use super::{ConfigFlags, overrides, print_json};
+
+/// Ranks of a node, where nothing else is said: a node of eight GPUs.
+const RANKS_PER_NODE: u64 = 8;
+
+#[derive(Args, Debug)]
+pub(super) struct PlanFlags {
+    /// Ranks of the world (default: `parallel.cp_size`, else 1)
+    #[arg(long, value_parser = at_least_one)]
+    ranks: Option<u64>,
+    /// Ranks that share a machine's host memory (default: 8, or all if they are fewer)
+    #[arg(long, value_name = "RANKS", value_parser = at_least_one)]
+    ranks_per_node: Option<u64>,
+    /// An HF folder, or just its config.json
+    #[arg(long, value_name = "FOLDER")]
+    model: Option<PathBuf>,
+    /// Refuse what does not fit a device of this size
+    #[arg(long, value_name = "GIB")]
+    device_gib: Option<u64>,
+    /// Refuse what does not fit this much host memory of a node, all its ranks together
+    #[arg(long, value_name = "GIB")]
+    host_gib: Option<u64>,
+    /// One row for each gate from gate2 to gate7, at its own length and group, instead of the configuration's
+    #[arg(long)]
+    gates: bool,
+    /// The gates' gradient mode: exact, response or last=N
+    #[arg(long, requires = "gates", value_parser = gradient, default_value = "response")]
+    gradient: parity::Gradient,
+    #[command(flatten)]
+    rates: RateFlags,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What seconds are counted with; by default what one NVIDIA H200 was measured to do.
+#[derive(Args, Debug)]
+struct RateFlags {
+    /// Matrix products of a GPU
+    #[arg(long, value_name = "TFLOP/S", value_parser = rate)]
+    rate_matmul: Option<f64>,
+    /// Causal attention of a GPU, forward
+    #[arg(long, value_name = "TFLOP/S", value_parser = rate)]
+    rate_attention_forward: Option<f64>,
+    /// Its backward, counted as 2.5 forwards
+    #[arg(long, value_name = "TFLOP/S", value_parser = rate)]
+    rate_attention_backward: Option<f64>,
+    /// Copies between host and device, each way, for each rank
+    #[arg(long, value_name = "GB/S", value_parser = rate)]
+    rate_host: Option<f64>,
+    /// A GPU's own memory
+    #[arg(long, value_name = "GB/S", value_parser = rate)]
+    rate_memory: Option<f64>,
+    /// Share of the kernels' and the memory's rates that a phase reaches
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    efficiency: Option<f64>,
+}
+
+impl RateFlags {
+    fn rates(&self, shape: &Shape) -> Rates {
+        let known = Rates::h200(shape);
+        Rates {
+            matmul: self.rate_matmul.unwrap_or(known.matmul),
+            attention_forward: self.rate_attention_forward.unwrap_or(known.attention_forward),
+            attention_backward: self.rate_attention_backward.unwrap_or(known.attention_backward),
+            host: self.rate_host.unwrap_or(known.host),
+            memory: self.rate_memory.unwrap_or(known.memory),
+            efficiency: self.efficiency.unwrap_or(known.efficiency),
+            ..known
+        }
+    }
+
+    fn given(&self) -> bool {
+        let rates = [self.rate_matmul, self.rate_attention_forward, self.rate_attention_backward, self.rate_host];
+        rates.into_iter().chain([self.rate_memory, self.efficiency]).any(|rate| rate.is_some())
+    }
+}
+
+pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
+    let loaded = config::load(&overrides(flags))?;
+    let config = &loaded.run;
+    let ranks = plan_flags.ranks.or(config.parallel.cp_size).unwrap_or(1);
+    let problems = config.check(Some(ranks));
+    if !problems.is_empty() {
+        return Err(config::Error::Refused { problems }.into());
+    }
+    let absent = loaded.check_laptop_model().err().filter(|_| plan_flags.model.is_none());
+    let configured = config.model.path.as_deref().filter(|_| absent.is_none());
+    let model = plan_flags.model.as_deref().or(configured);
+    let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
+    let shape = model.map(|folder| Shape::read(folder, scaling.as_ref())).transpose()?;
+    if let Some(shape) = &shape {
+        shape.check_targets(config.lora.targets.as_deref())?;
+    }
+    let room = Room {
+        ranks_here: plan_flags.ranks_per_node.unwrap_or(RANKS_PER_NODE).min(ranks),
+        device: plan_flags.device_gib.map(plan::gib),
+        host: plan_flags.host_gib.map(plan::gib),
+        host_only: config.run.device == config::DeviceChoice::Cpu,
+    };
+    // The rates that are known are a GPU's; of a processor nothing is predicted unless they are given.
+    let timed = !room.host_only || plan_flags.rates.given();
+    let rates = |shape: &Shape| timed.then(|| plan_flags.rates.rates(shape));
+    if plan_flags.gates {
+        return gates(config, ranks, shape.as_ref(), &room, plan_flags, rates);
+    }
+    let mut plan = plan::of_shape(config, ranks, shape.as_ref(), &room);
+    if let Some(shape) = &shape
+        && let Some(rates) = rates(shape)
+    {
+        plan.time(config, shape, rates);
+    }
+    if plan_flags.json {
+        print_json(&plan);
+    } else {
+        print_result(&plan.text(config));
+    }
+    let context = shape.as_ref().and_then(|shape| shape.context_note(config.context.max_seq_len));
+    let only = shape.as_ref().and_then(only_planned);
+    for note in loaded.notes().into_iter().chain(context).chain(only).chain(absent.map(|absent| absent.to_string())) {
+        say(&note);
+    }
+    plan.refuse(&room)?;
+    Ok(Exit::Done)
+}
+
+/// A sentence for the user where the family cannot be trained.
+fn only_planned(shape: &Shape) -> Option<String> {
+    let words =
+        "this build plans it and does not train it yet; its sum follows the design, and no run was compared with it";
+    (!shape.trained).then(|| format!("{}: {words}", shape.model_type))
+}
+
+fn gates(
+    config: &config::RunConfig,
+    ranks: u64,
+    shape: Option<&Shape>,
+    room: &Room,
+    flags: &PlanFlags,
+    rates: impl Fn(&Shape) -> Option<Rates>,
+) -> Result<Exit, Failure> {
+    let Some(shape) = shape else {
+        // Says which key is missing, and how to set it.
+        config.model_path()?;
+        return Err(
+            config::Error::Unset { key: "model.path", how: "name a folder that is there with --model FOLDER" }.into()
+        );
+    };
+    let gradient = match flags.gradient {
+        parity::Gradient::Exact => Gradient::Exact,
+        parity::Gradient::Last(rows) if rows.0 == 1 => Gradient::Response,
+        parity::Gradient::Last(rows) => Gradient::Last(rows),
+    };
+    let table = ladder::table(config, ranks, shape, room, gradient, rates(shape));
+    if flags.json {
+        print_json(&table);
+    } else {
+        print_result(&table.text());
+    }
+    if config.grpo.gradient != gradient {
+        say(&format!(
+            "the table is for gradient {gradient}, whatever the configuration says ({}); --gradient takes another",
+            config.grpo.gradient
+        ));
+    }
+    if config.gate.scale > 1 {
+        say("the table is for the gates' full lengths; gate.scale is left out");
+    }
+    if let Some(note) = only_planned(shape) {
+        say(&note);
+    }
+    table.refuse()?;
+    Ok(Exit::Done)
+}

@@ -1,0 +1,265 @@
+//! What one phase hands to the next. The types carry the order: the optimizer takes only [`ReducedGrads`], which only
+//! `finalize` makes, out of [`LocalGrads`] that it consumes.
+
+use serde::Serialize;
+use tch::Tensor;
+
+use crate::prompt::layout::{PromptLayout, Span};
+use crate::prompt::pages::{HiddenPool, PagePool, Residency, Slot, StagedHidden};
+use crate::runtime::memory::{Ledger, Purpose};
+use crate::runtime::units::{LayerIndex, Rank, Tokens, from_index};
+use crate::tensor;
+
+/// One group as the phases see it: a prompt's tokens and the answers behind it, dealt to ranks.
+#[derive(Debug)]
+pub struct Work {
+    /// How the prompt lies.
+    pub layout: PromptLayout,
+    /// The prompt.
+    pub prompt_ids: Vec<i64>,
+    /// The answers.
+    pub answers: Vec<Answer>,
+}
+
+/// One answer and the rows it has on each rank.
+#[derive(Debug)]
+pub struct Answer {
+    /// Its tokens; never empty.
+    pub ids: Vec<i64>,
+    /// Which of its tokens are trained; `None`: all.
+    pub mask: Option<Vec<bool>>,
+    /// Its rows.
+    pub span: Span,
+}
+
+impl Answer {
+    /// 1 or 0, [1], where its first token takes part or not; `None` where all tokens do.
+    #[must_use]
+    pub fn first_is_trained(&self) -> Option<Tensor> {
+        self.mask.as_ref().map(|mask| as_numbers(&mask[..1]))
+    }
+}
+
+fn as_numbers(mask: &[bool]) -> Tensor {
+    Tensor::from_slice(&mask.iter().map(|&trained| f32::from(u8::from(trained))).collect::<Vec<f32>>())
+}
+
+impl Work {
+    /// Deals a group to ranks.
+    #[must_use]
+    pub fn new(layout: PromptLayout, prompt_ids: Vec<i64>, answers: Vec<Vec<i64>>) -> Work {
+        let answer = |ids: Vec<i64>| Answer { span: layout.answer(Tokens(from_index(ids.len()))), ids, mask: None };
+        let answers = answers.into_iter().map(answer).collect();
+        Work { layout, prompt_ids, answers }
+    }
+
+    /// The same with what says which tokens of each answer are trained.
+    ///
+    /// # Panics
+    /// When a mask is not as long as its answer: data are checked before.
+    #[must_use]
+    pub fn masked(mut self, masks: Vec<Option<Vec<bool>>>) -> Work {
+        assert_eq!(masks.len(), self.answers.len(), "every answer has a mask or none");
+        for (answer, mask) in self.answers.iter_mut().zip(masks) {
+            assert!(mask.as_ref().is_none_or(|mask| mask.len() == answer.ids.len()), "a mask is as long as its answer");
+            answer.mask = mask;
+        }
+        self
+    }
+
+    /// 1 for the tokens that this rank's rows of an answer predict and that are trained, 0 for the others, [rows]; `None`
+    /// where all are.
+    #[must_use]
+    pub fn trained(&self, answer: &Answer, rank: Rank) -> Option<Tensor> {
+        let mask = answer.mask.as_ref()?;
+        let of = |piece| mask[self.layout.labels(piece)].iter().copied();
+        Some(as_numbers(&answer.span.of(rank).flat_map(of).collect::<Vec<bool>>()))
+    }
+
+    /// Answers that have rows on some rank, with their indices; one of a single token has none.
+    pub fn with_rows(&self) -> impl Iterator<Item = (usize, &Answer)> {
+        self.answers.iter().enumerate().filter(|(_, answer)| !answer.span.is_empty())
+    }
+
+    /// Tokens that this rank's rows of an answer read.
+    #[must_use]
+    pub fn inputs(&self, answer: &Answer, rank: Rank) -> Vec<i64> {
+        answer.span.of(rank).flat_map(|piece| answer.ids[self.layout.inputs(piece)].iter().copied()).collect()
+    }
+
+    /// Tokens that this rank's rows of an answer predict, [rows].
+    pub fn labels(&self, answer: &Answer, rank: Rank) -> Tensor {
+        let labels: Vec<i64> =
+            answer.span.of(rank).flat_map(|piece| answer.ids[self.layout.labels(piece)].iter().copied()).collect();
+        Tensor::from_slice(&labels)
+    }
+
+    /// The first token of every answer, which row P−1 predicts, [answers].
+    pub fn first_labels(&self) -> Tensor {
+        Tensor::from_slice(&self.answers.iter().map(|answer| answer.ids[0]).collect::<Vec<i64>>())
+    }
+}
+
+/// Where a captured prompt waits, and how much of its tail is kept for the way back rather than computed again. Equal on
+/// all ranks: what is computed again takes every rank's part.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+pub struct Keeping {
+    /// Where pages wait.
+    pub pages: Residency,
+    /// Where the tail's block inputs wait.
+    pub tail: Residency,
+    /// Block inputs of the tail are kept for every so many layers; those between are computed again.
+    pub every: usize,
+    /// Whether the tail's attention output and log-sum-exp are kept too.
+    pub attention: bool,
+}
+
+impl Default for Keeping {
+    fn default() -> Self {
+        Keeping::HOST
+    }
+}
+
+impl Keeping {
+    /// Everything in host memory, every layer's inputs, no attention output.
+    pub const HOST: Keeping = Keeping { pages: Residency::Host, tail: Residency::Host, every: 1, attention: false };
+}
+
+/// A captured prompt on one rank.
+#[derive(Debug)]
+pub struct Captured {
+    /// State of the pages that this rank owns.
+    pub pages: PagePool,
+    /// What was kept of the tail.
+    pub keeping: Keeping,
+    /// Block inputs of this rank's tail rows, slot (0, layer), for every so many layers.
+    pub tail: HiddenPool,
+    /// What the mixer made of the tail's stretches, if that is kept.
+    pub mixed: MixedPool,
+    /// Last hidden state of row P−1, [1, w], on the rank that owns it.
+    pub last_row: Option<Tensor>,
+}
+
+/// Mixer outputs of the tail's stretches, layer by layer, with what their backward needs.
+#[derive(Debug)]
+pub struct MixedPool {
+    pool: HiddenPool,
+    /// Tensors of one stretch: the output, and what is saved beside it.
+    planes: usize,
+    /// Stretches of a layer.
+    blocks: usize,
+}
+
+impl MixedPool {
+    /// An empty pool.
+    #[must_use]
+    pub fn new(residency: Residency, ledger: Ledger) -> Self {
+        MixedPool { pool: HiddenPool::new(residency, Purpose::Checkpoints, ledger), planes: 0, blocks: 0 }
+    }
+
+    /// Keeps what the mixer made of the tail's stretch `block`.
+    ///
+    /// # Errors
+    /// When there is no more memory for it.
+    pub fn put(
+        &mut self,
+        layer: LayerIndex,
+        block: usize,
+        out: &Tensor,
+        saved: &[Tensor],
+    ) -> Result<(), tensor::Error> {
+        self.planes = 1 + saved.len();
+        self.blocks = self.blocks.max(block + 1);
+        for (plane, x) in std::iter::once(out).chain(saved).enumerate() {
+            self.pool.put(Slot { span: block * self.planes + plane, layer }, x)?;
+        }
+        Ok(())
+    }
+
+    /// The computation goes on after what was kept has left the device; its memory there is free from then on.
+    ///
+    /// # Errors
+    /// When a copy had failed.
+    pub fn settle(&mut self) -> Result<(), tensor::Error> {
+        self.pool.settle()
+    }
+
+    /// What was kept of a layer sets out for the device: it will be asked for soon.
+    ///
+    /// # Errors
+    /// When a copy cannot be made.
+    pub fn expect(&self, layer: LayerIndex) -> Result<(), tensor::Error> {
+        (0..self.blocks * self.planes).try_for_each(|span| self.pool.expect(Slot { span, layer }))
+    }
+
+    /// Output and saved tensors of stretch `block` on the device; `None` where nothing was kept.
+    ///
+    /// # Errors
+    /// When a copy cannot be made.
+    pub fn get(&self, layer: LayerIndex, block: usize) -> Result<Option<(Tensor, Vec<Tensor>)>, tensor::Error> {
+        let slot = |plane| Slot { span: block * self.planes + plane, layer };
+        if self.planes == 0 || !self.pool.holds(slot(0)) {
+            return Ok(None);
+        }
+        let load = |plane| self.pool.stage(slot(plane)).map(StagedHidden::keep);
+        let saved = (1..self.planes).map(load).collect::<Result<_, _>>()?;
+        Ok(Some((load(0)?, saved)))
+    }
+}
+
+/// Log-probabilities of one answer's tokens on one rank, in the accumulation dtype.
+#[derive(Debug)]
+pub struct Logprobs {
+    /// Of the tokens that this rank's rows predict, [rows].
+    pub rows: Tensor,
+    /// Of the first token, [1], on the rank that owns row P−1.
+    pub first: Option<Tensor>,
+}
+
+/// Frozen log-probabilities of a group's answers.
+#[derive(Debug)]
+pub struct Scores(pub Vec<Logprobs>);
+
+/// Adapter gradients of one rank, not summed yet.
+#[derive(Debug)]
+#[must_use = "gradients that are not finalized never reach the other ranks"]
+pub struct LocalGrads(pub Vec<Tensor>);
+
+/// Adapter gradients summed over all ranks and clipped: the same bits everywhere. Nothing but `finalize` makes them:
+///
+/// ```compile_fail,E0451
+/// use longstraw::prompt::handoff::{LocalGrads, ReducedGrads};
+///
+/// fn unsummed(own: LocalGrads) -> ReducedGrads {
+///     ReducedGrads { gradients: own.0, norm: 0.0 }
+/// }
+/// ```
+#[derive(Debug)]
+pub struct ReducedGrads {
+    pub(crate) gradients: Vec<Tensor>,
+    pub(crate) norm: f64,
+}
+
+impl ReducedGrads {
+    /// In the adapters' order.
+    pub fn gradients(&self) -> &[Tensor] {
+        &self.gradients
+    }
+
+    /// Euclidean norm before clipping.
+    #[must_use]
+    pub fn norm(&self) -> f64 {
+        self.norm
+    }
+}
+
+/// What the optimizer carries from update to update, and a checkpoint from run to run.
+#[derive(Debug)]
+pub struct Moments {
+    /// Steps made.
+    pub steps: u32,
+    /// Running mean of the gradient, in the adapters' order, shape and dtype.
+    pub mean: Vec<Tensor>,
+    /// Running mean of its square, likewise.
+    pub square: Vec<Tensor>,
+}

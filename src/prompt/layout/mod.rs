@@ -1,0 +1,324 @@
+//! Which position lies where: pages dealt to ranks, answers spread over ranks, labels, and what a query sees.
+//!
+//! The prompt is cut into pages, the pages into 2·R chunks, and chunk c belongs to rank min(c, 2R − 1 − c), so that
+//! causal work is even:
+//!
+//! ```text
+//!   chunk   0    1    2    3    4    5      (R = 3)
+//!   rank    0    1    2    2    1    0
+//!           |----|----|----|----|----|--.|  the last page may be partly filled; '.' is row P-1, a piece of its own
+//! ```
+//!
+//! The first (pages mod 2R) chunks hold one page more, so no rank owns more than ceil(pages / R), and a short prompt
+//! leaves ranks without pages. This module is the only one that knows any of this.
+
+mod tiles;
+
+use crate::runtime::units::{PageIndex, Pages, Position, Rank, Tokens, as_dim};
+
+pub use tiles::{Tile, TileSizes, tiles};
+
+/// Consecutive positions on one rank.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Piece {
+    /// Who computes and holds them.
+    pub rank: Rank,
+    /// The first position.
+    pub start: Position,
+    /// The position after the last.
+    pub stop: Position,
+}
+
+impl Piece {
+    /// How many positions.
+    #[must_use]
+    pub fn rows(&self) -> Tokens {
+        self.stop.since(self.start)
+    }
+}
+
+/// Consecutive whole pages on one rank; the last page of the prompt may be partly filled.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Run {
+    /// Who owns them.
+    pub rank: Rank,
+    /// The first page.
+    pub first: PageIndex,
+    /// How many pages.
+    pub pages: Pages,
+    /// The first position.
+    pub start: Position,
+    /// The position after the last filled one.
+    pub stop: Position,
+}
+
+impl Run {
+    /// Filled positions.
+    #[must_use]
+    pub fn rows(&self) -> Tokens {
+        self.stop.since(self.start)
+    }
+}
+
+/// Pieces of a stretch of positions, in position order, over all ranks of a prompt group.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Span {
+    pieces: Vec<Piece>,
+    ranks: usize,
+}
+
+impl Span {
+    /// Pieces of `rank`, in position order.
+    pub fn of(&self, rank: Rank) -> impl Iterator<Item = &Piece> + Clone {
+        self.pieces.iter().filter(move |piece| piece.rank == rank)
+    }
+
+    /// All pieces in rank order, each rank's in position order: the order in which rows are gathered.
+    pub fn gathered(&self) -> impl Iterator<Item = &Piece> {
+        (0..self.ranks).flat_map(|rank| self.of(Rank(rank)))
+    }
+
+    /// Rows of each rank.
+    #[must_use]
+    pub fn counts(&self) -> Vec<Tokens> {
+        (0..self.ranks).map(|rank| self.of(Rank(rank)).map(Piece::rows).sum()).collect()
+    }
+
+    /// All rows.
+    #[must_use]
+    pub fn rows(&self) -> Tokens {
+        self.pieces.iter().map(Piece::rows).sum()
+    }
+
+    /// Whether no rank has a row.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+}
+
+/// How one prompt's pages and rows are dealt to the ranks of a prompt group.
+#[derive(Clone, Debug)]
+pub struct PromptLayout {
+    prompt: Tokens,
+    page_size: Tokens,
+    ranks: usize,
+    cut: Position,
+    chunks: Vec<Run>,
+}
+
+impl PromptLayout {
+    /// Deals `prompt` positions in pages of `page_size` to `ranks`; the last `tail` positions carry gradient.
+    ///
+    /// # Panics
+    /// When a size is 0 or the tail is longer than the prompt: the configuration refuses both before.
+    #[must_use]
+    pub fn new(prompt: Tokens, page_size: Tokens, ranks: usize, tail: Tokens) -> Self {
+        assert!(prompt.0 > 0 && page_size.0 > 0 && ranks > 0, "a prompt, a page and a group of ranks are not empty");
+        assert!(tail <= prompt, "the tail is part of the prompt");
+        let chunk_count = 2 * ranks as u64;
+        let pages = prompt.pages(page_size).0;
+        let (small, extra) = (pages / chunk_count, pages % chunk_count);
+        let mut first = 0;
+        let mut chunks = Vec::new();
+        for chunk in 0..chunk_count {
+            let held = small + u64::from(chunk < extra);
+            let rank = Rank(crate::runtime::units::as_index(chunk.min(chunk_count - 1 - chunk)));
+            chunks.push(Run {
+                rank,
+                first: PageIndex(first),
+                pages: Pages(held),
+                start: Position((first * page_size.0).min(prompt.0)),
+                stop: Position(((first + held) * page_size.0).min(prompt.0)),
+            });
+            first += held;
+        }
+        PromptLayout { prompt, page_size, ranks, cut: Position(prompt.0 - tail.0), chunks }
+    }
+
+    /// Prompt length.
+    #[must_use]
+    pub fn prompt(&self) -> Tokens {
+        self.prompt
+    }
+
+    /// Positions in a page.
+    #[must_use]
+    pub fn page_size(&self) -> Tokens {
+        self.page_size
+    }
+
+    /// The first position that carries gradient; the prompt's end when none does.
+    #[must_use]
+    pub fn cut(&self) -> Position {
+        self.cut
+    }
+
+    /// The position after the prompt, where every answer starts.
+    #[must_use]
+    pub fn end(&self) -> Position {
+        Position(self.prompt.0)
+    }
+
+    /// Both chunks of `rank` in position order, empty ones included: the runs that travel the ring, one a pass.
+    #[must_use]
+    pub fn chunks_of(&self, rank: Rank) -> [Run; 2] {
+        [self.chunks[rank.0], self.chunks[2 * self.ranks - 1 - rank.0]]
+    }
+
+    /// Pages that `rank` owns.
+    #[must_use]
+    pub fn pages_of(&self, rank: Rank) -> Pages {
+        self.chunks_of(rank).iter().map(|run| run.pages).sum()
+    }
+
+    /// Every row of the prompt, cut where a chunk ends, at the tail's start and before row P−1.
+    #[must_use]
+    pub fn span(&self) -> Span {
+        self.pieces(Position(0))
+    }
+
+    /// The tail: the rows that carry gradient.
+    #[must_use]
+    pub fn tail(&self) -> Span {
+        self.pieces(self.cut)
+    }
+
+    fn pieces(&self, from: Position) -> Span {
+        let last = Position(self.prompt.0 - 1);
+        let pieces = self
+            .chunks
+            .iter()
+            .flat_map(|run| {
+                let mut edges = [run.start, self.cut, last, run.stop];
+                edges = edges.map(|edge| edge.clamp(run.start, run.stop));
+                edges.sort_unstable();
+                let pair = |i: usize| Piece { rank: run.rank, start: edges[i], stop: edges[i + 1] };
+                [pair(0), pair(1), pair(2)]
+            })
+            .filter(|piece| piece.start < piece.stop && piece.start >= from)
+            .collect();
+        Span { pieces, ranks: self.ranks }
+    }
+
+    /// The rank that owns row P−1, which predicts every answer's first token.
+    #[must_use]
+    pub fn last_row_owner(&self) -> Rank {
+        let last = Position(self.prompt.0 - 1);
+        let holds = |run: &&Run| run.start <= last && last < run.stop;
+        self.chunks.iter().find(holds).map_or(Rank(0), |run| run.rank)
+    }
+
+    /// Rows of each rank where only row P−1 is meant: one on its owner, none elsewhere.
+    #[must_use]
+    pub fn last_row_counts(&self) -> Vec<Tokens> {
+        let owner = self.last_row_owner();
+        (0..self.ranks).map(|rank| Tokens(u64::from(Rank(rank) == owner))).collect()
+    }
+
+    /// Rows of an answer of `length` tokens, dealt evenly and in order. The last token is no input, so an answer of
+    /// one token has no row, and a short one leaves ranks without rows.
+    #[must_use]
+    pub fn answer(&self, length: Tokens) -> Span {
+        let rows = length.0.saturating_sub(1);
+        let edge = |rank: u64| Position(self.prompt.0 + rows * rank / self.ranks as u64);
+        let pieces = (0..self.ranks as u64)
+            .map(|rank| Piece {
+                rank: Rank(crate::runtime::units::as_index(rank)),
+                start: edge(rank),
+                stop: edge(rank + 1),
+            })
+            .filter(|piece| piece.start < piece.stop)
+            .collect();
+        Span { pieces, ranks: self.ranks }
+    }
+
+    /// Which tokens of an answer a piece of its rows predicts: row t predicts the token after it. Shifted here, before
+    /// anything is sharded, so no label is lost at a rank's edge.
+    #[must_use]
+    pub fn labels(&self, piece: &Piece) -> std::ops::Range<usize> {
+        let first = piece.start.since(self.end()).index() + 1;
+        first..first + piece.rows().index()
+    }
+
+    /// Which tokens of an answer a piece of its rows reads.
+    #[must_use]
+    pub fn inputs(&self, piece: &Piece) -> std::ops::Range<usize> {
+        let first = piece.start.since(self.end()).index();
+        first..first + piece.rows().index()
+    }
+}
+
+/// A piece's positions as a half-open range of tensor indices.
+#[must_use]
+pub fn positions(piece: &Piece) -> std::ops::Range<i64> {
+    as_dim(piece.start.0)..as_dim(piece.stop.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(prompt: u64, page: u64, ranks: usize, tail: u64) -> PromptLayout {
+        PromptLayout::new(Tokens(prompt), Tokens(page), ranks, Tokens(tail))
+    }
+
+    #[test]
+    fn the_users_prompt_is_4080_pages_a_rank() {
+        let layout = layout(2_088_960, 64, 8, 1);
+        assert!((0..8).all(|rank| layout.pages_of(Rank(rank)) == Pages(4080)));
+        assert_eq!(layout.last_row_owner(), Rank(0));
+    }
+
+    #[test]
+    fn every_position_lies_in_exactly_one_piece_and_counts_differ_by_at_most_one_page() {
+        for prompt in [1, 2, 63, 64, 65, 96, 129, 449, 1000] {
+            for page in [1, 3, 7, 64] {
+                for ranks in [1, 2, 3, 4, 8] {
+                    for tail in [0, 1, 2, 64, prompt] {
+                        let layout = layout(prompt, page, ranks, tail.min(prompt));
+                        let span = layout.span();
+                        let mut next = Position(0);
+                        for piece in &span.pieces {
+                            assert_eq!(piece.start, next);
+                            next = piece.stop;
+                        }
+                        assert_eq!(next, Position(prompt));
+                        assert_eq!(layout.tail().rows(), Tokens(tail.min(prompt)));
+                        assert!(span.pieces.iter().any(|piece| piece.rows() == Tokens(1) && piece.stop == next));
+                        let pages: Vec<_> = (0..ranks).map(|rank| layout.pages_of(Rank(rank)).0).collect();
+                        let most = prompt.div_ceil(page).div_ceil(ranks as u64);
+                        assert!(pages.iter().all(|&held| held <= most && held + 1 >= most), "{pages:?} of {most}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_short_prompt_leaves_ranks_without_pages() {
+        let layout = layout(96, 64, 8, 1);
+        let pages: Vec<_> = (0..8).map(|rank| layout.pages_of(Rank(rank)).0).collect();
+        assert_eq!(pages, [1, 1, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(layout.last_row_owner(), Rank(1));
+    }
+
+    #[test]
+    fn labels_are_shifted_before_rows_are_spread() {
+        let layout = layout(63, 64, 3, 1);
+        let span = layout.answer(Tokens(6));
+        let labels: Vec<_> = span.gathered().map(|piece| layout.labels(piece)).collect();
+        assert_eq!(labels, [1..2, 2..4, 4..6]);
+        let inputs: Vec<_> = span.gathered().map(|piece| layout.inputs(piece)).collect();
+        assert_eq!(inputs, [0..1, 1..3, 3..5]);
+    }
+
+    #[test]
+    fn an_answer_of_one_token_has_no_row_and_a_short_one_spares_ranks() {
+        let layout = layout(64, 64, 8, 1);
+        assert!(layout.answer(Tokens(1)).is_empty());
+        let counts = layout.answer(Tokens(4)).counts();
+        assert_eq!(counts.iter().map(|rows| rows.0).sum::<u64>(), 3);
+        assert!(counts.iter().filter(|rows| rows.0 == 0).count() == 5);
+    }
+}

@@ -1,0 +1,405 @@
+//! Page state in host memory, and its way to the device and back.
+//!
+//! A layer's state of a rank's pages lies in slabs: one independent allocation for each plane (keys, values, …) of each
+//! run of pages, exactly `pages × page_size` rows, never a view of something larger. A phase stages one layer at a time;
+//! when it lets go, the staging buffers are overwritten with NaN on CPU, so that a tensor that outlives its stage, or a
+//! buffer that two users share, shows itself at once instead of carrying another layer's values.
+//!
+//! On a GPU, copies run beside the computation:
+//!
+//! ```text
+//!   computation   | layer l            | layer l+1          | layer l+2
+//!   copies out      l−1's pages ▶ host   l's pages ▶ host     l+1's …        (capture)
+//!   copies in       l+1's pages ▶ GPU    l+2's …                             (later phases; the sweep goes down)
+//! ```
+
+mod hidden;
+mod transit;
+
+use std::cell::RefCell;
+
+use serde::Serialize;
+use tch::{Device, Kind, Tensor};
+
+pub use hidden::{HiddenPool, Slot, StagedHidden};
+
+use transit::{Arrival, Outbox};
+
+use crate::prompt::layout::{PromptLayout, Run};
+use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::memory::{Held, Ledger, Purpose, Purse};
+use crate::runtime::units::{Bytes, LayerIndex, Pages, Rank, Tokens, from_dim};
+use crate::tensor::boundary::storage_bytes;
+use crate::tensor::{self, element_bytes};
+
+/// What can be wrong with page state.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// State that was captured under one adapter version meets another.
+    #[error("page state of {held} was asked for as {wanted}: capture the prompt again after an update")]
+    Stale {
+        /// What the pages hold.
+        held: Stamp,
+        /// What was asked for.
+        wanted: Stamp,
+    },
+    /// A slab is larger or smaller than its pages.
+    #[error("layer {layer}: page storage is {stored}, {pages} pages are {expected}")]
+    Storage {
+        /// The layer.
+        layer: LayerIndex,
+        /// Bytes behind its slabs.
+        stored: Bytes,
+        /// Pages that this rank owns.
+        pages: Pages,
+        /// What they should take.
+        expected: Bytes,
+    },
+    /// A copy between host and device failed.
+    #[error(transparent)]
+    Torch(#[from] tensor::Error),
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        match self {
+            Error::Torch(error) => error.exit(),
+            _ => Exit::Bug,
+        }
+    }
+}
+
+/// Which adapters a prompt was captured under.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Stamp {
+    /// The policy's name: `policy` or `reference`.
+    pub policy: &'static str,
+    /// Its version: updates made so far.
+    pub version: u64,
+}
+
+impl std::fmt::Display for Stamp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} version {}", self.policy, self.version)
+    }
+}
+
+/// Where pages wait while another layer computes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Residency {
+    /// In host memory; a layer's pages are copied to the device while it computes.
+    Host,
+    /// On the device, where they were made.
+    Device,
+}
+
+impl Residency {
+    /// Where what waits there is counted.
+    #[must_use]
+    pub fn purse(self) -> Purse {
+        match self {
+            Residency::Host => Purse::Host,
+            Residency::Device => Purse::Device,
+        }
+    }
+}
+
+/// One run of pages of one layer: a tensor for each plane of the mixer's state, `pages × page_size` rows long.
+#[derive(Debug)]
+pub struct Slab {
+    /// Which pages.
+    pub run: Run,
+    /// State planes, each with rows first.
+    pub planes: Vec<Tensor>,
+}
+
+impl Slab {
+    /// Empty planes for `run`, one for each shape of a row.
+    #[must_use]
+    pub fn zeros(run: Run, page_size: Tokens, rows: &[PlaneRow], device: tch::Device) -> Self {
+        let rows_held = crate::runtime::units::as_dim(run.pages.0 * page_size.0);
+        let planes = rows
+            .iter()
+            .map(|row| {
+                let shape: Vec<i64> = std::iter::once(rows_held).chain(row.shape.iter().copied()).collect();
+                Tensor::zeros(shape, (row.kind, device))
+            })
+            .collect();
+        Slab { run, planes }
+    }
+
+    /// The planes' filled rows.
+    #[must_use]
+    pub fn filled(&self) -> Vec<Tensor> {
+        self.planes.iter().map(|plane| plane.narrow(0, 0, self.run.rows().dim())).collect()
+    }
+}
+
+/// One row of one plane.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct PlaneRow {
+    /// Its shape.
+    pub shape: Vec<i64>,
+    /// Its dtype.
+    pub kind: Kind,
+}
+
+impl PlaneRow {
+    /// Bytes of one row.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.shape.iter().map(|&dim| from_dim(dim)).product::<u64>() * element_bytes(self.kind))
+    }
+}
+
+/// The captured state of one prompt on one rank.
+#[derive(Debug)]
+pub struct PagePool {
+    // First, because fields are dropped in order: copies end before the memory goes that they read or write.
+    outbox: RefCell<Outbox>,
+    /// The layer that is on its way to the device.
+    coming: RefCell<Option<Coming>>,
+    layout: PromptLayout,
+    rank: Rank,
+    residency: Residency,
+    device: Device,
+    stamp: Stamp,
+    layers: Vec<Vec<Slab>>,
+    ledger: Ledger,
+    held: Vec<Held>,
+}
+
+/// One layer's pages on their way.
+#[derive(Debug)]
+struct Coming {
+    layer: LayerIndex,
+    // Before the slabs, because fields are dropped in order: copies end before the memory goes that they write.
+    arrivals: Vec<Arrival>,
+    slabs: Vec<Slab>,
+    held: Held,
+}
+
+impl PagePool {
+    /// An empty pool; layers are pushed from the first one up.
+    #[must_use]
+    pub fn new(layout: PromptLayout, rank: Rank, residency: Residency, stamp: Stamp, ledger: Ledger) -> Self {
+        PagePool {
+            layout,
+            rank,
+            residency,
+            device: Device::Cpu,
+            stamp,
+            layers: Vec::new(),
+            ledger,
+            held: Vec::new(),
+            outbox: RefCell::default(),
+            coming: RefCell::default(),
+        }
+    }
+
+    /// Takes over the next layer's slabs, which were made on the device. Their way to host memory runs beside the next
+    /// layer's computation.
+    ///
+    /// # Errors
+    /// When there is no more host memory that can be pinned.
+    pub fn push(&mut self, slabs: Vec<Slab>) -> Result<(), Error> {
+        self.device = slabs.iter().flat_map(|slab| &slab.planes).map(Tensor::device).next().unwrap_or(Device::Cpu);
+        let kept = match self.residency {
+            Residency::Device => slabs,
+            Residency::Host => self.to_host(slabs)?,
+        };
+        let bytes = kept.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+        self.held.push(self.ledger.hold(Purpose::Pages, self.residency.purse(), bytes));
+        self.layers.push(kept);
+        Ok(())
+    }
+
+    /// Copies slabs to host memory, exactly sized, and lets go of the device's buffers.
+    fn to_host(&self, slabs: Vec<Slab>) -> Result<Vec<Slab>, Error> {
+        let mut outbox = self.outbox.borrow_mut();
+        outbox.settle()?;
+        let mut kept = Vec::with_capacity(slabs.len());
+        for slab in slabs {
+            let planes = slab.planes.iter().map(|plane| outbox.send(plane, None)).collect::<Result<_, _>>()?;
+            poison(&slab.planes);
+            kept.push(Slab { run: slab.run, planes });
+        }
+        Ok(kept)
+    }
+
+    /// The computation goes on after the last layer's pages have left the device; their memory there is free from then on.
+    ///
+    /// # Errors
+    /// When a copy had failed.
+    pub fn settle(&mut self) -> Result<(), Error> {
+        Ok(self.outbox.get_mut().settle()?)
+    }
+
+    /// One layer's pages on the device, until the stage is dropped. `then` is the layer that will be asked for next; on a
+    /// GPU it sets out now, so that it arrives while this one computes.
+    ///
+    /// # Errors
+    /// When the pages were captured under other adapters than `wanted`.
+    pub fn stage(&self, layer: LayerIndex, then: Option<LayerIndex>, wanted: &Stamp) -> Result<Staged, Error> {
+        if *wanted != self.stamp {
+            return Err(Error::Stale { held: self.stamp.clone(), wanted: wanted.clone() });
+        }
+        if self.residency == Residency::Device {
+            let share =
+                |slab: &Slab| Slab { run: slab.run, planes: slab.planes.iter().map(Tensor::shallow_clone).collect() };
+            let slabs = self.layers[layer.0].iter().map(share).collect();
+            return Ok(Staged { slabs, poison: false, _held: None });
+        }
+        self.outbox.borrow_mut().settle()?;
+        let here = match self.coming.take() {
+            Some(coming) if coming.layer == layer => coming,
+            // Another layer was expected: its memory goes before this one's is taken.
+            other => {
+                drop(other);
+                self.fetch(layer)?
+            }
+        };
+        let ahead = then.filter(|_| transit::beside(self.device));
+        for arrival in &here.arrivals {
+            arrival.wait()?;
+        }
+        let coming = ahead.map(|next| self.fetch(next)).transpose()?;
+        self.coming.replace(coming);
+        Ok(Staged { slabs: here.slabs, poison: true, _held: Some(here.held) })
+    }
+
+    /// Sends a layer's pages to the device.
+    fn fetch(&self, layer: LayerIndex) -> Result<Coming, Error> {
+        let mut slabs = Vec::new();
+        let mut arrivals = Vec::new();
+        for slab in &self.layers[layer.0] {
+            let mut planes = Vec::new();
+            for plane in &slab.planes {
+                let (here, arrival) = transit::fetch(plane, self.device)?;
+                planes.push(here);
+                arrivals.push(arrival);
+            }
+            slabs.push(Slab { run: slab.run, planes });
+        }
+        let bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+        Ok(Coming { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, Purse::Device, bytes) })
+    }
+
+    /// Compares real storage with pages × page bytes, layer by layer, and returns the sum.
+    ///
+    /// # Errors
+    /// When a layer's storage is not exactly what its pages need.
+    pub fn audit(&self, rows: &[PlaneRow]) -> Result<Bytes, Error> {
+        let pages = self.layout.pages_of(self.rank);
+        let page_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0 * self.layout.page_size().0;
+        let expected = Bytes(pages.0 * page_bytes);
+        let mut total = Bytes(0);
+        for (index, slabs) in self.layers.iter().enumerate() {
+            let stored = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+            if stored != expected {
+                return Err(Error::Storage { layer: LayerIndex(index), stored, pages, expected });
+            }
+            total += stored;
+        }
+        Ok(total)
+    }
+
+    /// Whether any plane still hangs on an autograd graph; none may.
+    #[must_use]
+    pub fn has_graph(&self) -> bool {
+        self.layers.iter().flatten().flat_map(|slab| &slab.planes).any(Tensor::requires_grad)
+    }
+
+    /// Under which adapters the prompt was captured.
+    #[must_use]
+    pub fn stamp(&self) -> &Stamp {
+        &self.stamp
+    }
+}
+
+fn poison(planes: &[Tensor]) {
+    for plane in planes {
+        if plane.device() == tch::Device::Cpu && plane.numel() > 0 {
+            let _ = plane.detach().fill_(f64::NAN);
+        }
+    }
+}
+
+/// One layer's pages on the device. Dropping it overwrites the buffers.
+#[derive(Debug)]
+pub struct Staged {
+    /// The rank's runs, in position order.
+    pub slabs: Vec<Slab>,
+    poison: bool,
+    _held: Option<Held>,
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        if self.poison {
+            self.slabs.iter().for_each(|slab| poison(&slab.planes));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(residency: Residency) -> (PagePool, Vec<PlaneRow>) {
+        let layout = PromptLayout::new(Tokens(130), Tokens(64), 1, Tokens(1));
+        let rows =
+            vec![PlaneRow { shape: vec![2, 4], kind: Kind::Float }, PlaneRow { shape: vec![3], kind: Kind::BFloat16 }];
+        let stamp = Stamp { policy: "policy", version: 3 };
+        let mut pool = PagePool::new(layout.clone(), Rank(0), residency, stamp, Ledger::default());
+        for layer in 0..2i64 {
+            let slabs = layout.chunks_of(Rank(0)).map(|run| {
+                let slab = Slab::zeros(run, Tokens(64), &rows, tch::Device::Cpu);
+                slab.planes.iter().for_each(|plane| {
+                    let _ = plane.shallow_clone().fill_(layer + 1);
+                });
+                slab
+            });
+            pool.push(slabs.into()).unwrap();
+        }
+        (pool, rows)
+    }
+
+    #[test]
+    fn page_storage_is_pages_times_bytes_exactly() {
+        for residency in [Residency::Host, Residency::Device] {
+            let (pool, rows) = pool(residency);
+            assert_eq!(pool.audit(&rows).unwrap(), Bytes(2 * 3 * 64 * (2 * 4 * 4 + 3 * 2)));
+        }
+    }
+
+    #[test]
+    fn a_view_of_a_larger_buffer_is_not_a_page() {
+        let (mut pool, rows) = pool(Residency::Device);
+        let larger = Tensor::zeros([400, 2, 4], (Kind::Float, tch::Device::Cpu));
+        pool.layers[1][0].planes[0] = larger.narrow(0, 0, 128);
+        assert!(matches!(pool.audit(&rows), Err(Error::Storage { layer: LayerIndex(1), .. })));
+    }
+
+    #[test]
+    fn a_tensor_that_outlives_its_stage_turns_to_nan_and_the_pool_does_not() {
+        let (pool, _) = pool(Residency::Host);
+        let stamp = pool.stamp().clone();
+        let staged = pool.stage(LayerIndex(0), None, &stamp).unwrap();
+        let outlives = staged.slabs[0].planes[0].shallow_clone();
+        assert!((outlives.sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
+        drop(staged);
+        assert!(outlives.sum(Kind::Float).double_value(&[]).is_nan());
+        let again = pool.stage(LayerIndex(0), None, &stamp).unwrap();
+        assert!((again.slabs[0].planes[0].sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn pages_of_another_adapter_version_are_refused() {
+        let (pool, _) = pool(Residency::Host);
+        let refused = pool.stage(LayerIndex(0), None, &Stamp { policy: "policy", version: 4 });
+        assert!(refused.unwrap_err().to_string().contains("policy version 3"));
+        assert!(pool.stage(LayerIndex(0), None, &Stamp { policy: "reference", version: 3 }).is_err());
+    }
+}

@@ -1,0 +1,256 @@
+//! How a run ends: exit codes, where it happened, and the one error type that crosses phase borders.
+//!
+//! A module has its own `thiserror` enum that implements [`Classified`]; `?` turns it into a [`Failure`], and the site is
+//! added once, where the phase ends.
+
+use std::error::Error;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::runtime::units::{LayerIndex, Rank};
+
+/// Exit codes of the command.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Exit {
+    /// All done.
+    Done = 0,
+    /// The configuration is wrong.
+    Config = 2,
+    /// Data or weights are wrong.
+    Data = 3,
+    /// Ranks disagree, or the world is not what the launcher says.
+    Disagree = 4,
+    /// The run does not fit the machine.
+    DoesNotFit = 5,
+    /// A number is not finite.
+    NotFinite = 6,
+    /// The endpoint failed.
+    Endpoint = 7,
+    /// A gate's check did not hold.
+    Gate = 8,
+    /// A bug in longstraw.
+    Bug = 70,
+    /// Saved, and wants to be started again.
+    Requeue = 75,
+}
+
+impl Exit {
+    /// All of them.
+    const ALL: [Exit; 10] = [
+        Exit::Done,
+        Exit::Config,
+        Exit::Data,
+        Exit::Disagree,
+        Exit::DoesNotFit,
+        Exit::NotFinite,
+        Exit::Endpoint,
+        Exit::Gate,
+        Exit::Bug,
+        Exit::Requeue,
+    ];
+
+    /// The process's exit code.
+    #[must_use]
+    pub fn code(self) -> i32 {
+        self as i32
+    }
+
+    /// The exit that has this code; a code that none has is a bug's.
+    #[must_use]
+    pub fn of_code(code: i32) -> Exit {
+        Exit::ALL.into_iter().find(|exit| exit.code() == code).unwrap_or(Exit::Bug)
+    }
+}
+
+/// Whether libtorch's words say that memory has run out.
+#[must_use]
+pub fn out_of_memory(message: &str) -> bool {
+    ["can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"].iter().any(|words| message.contains(words))
+}
+
+/// An error that knows the exit code it leads to.
+pub trait Classified: Error + Send + Sync + 'static {
+    /// The exit code this error leads to.
+    fn exit(&self) -> Exit;
+}
+
+/// The stages of a run, as sites and receipts name them.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[repr(u8)]
+pub enum Phase {
+    /// Before the first step: configuration, weights, data.
+    Start,
+    /// The prompt runs once without a graph.
+    Capture,
+    /// Answers are drawn from the pages.
+    Rollout,
+    /// Answers are scored by what they say.
+    Reward,
+    /// Old-policy and reference log-probabilities.
+    Score,
+    /// The answers run again with a graph.
+    Replay,
+    /// The prompt's own rows are pulled back.
+    Sweep,
+    /// Adapter gradients are summed over ranks.
+    Finalize,
+    /// The optimizer's step.
+    Update,
+    /// A checkpoint is written.
+    Save,
+    /// Held-out evaluation.
+    Evaluate,
+}
+
+impl Phase {
+    /// All of them, in the order of a run.
+    pub const ALL: [Phase; 11] = [
+        Phase::Start,
+        Phase::Capture,
+        Phase::Rollout,
+        Phase::Reward,
+        Phase::Score,
+        Phase::Replay,
+        Phase::Sweep,
+        Phase::Finalize,
+        Phase::Update,
+        Phase::Save,
+        Phase::Evaluate,
+    ];
+
+    /// Its index in [`Phase::ALL`].
+    #[must_use]
+    pub fn index(self) -> usize {
+        self as usize
+    }
+
+    /// The name in sites, receipts and logs.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Start => "start",
+            Phase::Capture => "capture",
+            Phase::Rollout => "rollout",
+            Phase::Reward => "reward",
+            Phase::Score => "score",
+            Phase::Replay => "replay",
+            Phase::Sweep => "sweep",
+            Phase::Finalize => "finalize",
+            Phase::Update => "update",
+            Phase::Save => "save",
+            Phase::Evaluate => "evaluate",
+        }
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Where something happened.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Site {
+    /// The rank within the world.
+    pub rank: Rank,
+    /// The phase it was in.
+    pub phase: Phase,
+    /// The layer, where the phase goes through layers.
+    pub layer: Option<LayerIndex>,
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}, {}", self.rank, self.phase)?;
+        match self.layer {
+            Some(layer) => write!(f, ", layer {layer}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What ends a run: an exit code, the cause, and the site once a phase border has added it.
+#[derive(Debug)]
+pub struct Failure {
+    exit: Exit,
+    site: Option<Site>,
+    cause: Box<dyn Error + Send + Sync>,
+}
+
+impl Failure {
+    /// The same failure at `site`; a site that is already known stays.
+    #[must_use]
+    pub fn at(mut self, site: Site) -> Self {
+        self.site.get_or_insert(site);
+        self
+    }
+
+    /// The exit code.
+    #[must_use]
+    pub fn exit(&self) -> Exit {
+        self.exit
+    }
+
+    /// Where it happened, if a phase border has said so.
+    #[must_use]
+    pub fn site(&self) -> Option<Site> {
+        self.site
+    }
+}
+
+impl fmt::Display for Failure {
+    /// One line: site, cause and the chain of its sources, as far as the cause's own words do not hold them already.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut words = self.cause.to_string();
+        let mut source = self.cause.source();
+        while let Some(inner) = source {
+            let further = inner.to_string();
+            if !words.contains(&further) {
+                words = format!("{words}: {further}");
+            }
+            source = inner.source();
+        }
+        match self.site {
+            Some(site) => write!(f, "{site}: {words}"),
+            None => f.write_str(&words),
+        }
+    }
+}
+
+impl<E: Classified> From<E> for Failure {
+    fn from(cause: E) -> Self {
+        Failure { exit: cause.exit(), site: None, cause: Box::new(cause) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    enum Told {
+        #[error("a.txt: {source}; look again")]
+        Whole { source: std::io::Error },
+        #[error("a.txt cannot be read")]
+        Half { source: std::io::Error },
+    }
+
+    impl Classified for Told {
+        fn exit(&self) -> Exit {
+            Exit::Data
+        }
+    }
+
+    #[test]
+    fn a_source_is_told_once() {
+        let source = || std::io::Error::other("the disk is gone");
+        assert_eq!(Failure::from(Told::Whole { source: source() }).to_string(), "a.txt: the disk is gone; look again");
+        assert_eq!(
+            Failure::from(Told::Half { source: source() }).to_string(),
+            "a.txt cannot be read: the disk is gone"
+        );
+    }
+}

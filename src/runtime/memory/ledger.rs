@@ -1,0 +1,325 @@
+//! The ledger: bytes by kind and by purse, now and at the most, beside what the allocator says.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use crate::runtime::units::Bytes;
+
+/// Which memory bytes are counted in. Without a GPU both are the machine's own, and only the purses keep them apart.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Purse {
+    /// Graphs, scratch, stages, weights: what lies on the device.
+    Device = 0,
+    /// What waits in host memory: pages, saved hidden states.
+    Host = 1,
+}
+
+impl Purse {
+    /// Both.
+    pub const ALL: [Purse; 2] = [Purse::Device, Purse::Host];
+
+    /// The name in reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Purse::Device => "device",
+            Purse::Host => "host",
+        }
+    }
+}
+
+/// What the ledger tells apart.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Purpose {
+    /// The checkpoint's tensors.
+    Weights,
+    /// Adapters' master values, those of the reference policy, and gradients.
+    Adapters,
+    /// The optimizer's moments.
+    Optimizer,
+    /// Hidden states: prompt rows on the device, answers that wait for their next layer.
+    Hidden,
+    /// Page slabs.
+    Pages,
+    /// State of answers that are being drawn.
+    Answers,
+    /// What lies on the device for one layer: its pages while they are made, and copies of pages and hidden states that
+    /// wait in host memory.
+    Stage,
+    /// What was saved of the tail for its way back: block inputs, and attention outputs.
+    Checkpoints,
+    /// Page runs of other ranks that are on their way round the ring, and the sums of gradients that travel with them.
+    Foreign,
+}
+
+impl Purpose {
+    /// All of them.
+    pub const ALL: [Purpose; 9] = [
+        Purpose::Weights,
+        Purpose::Adapters,
+        Purpose::Optimizer,
+        Purpose::Hidden,
+        Purpose::Pages,
+        Purpose::Answers,
+        Purpose::Stage,
+        Purpose::Checkpoints,
+        Purpose::Foreign,
+    ];
+
+    /// The name in receipts and reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Purpose::Weights => "weights",
+            Purpose::Adapters => "adapters",
+            Purpose::Optimizer => "optimizer",
+            Purpose::Hidden => "hidden",
+            Purpose::Answers => "answers",
+            Purpose::Pages => "pages",
+            Purpose::Stage => "stage",
+            Purpose::Checkpoints => "checkpoints",
+            Purpose::Foreign => "foreign",
+        }
+    }
+}
+
+/// What an allocator says of one purse.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Measured {
+    /// Bytes alive now.
+    pub live: Bytes,
+    /// The most that were alive since peaks were last forgotten.
+    pub peak: Bytes,
+    /// What it has taken from the system; known of a GPU, whose memory is apart from the host's.
+    pub reserved: Option<Bytes>,
+}
+
+/// Asks the allocator. The ledger stands above the tensor library, so it is told whom to ask.
+pub type Meter = fn(Purse) -> Measured;
+
+#[derive(Debug, Default)]
+struct Count {
+    now: AtomicU64,
+    most: AtomicU64,
+}
+
+impl Count {
+    fn add(&self, bytes: Bytes) {
+        let held = self.now.fetch_add(bytes.0, Ordering::Relaxed) + bytes.0;
+        self.most.fetch_max(held, Ordering::Relaxed);
+    }
+
+    fn take(&self, bytes: Bytes) {
+        self.now.fetch_sub(bytes.0, Ordering::Relaxed);
+    }
+
+    fn now(&self) -> Bytes {
+        Bytes(self.now.load(Ordering::Relaxed))
+    }
+
+    fn most(&self) -> Bytes {
+        Bytes(self.most.load(Ordering::Relaxed))
+    }
+
+    fn forget(&self) {
+        self.most.store(self.now.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    kinds: [[Count; Purse::ALL.len()]; Purpose::ALL.len()],
+    /// All kinds together: their peaks need not come at one moment.
+    all: [Count; Purse::ALL.len()],
+    meter: OnceLock<Meter>,
+}
+
+/// Bytes by purpose and purse, now and at the most; clones share the same counts, also across threads.
+#[derive(Clone, Debug, Default)]
+pub struct Ledger(Arc<Counts>);
+
+impl Ledger {
+    /// Counts bytes in; they are counted out when the entry is dropped.
+    #[must_use]
+    pub fn hold(&self, purpose: Purpose, purse: Purse, bytes: Bytes) -> Held {
+        self.of(purpose, purse).add(bytes);
+        self.0.all[purse as usize].add(bytes);
+        Held { ledger: self.clone(), purpose, purse, bytes }
+    }
+
+    fn of(&self, purpose: Purpose, purse: Purse) -> &Count {
+        &self.0.kinds[purpose as usize][purse as usize]
+    }
+
+    /// Whom to ask what is alive; the first answer to that stays.
+    pub fn measure_with(&self, meter: Meter) {
+        // Another run in this process asks the same allocator.
+        let _ = self.0.meter.set(meter);
+    }
+
+    /// Bytes held now, in both purses.
+    #[must_use]
+    pub fn now(&self, purpose: Purpose) -> Bytes {
+        Purse::ALL.into_iter().map(|purse| self.of(purpose, purse).now()).sum()
+    }
+
+    /// The most that was held since the last [`Ledger::forget_peaks`], in each purse, added up.
+    #[must_use]
+    pub fn peak(&self, purpose: Purpose) -> Bytes {
+        Purse::ALL.into_iter().map(|purse| self.peak_in(purpose, purse)).sum()
+    }
+
+    /// The most that was held in one purse since the last [`Ledger::forget_peaks`].
+    #[must_use]
+    pub fn peak_in(&self, purpose: Purpose, purse: Purse) -> Bytes {
+        self.of(purpose, purse).most()
+    }
+
+    /// The most that all kinds held together in one purse since the last [`Ledger::forget_peaks`].
+    #[must_use]
+    pub fn peak_of_all(&self, purse: Purse) -> Bytes {
+        self.0.all[purse as usize].most()
+    }
+
+    /// Starts peaks anew from what is held now.
+    pub fn forget_peaks(&self) {
+        self.0.kinds.iter().flatten().chain(&self.0.all).for_each(Count::forget);
+    }
+
+    /// What is held at this moment.
+    #[must_use]
+    pub fn holdings(&self) -> Holdings {
+        self.listed(Count::now, |measured| measured.live)
+    }
+
+    /// The most that was held since the last [`Ledger::forget_peaks`]: what a phase had taken when it failed, for those
+    /// who hear of it after all was let go.
+    #[must_use]
+    pub fn holdings_at_most(&self) -> Holdings {
+        self.listed(Count::most, |measured| measured.peak)
+    }
+
+    fn listed(&self, of: fn(&Count) -> Bytes, alive: fn(&Measured) -> Bytes) -> Holdings {
+        let mut parts = Vec::new();
+        for purse in Purse::ALL {
+            for purpose in Purpose::ALL {
+                parts.push(Holding { part: Part::Kind(purpose), purse, bytes: of(self.of(purpose, purse)) });
+            }
+            let live = self.0.meter.get().map_or(Bytes(0), |meter| alive(&meter(purse)));
+            let scratch = Bytes(live.0.saturating_sub(of(&self.0.all[purse as usize]).0));
+            parts.push(Holding { part: Part::Scratch, purse, bytes: scratch });
+        }
+        parts.retain(|holding| holding.bytes > Bytes(0));
+        parts.sort_by_key(|holding| std::cmp::Reverse(holding.bytes));
+        let device = self.0.meter.get().map(|meter| meter(Purse::Device)).unwrap_or_default();
+        Holdings { parts, live: alive(&device), reserved: device.reserved }
+    }
+}
+
+/// A kind of the ledger, or what the allocator has handed out beyond the ledger.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Part {
+    /// What the ledger holds.
+    Kind(Purpose),
+    /// Graphs and intermediates: alive, and no kind of the ledger's.
+    Scratch,
+}
+
+impl Part {
+    /// The name in reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Kind(purpose) => purpose.name(),
+            Part::Scratch => "scratch",
+        }
+    }
+}
+
+/// Bytes of one part in one purse.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Holding {
+    /// What.
+    pub part: Part,
+    /// Where.
+    pub purse: Purse,
+    /// How much.
+    pub bytes: Bytes,
+}
+
+/// All that is held, from the largest part down.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Holdings {
+    /// Parts that are not empty.
+    pub parts: Vec<Holding>,
+    /// Bytes alive on the device.
+    pub live: Bytes,
+    /// What the device's allocator has taken from it; `None` where the device is the machine itself.
+    pub reserved: Option<Bytes>,
+}
+
+/// Bytes counted in a ledger for as long as this lives.
+#[derive(Debug)]
+pub struct Held {
+    ledger: Ledger,
+    purpose: Purpose,
+    purse: Purse,
+    bytes: Bytes,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.ledger.of(self.purpose, self.purse).take(self.bytes);
+        self.ledger.0.all[self.purse as usize].take(self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ledger_counts_out_what_is_dropped_and_remembers_the_peak() {
+        let ledger = Ledger::default();
+        let first = ledger.hold(Purpose::Foreign, Purse::Device, Bytes(3));
+        let second = ledger.hold(Purpose::Foreign, Purse::Device, Bytes(4));
+        drop(first);
+        assert_eq!((ledger.now(Purpose::Foreign), ledger.peak(Purpose::Foreign)), (Bytes(4), Bytes(7)));
+        drop(second);
+        ledger.forget_peaks();
+        assert_eq!(ledger.peak(Purpose::Foreign), Bytes(0));
+    }
+
+    #[test]
+    fn purses_are_counted_apart_and_the_peak_of_all_is_not_the_sum_of_peaks() {
+        let ledger = Ledger::default();
+        drop(ledger.hold(Purpose::Stage, Purse::Device, Bytes(10)));
+        let pages = ledger.hold(Purpose::Pages, Purse::Device, Bytes(7));
+        let waiting = ledger.hold(Purpose::Pages, Purse::Host, Bytes(5));
+        assert_eq!(ledger.now(Purpose::Pages), Bytes(12));
+        assert_eq!(ledger.peak_in(Purpose::Pages, Purse::Host), Bytes(5));
+        assert_eq!((ledger.peak_of_all(Purse::Device), ledger.peak_of_all(Purse::Host)), (Bytes(10), Bytes(5)));
+        drop((pages, waiting));
+        assert_eq!(ledger.holdings(), Holdings::default());
+    }
+
+    #[test]
+    fn scratch_is_what_is_alive_beyond_the_ledger() {
+        let ledger = Ledger::default();
+        ledger.measure_with(|purse| match purse {
+            Purse::Device => Measured { live: Bytes(100), peak: Bytes(300), reserved: Some(Bytes(400)) },
+            Purse::Host => Measured { live: Bytes(20), peak: Bytes(20), reserved: None },
+        });
+        let _weights = ledger.hold(Purpose::Weights, Purse::Device, Bytes(30));
+        let _pages = ledger.hold(Purpose::Pages, Purse::Host, Bytes(20));
+        let of = |part, purse, bytes| Holding { part, purse, bytes: Bytes(bytes) };
+        let (weights, pages) = (Part::Kind(Purpose::Weights), Part::Kind(Purpose::Pages));
+        let now = ledger.holdings();
+        assert_eq!(
+            now.parts,
+            [of(Part::Scratch, Purse::Device, 70), of(weights, Purse::Device, 30), of(pages, Purse::Host, 20)]
+        );
+        assert_eq!((now.live, now.reserved), (Bytes(100), Some(Bytes(400))));
+        assert_eq!(ledger.holdings_at_most().parts[0], of(Part::Scratch, Purse::Device, 270));
+    }
+}

@@ -1,0 +1,181 @@
+//! Capture: the shared prompt runs once, layer by layer, without a graph. What stays is the state of the pages that this
+//! rank owns, the block inputs of its tail rows, and the last hidden state of row P−1.
+
+use tch::{Device, Tensor};
+
+use crate::model::mixer::Mixed;
+use crate::model::pass::{Pass, Stretch};
+use crate::prompt::handoff::{Captured, Keeping, MixedPool, Work};
+use crate::prompt::layout::{Piece, Run, Span};
+use crate::prompt::pages::{HiddenPool, PagePool, Residency, Slab, Slot};
+use crate::runtime::failure::Failure;
+use crate::runtime::liveness::Board;
+use crate::runtime::memory::{Held, Purpose, Purse};
+use crate::runtime::units::{Bytes, LayerIndex, Tokens, from_dim, from_index};
+use crate::tensor::boundary::storage_bytes;
+use crate::tensor::{accumulation, element_bytes, gpu};
+use crate::world::exchange::is_direct;
+
+/// Runs the prompt of `work` under the pass's adapters.
+///
+/// # Errors
+/// When page storage is not exactly pages × page bytes, or there is no more host memory.
+pub fn run(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<Captured, Failure> {
+    tch::no_grad(|| capture(pass, work, keeping, board))
+}
+
+/// Pins the host memory that a step on `work` will take, so that no phase waits for it. Nothing on a CPU.
+///
+/// # Errors
+/// When the machine gives no more memory that can be pinned.
+pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failure> {
+    if pass.decoder.device() == Device::Cpu {
+        return Ok(());
+    }
+    let (layout, rank, layers) = (&work.layout, pass.seat.axis.rank(), from_index(pass.decoder.layers()));
+    let (model, acc) = (element_bytes(pass.decoder.kind()), element_bytes(accumulation(pass.decoder.kind())));
+    let width = from_dim(pass.decoder.width()) * model;
+    let mut blocks = Vec::new();
+    let mut add = |count: u64, bytes: u64| blocks.extend((0..count).map(|_| Bytes(bytes)));
+    let planes = pass.decoder.mixer(LayerIndex(0)).planes();
+    if keeping.pages == Residency::Host {
+        for plane in &planes {
+            for run in layout.chunks_of(rank) {
+                add(layers, run.pages.0 * layout.page_size().0 * plane.bytes().0);
+            }
+        }
+    }
+    let tail = layout.tail();
+    let rows = |span: &Span| span.of(rank).map(Piece::rows).sum::<Tokens>().0;
+    if keeping.tail == Residency::Host {
+        let every = if pass.travels(&tail) { from_index(keeping.every) } else { 1 };
+        add(layers.div_ceil(every) + every - 1, rows(&tail) * width);
+        if keeping.attention && pass.travels(&tail) {
+            for stretch in pass.stretches(&tail) {
+                let (out, lse) = pass.decoder.mixer(LayerIndex(0)).kept_row();
+                add(layers, stretch.piece.rows().0 * out * model);
+                add(layers, stretch.piece.rows().0 * lse * acc);
+            }
+        }
+    }
+    if pass.seat.axis.size() > 1 && !is_direct(pass.seat.axis, pass.decoder.device()) {
+        // Runs that leave and arrive, and with a long tail the sums that travel with them.
+        for (plane, run) in planes.iter().flat_map(|plane| layout.chunks_of(rank).map(move |run| (plane, run))) {
+            let sums = if pass.travels(&tail) { plane.bytes().0 / element_bytes(plane.kind) * acc } else { 0 };
+            add(3, run.rows().0 * plane.bytes().0);
+            add(3, run.rows().0 * sums);
+        }
+    }
+    for answer in &work.answers {
+        add(layers, rows(&answer.span) * width);
+    }
+    let pinned = gpu::reserve_pinned(&blocks)?;
+    tracing::debug!("{pinned} of host memory are pinned");
+    Ok(())
+}
+
+fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<Captured, Failure> {
+    let (layout, rank) = (&work.layout, pass.seat.axis.rank());
+    let span = layout.span();
+    let stretches = pass.stretches(&span);
+    let ids: Vec<i64> = span
+        .of(rank)
+        .flat_map(|piece| work.prompt_ids[piece.start.index()..piece.stop.index()].iter().copied())
+        .collect();
+    // A short tail goes to the pages on its way back, so it is another sum there; its inputs are few, so all are kept.
+    let keeping =
+        if pass.travels(&layout.tail()) { keeping } else { Keeping { every: 1, attention: false, ..keeping } };
+    let ledger = pass.seat.ledger;
+    let stamp = pass.adapters.stamp().clone();
+    let mut pages = PagePool::new(layout.clone(), rank, keeping.pages, stamp, ledger.clone());
+    let mut tail = HiddenPool::new(keeping.tail, Purpose::Checkpoints, ledger.clone());
+    let mut mixed = MixedPool::new(keeping.tail, ledger.clone());
+    let tail_rows: Tokens = layout.tail().of(rank).map(Piece::rows).sum();
+    let mut x_pw = pass.decoder.embed(&ids);
+    let mut held = prompt_rows(pass, &x_pw);
+    let rows = x_pw.size()[0];
+    for layer in (0..pass.decoder.layers()).map(LayerIndex) {
+        board.layer(layer)?;
+        // What the layer before has left behind has had a layer's time to leave.
+        tail.settle()?;
+        mixed.settle()?;
+        if tail_rows.0 > 0 && layer.0.is_multiple_of(keeping.every) {
+            tail.put(Slot { span: 0, layer }, &x_pw.narrow(0, rows - tail_rows.dim(), tail_rows.dim()))?;
+        }
+        let (next, slabs) = one_layer(pass, work, layer, &stretches, &x_pw, keeping.attention.then_some(&mut mixed))?;
+        pages.push(slabs)?;
+        (x_pw, held) = next;
+    }
+    tail.settle()?;
+    mixed.settle()?;
+    pages.settle()?;
+    pages.audit(&pass.decoder.mixer(LayerIndex(0)).planes())?;
+    let last_row = (layout.last_row_owner() == rank).then(|| x_pw.narrow(0, rows - 1, 1).copy());
+    drop(held);
+    Ok(Captured { pages, keeping, tail, mixed, last_row })
+}
+
+/// Counts hidden states of prompt rows on the device.
+fn prompt_rows(pass: &Pass, x_pw: &Tensor) -> Held {
+    pass.seat.ledger.hold(Purpose::Hidden, Purse::Device, storage_bytes(x_pw))
+}
+
+/// One block over this rank's prompt rows: the next hidden states, and the layer's slabs.
+fn one_layer(
+    pass: &Pass,
+    work: &Work,
+    layer: LayerIndex,
+    stretches: &[Stretch],
+    x_pw: &Tensor,
+    keep_mixed: Option<&mut MixedPool>,
+) -> Result<((Tensor, Held), Vec<Slab>), Failure> {
+    let (layout, rank) = (&work.layout, pass.seat.axis.rank());
+    let mixer = pass.decoder.mixer(layer);
+    let planes = mixer.planes();
+    let slabs = layout.chunks_of(rank).map(|run| Slab::zeros(run, layout.page_size(), &planes, pass.decoder.device()));
+    let slab_bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+    let _slabs_held = pass.seat.ledger.hold(Purpose::Stage, Purse::Device, slab_bytes);
+    let rows = |x: &Tensor, block: &Piece, first: i64| x.narrow(0, first, block.rows().dim());
+    let (mut asks, mut keeps) = (Vec::new(), Vec::new());
+    for stretch in stretches {
+        let mut parts = Vec::new();
+        for (block, first) in &stretch.blocks {
+            let projected = pass.project(layer, block, &rows(x_pw, block, *first));
+            let (ask, state) = mixer.split(projected.mix);
+            if block.rows().0 > 0 {
+                let slab = slabs.iter().find(|slab| holds(&slab.run, block));
+                let slab = slab.expect("a rank's rows lie in its own chunks");
+                for (plane, part) in slab.planes.iter().zip(&state) {
+                    plane.narrow(0, block.start.since(slab.run.start).dim(), block.rows().dim()).copy_(part);
+                }
+            }
+            parts.push(ask);
+            keeps.push(projected.keep);
+        }
+        asks.push((stretch.piece, Stretch::join(parts)));
+    }
+    let own = [slabs[0].filled(), slabs[1].filled()];
+    let mixed = mixer.capture(&pass.seat, layout, &asks, own);
+    drop(asks);
+    if let Some(pool) = keep_mixed {
+        let in_tail = |(piece, _): &(Piece, &Mixed)| piece.rows().0 > 0 && piece.start >= layout.cut();
+        let tail = stretches.iter().map(|stretch| stretch.piece).zip(&mixed).filter(in_tail);
+        for (index, (_, mixed)) in tail.enumerate() {
+            pool.put(layer, index, &mixed.out, &mixed.saved)?;
+        }
+    }
+    let y_pw = x_pw.empty_like();
+    let y_held = prompt_rows(pass, &y_pw);
+    let mut keeps = keeps.iter();
+    for (stretch, mixed) in stretches.iter().zip(&mixed) {
+        for ((block, first), keep) in stretch.blocks.iter().zip(keeps.by_ref()) {
+            let (x, out) = (rows(x_pw, block, *first), stretch.rows(&mixed.out, block));
+            rows(&y_pw, block, *first).copy_(&pass.decoder.finish(layer, &x, &out, keep, pass.adapters));
+        }
+    }
+    Ok(((y_pw, y_held), slabs.into()))
+}
+
+fn holds(run: &Run, block: &Piece) -> bool {
+    run.start <= block.start && block.stop <= run.stop
+}

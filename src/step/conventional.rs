@@ -1,0 +1,185 @@
+//! The conventional schedule: whole sequences under plain autograd, prompt graph and all.
+//!
+//! The reference that tests judge the paged schedule by. It shares with it the formulas of the segments and nothing else:
+//! no pages, no ranks, no log-sum-exp merging, no hand-written backward. It takes memory for one answer's whole graph;
+//! the form that `bench` runs, as conventional trainers do, takes that of the layers' inputs and one layer's graph.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::model::decoder::Decoder;
+use crate::model::lora::Adapters;
+use crate::runtime::units::{LayerIndex, Tokens, as_dim, from_index};
+use crate::step::objective::Terms;
+use crate::tensor::boundary::backward;
+use crate::tensor::{self, accumulation};
+
+/// One group for the conventional schedule.
+#[derive(Clone, Copy)]
+pub struct Group<'a> {
+    /// The prompt.
+    pub prompt_ids: &'a [i64],
+    /// The answers.
+    pub answers: &'a [Vec<i64>],
+    /// How many of the prompt's last positions carry gradient; earlier ones are constants.
+    pub tail: Tokens,
+    /// Logits are divided by this.
+    pub temperature: f64,
+}
+
+/// What an answer is pulled towards, in the accumulation dtype, [tokens].
+#[derive(Debug)]
+pub struct Target {
+    /// Frozen log-probabilities of its tokens.
+    pub old: Tensor,
+    /// Log-probabilities of its tokens under the reference policy.
+    pub reference: Tensor,
+    /// Its advantage.
+    pub advantage: f64,
+    /// Weight of each token.
+    pub weight: f64,
+    /// 1 for tokens that are trained, 0 for the others, [tokens]; `None`: all are.
+    pub trained: Option<Tensor>,
+}
+
+impl Group<'_> {
+    /// Log-probabilities of every token of answer `index`, [tokens], with a graph back to the adapters.
+    #[must_use = "the graph is in the result"]
+    pub fn logprobs(&self, decoder: &dyn Decoder, adapters: &Adapters, index: usize) -> Tensor {
+        let prompt = as_dim(from_index(self.prompt_ids.len()));
+        let cut = prompt - self.tail.dim();
+        // A GPU is asked for lengths at which scores of all constant rows cannot be written out.
+        let fused = decoder.device() != Device::Cpu;
+        let x_tw = decoder.embed(&self.sequence(index));
+        let rows = x_tw.size()[0];
+        let mut constant = x_tw.narrow(0, 0, cut);
+        let mut live = x_tw.narrow(0, cut, rows - cut);
+        for layer in (0..decoder.layers()).map(LayerIndex) {
+            let mixer = decoder.mixer(layer);
+            let before = tch::no_grad(|| decoder.project(layer, &constant, 0..cut, adapters));
+            let (before_ask, before_state) = mixer.split(before.mix);
+            let now = decoder.project(layer, &live, cut..rows, adapters);
+            let (ask, state) = mixer.split(now.mix);
+            let all: Vec<Tensor> =
+                before_state.iter().zip(&state).map(|(before, now)| Tensor::cat(&[before, now], 0)).collect();
+            constant = tch::no_grad(|| {
+                let mixed = mixer.plain(0..cut, &before_ask, &before_state, fused);
+                decoder.finish(layer, &constant, &mixed, &before.keep, adapters)
+            });
+            let mixed = mixer.plain(cut..rows, &ask, &all, false);
+            live = decoder.finish(layer, &live, &mixed, &now.keep, adapters);
+        }
+        self.head(decoder, &Tensor::cat(&[&constant, &live], 0), index)
+    }
+
+    /// The group's loss; gradients add up in the adapters' `.grad`, answer by answer.
+    #[must_use]
+    pub fn backward(&self, decoder: &dyn Decoder, adapters: &Adapters, targets: &[Target], terms: &Terms) -> f64 {
+        let mut total = 0.0;
+        for (index, target) in targets.iter().enumerate() {
+            let loss = target.loss(&self.logprobs(decoder, adapters, index), terms);
+            if loss.requires_grad() {
+                loss.backward();
+            }
+            total += loss.to_kind(Kind::Double).double_value(&[]);
+        }
+        total
+    }
+
+    /// The full-sequence gradient as a conventional trainer computes it: the library's attention kernel, and activation
+    /// checkpointing, so that of the whole sequence only the inputs of the layers and one layer's graph are alive.
+    /// Returns the loss; gradients add up in the adapters' `.grad`.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    ///
+    /// # Panics
+    /// Never: a decoder has a first layer.
+    pub fn backward_checkpointed(
+        &self,
+        decoder: &dyn Decoder,
+        adapters: &Adapters,
+        targets: &[Target],
+        terms: &Terms,
+    ) -> Result<f64, tensor::Error> {
+        let mut total = 0.0;
+        for (index, target) in targets.iter().enumerate() {
+            let inputs = tch::no_grad(|| self.layer_inputs(decoder, adapters, index));
+            let (top, below) = inputs.split_last().expect("the input of layer 0 is always there");
+            let leaf = top.detach().set_requires_grad(true);
+            let loss = target.loss(&self.head(decoder, &leaf, index), terms);
+            loss.backward();
+            total += loss.to_kind(Kind::Double).double_value(&[]);
+            let mut dy_tw = leaf.grad();
+            for (layer, x_tw) in below.iter().enumerate().rev() {
+                let x_tw = x_tw.detach().set_requires_grad(true);
+                let y_tw = whole_layer(decoder, adapters, LayerIndex(layer), &x_tw);
+                backward(&[(&y_tw, &dy_tw)])?;
+                dy_tw = x_tw.grad();
+            }
+        }
+        Ok(total)
+    }
+
+    /// Log-probabilities of answer `index` as the checkpointed schedule scores them, without a graph.
+    pub fn score(&self, decoder: &dyn Decoder, adapters: &Adapters, index: usize) -> Tensor {
+        tch::no_grad(|| {
+            let mut x_tw = decoder.embed(&self.sequence(index));
+            for layer in (0..decoder.layers()).map(LayerIndex) {
+                x_tw = whole_layer(decoder, adapters, layer, &x_tw);
+            }
+            self.head(decoder, &x_tw, index)
+        })
+    }
+
+    /// Prompt and answer but for the last token, which is no input.
+    fn sequence(&self, index: usize) -> Vec<i64> {
+        let answer = &self.answers[index];
+        self.prompt_ids.iter().chain(&answer[..answer.len() - 1]).copied().collect()
+    }
+
+    /// Inputs of all layers and the output of the last.
+    fn layer_inputs(&self, decoder: &dyn Decoder, adapters: &Adapters, index: usize) -> Vec<Tensor> {
+        let mut inputs = vec![decoder.embed(&self.sequence(index))];
+        for layer in (0..decoder.layers()).map(LayerIndex) {
+            inputs.push(whole_layer(decoder, adapters, layer, &inputs[layer.0]));
+        }
+        inputs
+    }
+
+    /// Log-probabilities of the answer's tokens from the last hidden states of the whole sequence.
+    fn head(&self, decoder: &dyn Decoder, x_tw: &Tensor, index: usize) -> Tensor {
+        let answer = &self.answers[index];
+        let (prompt, rows) = (as_dim(from_index(self.prompt_ids.len())), as_dim(from_index(answer.len())));
+        let last = x_tw.narrow(0, prompt - 1, rows);
+        let logits = decoder.logits(&last).to_kind(accumulation(decoder.kind())) / self.temperature;
+        let targets = Tensor::from_slice(answer).to_device(decoder.device()).unsqueeze(1);
+        logits.log_softmax(-1, accumulation(decoder.kind())).gather(1, &targets, false).squeeze_dim(1)
+    }
+}
+
+impl Target {
+    /// The answer's share of the loss.
+    fn loss(&self, logprobs: &Tensor, terms: &Terms) -> Tensor {
+        let ratio = (logprobs - &self.old).exp();
+        let clipped = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high);
+        let mut token = -(&ratio * self.advantage).minimum(&(clipped * self.advantage));
+        if terms.kl_coef > 0.0 {
+            let gap = &self.reference - logprobs;
+            token += (gap.exp() - &gap - 1.0) * terms.kl_coef;
+        }
+        if let Some(trained) = &self.trained {
+            token *= trained;
+        }
+        (token * self.weight).sum(logprobs.kind())
+    }
+}
+
+/// One block over a whole sequence with the library's attention kernel.
+fn whole_layer(decoder: &dyn Decoder, adapters: &Adapters, layer: LayerIndex, x_tw: &Tensor) -> Tensor {
+    let rows = x_tw.size()[0];
+    let projected = decoder.project(layer, x_tw, 0..rows, adapters);
+    let mixer = decoder.mixer(layer);
+    let (ask, state) = mixer.split(projected.mix);
+    let mixed = mixer.plain(0..rows, &ask, &state, true);
+    decoder.finish(layer, x_tw, &mixed, &projected.keep, adapters)
+}

@@ -1,0 +1,364 @@
+//! GRPO's numbers: advantages of a group, and loss and gradient of each token.
+//!
+//! ```text
+//!   token = −min(r·A, clip(r, 1 − low, 1 + high)·A)  [+ kl · (e^d − d − 1)]     r = e^(logprob − old), d = ref − logprob
+//!   loss  = Σ share · token / divisor        the divisor belongs to the whole batch; it divides the sum of all gradients once
+//! ```
+//!
+//! The KL term is the k3 estimate of KL(policy ‖ reference), in the loss (not the reward), without importance weights.
+//! (Shao et al. 2024, arXiv 2402.03300; Schulman's note on estimates of KL.) Advantages divide by the *population*
+//! standard deviation, so rewards 0 and 1 give −1 and +1.
+
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use crate::runtime::units::{float, from_index};
+
+/// How tokens weigh in the loss.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Aggregation {
+    /// Mean over answers of the mean over the answer's tokens.
+    SequenceMean,
+    /// Mean over all tokens of the batch.
+    TokenMean,
+    /// Sum over tokens divided by a constant, mean over answers.
+    Constant(f64),
+}
+
+impl Aggregation {
+    /// Weight of each trained token of an answer that has so many of them, before the batch's divisor.
+    #[must_use]
+    pub fn share(self, tokens: u64) -> f64 {
+        match self {
+            Aggregation::SequenceMean => 1.0 / float(tokens.max(1)),
+            Aggregation::TokenMean => 1.0,
+            Aggregation::Constant(divisor) => 1.0 / divisor,
+        }
+    }
+}
+
+/// The objective's settings.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// Ratios below 1 − `clip_low` are clipped.
+    pub clip_low: f64,
+    /// Ratios above 1 + `clip_high` are clipped.
+    pub clip_high: f64,
+    /// Weight of the KL term; 0 leaves it out.
+    pub kl_coef: f64,
+    /// How tokens weigh.
+    pub aggregation: Aggregation,
+}
+
+/// Rewards this close together, relative to the largest, are equal: what is left is rounding of how they were summed.
+const EQUAL: f64 = 1e-9;
+
+/// Smallest and largest of the known rewards, if they differ by more than rounding.
+#[must_use]
+pub fn spread(rewards: &[Option<f64>]) -> Option<(f64, f64)> {
+    let known = || rewards.iter().filter_map(|&reward| reward);
+    let (least, most) = (known().fold(f64::INFINITY, f64::min), known().fold(f64::NEG_INFINITY, f64::max));
+    // Halved, so that the difference of two finite numbers stays finite.
+    let apart = most * 0.5 - least * 0.5;
+    (apart > EQUAL * 0.5 * least.abs().max(most.abs())).then_some((least, most))
+}
+
+/// Advantage of each answer from the group's rewards. A missing reward (`None`) gives `None` and takes no part in mean
+/// and deviation; a group whose rewards are all equal, but for rounding, gives exactly 0.
+#[must_use]
+pub fn advantages(rewards: &[Option<f64>], normalize: bool) -> Vec<Option<f64>> {
+    let Some((least, most)) = spread(rewards) else {
+        return rewards.iter().map(|reward| reward.map(|_| 0.0)).collect();
+    };
+    // Brought to 0..1 first: the deviation of very small or very large rewards would under- or overflow.
+    let (half, width) = (least * 0.5, most * 0.5 - least * 0.5);
+    let scaled: Vec<Option<f64>> =
+        rewards.iter().map(|reward| reward.map(|reward| (reward * 0.5 - half) / width)).collect();
+    let known: Vec<f64> = scaled.iter().filter_map(|&reward| reward).collect();
+    let count = float(from_index(known.len()));
+    let mean = known.iter().sum::<f64>() / count;
+    let deviation = (known.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>() / count).sqrt();
+    let unit = if normalize { 1.0 / deviation } else { 2.0 * width };
+    scaled.iter().map(|reward| reward.map(|reward| (reward - mean) * unit)).collect()
+}
+
+/// One answer's place in a batch: how many tokens, and whether it has a reward.
+#[derive(Clone, Copy, Debug)]
+pub struct Counted {
+    /// Trained tokens of the answer.
+    pub tokens: u64,
+    /// Whether it has a reward; without one it takes no part.
+    pub scored: bool,
+}
+
+/// Sizes of a whole batch (all groups of an update, over all ranks), from which every token's weight follows.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Batch {
+    answers: u64,
+    tokens: u64,
+}
+
+impl Batch {
+    /// Counts every answer of the batch once, whatever ranks it is spread over. Groups with equal rewards count.
+    pub fn of(answers: impl IntoIterator<Item = Counted>) -> Batch {
+        let mut batch = Batch::default();
+        answers.into_iter().for_each(|answer| batch.add(answer));
+        batch
+    }
+
+    /// Counts a further answer.
+    pub fn add(&mut self, answer: Counted) {
+        if answer.scored {
+            self.answers += 1;
+            self.tokens += answer.tokens;
+        }
+    }
+
+    /// What the sum of all answers' gradients, each token weighing its [`Aggregation::share`], is divided by.
+    #[must_use]
+    pub fn divisor(&self, aggregation: Aggregation) -> f64 {
+        match aggregation {
+            Aggregation::SequenceMean | Aggregation::Constant(_) => float(self.answers.max(1)),
+            Aggregation::TokenMean => float(self.tokens.max(1)),
+        }
+    }
+
+    /// Weight of each token of an answer of `tokens` trained tokens, where the whole batch is known beforehand.
+    #[must_use]
+    pub fn weight(&self, aggregation: Aggregation, tokens: u64) -> f64 {
+        aggregation.share(tokens) / self.divisor(aggregation)
+    }
+}
+
+/// Some tokens of one answer, in the accumulation dtype, [t] each.
+#[derive(Debug)]
+pub struct Tokens<'a> {
+    /// Log-probabilities under the policy.
+    pub logprobs: &'a Tensor,
+    /// Frozen log-probabilities under the policy that is being improved upon.
+    pub old: &'a Tensor,
+    /// Log-probabilities under the reference policy; needed if there is a KL term.
+    pub reference: Option<&'a Tensor>,
+    /// The answer's advantage.
+    pub advantage: f64,
+    /// Weight of each token.
+    pub weight: f64,
+    /// 1 for tokens that are trained, 0 for those that take no part (what a tool has put into the answer); `None`: all are.
+    pub trained: Option<&'a Tensor>,
+}
+
+/// What those tokens add.
+#[derive(Debug)]
+pub struct Added {
+    /// To the loss.
+    pub loss: f64,
+    /// Gradient of the loss with respect to `logprobs`, [t].
+    pub dlogprobs: Tensor,
+    /// Smallest and largest ratio, if there are tokens.
+    pub ratio: Option<(f64, f64)>,
+    /// What trained tokens tell besides.
+    pub told: Told,
+}
+
+/// What trained tokens tell of an update, as sums over tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Told {
+    /// Tokens.
+    pub tokens: u64,
+    /// Those whose ratio was clipped in effect from below.
+    pub clipped_low: u64,
+    /// And from above.
+    pub clipped_high: u64,
+    /// The k3 estimates, without their weight; 0 without a KL term.
+    pub kl: f64,
+}
+
+impl Told {
+    /// Adds other tokens.
+    pub fn add(&mut self, other: Told) {
+        self.tokens += other.tokens;
+        self.clipped_low += other.clipped_low;
+        self.clipped_high += other.clipped_high;
+        self.kl += other.kl;
+    }
+}
+
+/// The range that covers two ranges; a NaN in either stays, so that it is seen.
+#[must_use]
+pub fn widen(one: Option<(f64, f64)>, two: Option<(f64, f64)>) -> Option<(f64, f64)> {
+    let (Some(a), Some(b)) = (one, two) else { return one.or(two) };
+    let nan = |x: f64, y: f64| x.is_nan() || y.is_nan();
+    let least = if nan(a.0, b.0) { f64::NAN } else { a.0.min(b.0) };
+    Some((least, if nan(a.1, b.1) { f64::NAN } else { a.1.max(b.1) }))
+}
+
+/// Loss and gradient of some tokens. By hand, since the graph would be three lines long.
+#[must_use]
+pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
+    let Tokens { logprobs, old, reference, advantage, weight, trained } = *tokens;
+    let ratio = (logprobs - old).exp();
+    let free = &ratio * advantage;
+    let bounded = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high) * advantage;
+    let active = free.le_tensor(&bounded);
+    let mut token = -free.minimum(&bounded);
+    // A clipped token has no gradient, also where its ratio has overflowed.
+    let mut dtoken = -free.where_self(&active, &free.zeros_like());
+    let mut kl = token.zeros_like();
+    if let Some(reference) = reference.filter(|_| terms.kl_coef > 0.0) {
+        let gap = reference - logprobs;
+        kl = gap.exp() - &gap - 1.0;
+        token += &kl * terms.kl_coef;
+        dtoken += (1.0 - gap.exp()) * terms.kl_coef;
+    }
+    let takes_part = trained.map_or_else(|| ratio.ones_like(), Tensor::shallow_clone).gt(0.0);
+    // Chosen, not multiplied: a token that takes no part may have any value.
+    let only = |x: &Tensor| x.where_self(&takes_part, &x.zeros_like());
+    let count = |x: &Tensor| u64::try_from(x.sum(Kind::Int64).int64_value(&[])).unwrap_or(0);
+    // A token is clipped from below where its advantage is negative, else from above.
+    let clipped = count(&active.logical_not().logical_and(&takes_part));
+    let (clipped_low, clipped_high) = if advantage < 0.0 { (clipped, 0) } else { (0, clipped) };
+    let kl = only(&kl).sum(Kind::Double).double_value(&[]);
+    let ratios = ratio.masked_select(&takes_part);
+    let any = ratios.numel() > 0;
+    Added {
+        loss: only(&token).sum(Kind::Double).double_value(&[]) * weight,
+        dlogprobs: only(&dtoken) * weight,
+        ratio: any.then(|| (ratios.min().double_value(&[]), ratios.max().double_value(&[]))),
+        told: Told { tokens: count(&takes_part), clipped_low, clipped_high, kl },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
+
+    #[test]
+    fn rewards_0_and_1_give_minus_and_plus_one() {
+        assert_eq!(advantages(&[Some(0.0), Some(1.0)], true), [Some(-1.0), Some(1.0)]);
+        assert_eq!(advantages(&[Some(0.0), Some(1.0)], false), [Some(-0.5), Some(0.5)]);
+    }
+
+    #[test]
+    fn equal_rewards_give_exactly_zero_and_a_missing_one_takes_no_part() {
+        assert_eq!(advantages(&[Some(0.1); 3], true), [Some(0.0); 3]);
+        assert_eq!(advantages(&[Some(1.0), None], true), [Some(0.0), None]);
+        assert_eq!(advantages(&[None, None], true), [None, None]);
+        assert_eq!(advantages(&[Some(0.0), None, Some(1.0)], true), [Some(-1.0), None, Some(1.0)]);
+        assert_eq!(advantages(&[Some(0.1 + 0.2), Some(0.3)], true), [Some(0.0); 2]);
+        assert_eq!(advantages(&[Some(0.7), Some(0.1 * 7.0)], true), [Some(0.0); 2]);
+    }
+
+    #[test]
+    fn tiny_and_huge_rewards_give_finite_advantages() {
+        for pair in [[0.0, 1e-200], [0.0, 1e200], [-1e308, 1e308]] {
+            assert_eq!(advantages(&pair.map(Some), true), [Some(-1.0), Some(1.0)], "{pair:?}");
+        }
+        let three = advantages(&[Some(1e308), Some(1e308), Some(0.0)], true);
+        assert!(three.iter().flatten().all(|advantage| advantage.is_finite()));
+        assert_eq!(advantages(&[Some(-3.0), Some(5.0)], false), [Some(-4.0), Some(4.0)]);
+    }
+
+    #[test]
+    fn a_clipped_token_whose_ratio_overflows_has_no_gradient() {
+        let (lp, old) = (Tensor::from_slice(&[0.0f32]), Tensor::from_slice(&[-200.0f32]));
+        let given = Tokens { logprobs: &lp, old: &old, reference: None, advantage: 1.0, weight: 1.0, trained: None };
+        let added = tokens(&given, &TERMS);
+        assert!((added.loss + 1.2).abs() < 1e-6 && added.dlogprobs.double_value(&[0]).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_gradient_by_hand_is_autograds() {
+        let old = Tensor::from_slice(&[-1.0f64, -2.0, -0.5, -3.0, -1.0]);
+        let reference = Tensor::from_slice(&[-1.2f64, -1.0, -0.7, -2.5, -4.0]);
+        for advantage in [1.0, -1.0, 0.7, 0.0] {
+            let lp = Tensor::from_slice(&[-1.0f64, -1.0, -1.5, -2.9, -1.25]).set_requires_grad(true);
+            let ratio = (&lp - &old).exp();
+            let token = -(&ratio * advantage).minimum(&(ratio.clamp(0.8, 1.2) * advantage));
+            let gap = &reference - &lp;
+            let loss = (token + (gap.exp() - &gap - 1.0) * 0.04).sum(Kind::Double) * 0.125;
+            loss.backward();
+            let detached = lp.detach();
+            let given = Tokens {
+                logprobs: &detached,
+                old: &old,
+                reference: Some(&reference),
+                advantage,
+                weight: 0.125,
+                trained: None,
+            };
+            let added = tokens(&given, &TERMS);
+            assert!((added.loss - loss.double_value(&[])).abs() < 1e-15);
+            assert!((added.dlogprobs - lp.grad()).abs().max().double_value(&[]) < 1e-15);
+        }
+    }
+
+    #[test]
+    fn tokens_that_take_no_part_change_nothing_whatever_they_hold() {
+        let (lp, old) = (Tensor::from_slice(&[-1.0f64, f64::NAN, -0.5]), Tensor::from_slice(&[-1.4f64, -1.0, -0.5]));
+        let mask = Tensor::from_slice(&[1.0f64, 0.0, 1.0]);
+        let all = |logprobs: &Tensor, old: &Tensor, trained: Option<&Tensor>| {
+            tokens(&Tokens { logprobs, old, reference: Some(old), advantage: 1.0, weight: 0.5, trained }, &TERMS)
+        };
+        let part = |x: &Tensor| x.index_select(0, &Tensor::from_slice(&[0i64, 2]));
+        let (masked, without) = (all(&lp, &old, Some(&mask)), all(&part(&lp), &part(&old), None));
+        assert!((masked.loss - without.loss).abs() < 1e-15);
+        assert_eq!((masked.told, masked.ratio), (without.told, without.ratio));
+        assert_eq!((masked.told.tokens, masked.told.clipped_high), (2, 1));
+        assert_eq!(
+            Vec::<f64>::try_from(part(&masked.dlogprobs)).unwrap(),
+            Vec::<f64>::try_from(without.dlogprobs).unwrap()
+        );
+        assert!(masked.dlogprobs.double_value(&[1]).abs() == 0.0);
+    }
+
+    #[test]
+    fn clipped_tokens_are_told_by_their_side_and_divergence_as_a_sum() {
+        let (lp, old) =
+            (Tensor::from_slice(&[0.5f64, -0.5, 0.0]), Tensor::zeros([3], (Kind::Double, tch::Device::Cpu)));
+        let reference = Tensor::from_slice(&[1.5f64, -0.5, 0.0]);
+        let at = |advantage, reference| {
+            let given = Tokens { logprobs: &lp, old: &old, reference, advantage, weight: 1.0, trained: None };
+            tokens(&given, &TERMS).told
+        };
+        assert_eq!(at(1.0, None), Told { tokens: 3, clipped_low: 0, clipped_high: 1, kl: 0.0 });
+        assert_eq!(at(-1.0, None), Told { tokens: 3, clipped_low: 1, clipped_high: 0, kl: 0.0 });
+        assert_eq!(at(0.0, None), Told { tokens: 3, ..Told::default() });
+        let mut sum = at(1.0, Some(&reference));
+        sum.add(at(-1.0, Some(&reference)));
+        assert_eq!((sum.tokens, sum.clipped_low, sum.clipped_high), (6, 1, 1));
+        assert!((sum.kl - 2.0 * (1.0_f64.exp() - 2.0)).abs() < 1e-12);
+    }
+
+    #[test]
+    fn kl_weight_changes_the_gradient_of_a_policy_that_has_moved() {
+        let (lp, old, reference) = (Tensor::from(-1.0f64), Tensor::from(-1.0f64), Tensor::from(-2.0f64));
+        let at = |kl_coef| {
+            let given = Tokens {
+                logprobs: &lp,
+                old: &old,
+                reference: Some(&reference),
+                advantage: 0.5,
+                weight: 1.0,
+                trained: None,
+            };
+            tokens(&given, &Terms { kl_coef, ..TERMS }).dlogprobs.double_value(&[])
+        };
+        assert!((at(0.0) + 0.5).abs() < 1e-15);
+        assert!((at(10.0) - (-0.5 + 10.0 * (1.0 - (-1.0f64).exp()))).abs() < 1e-12);
+    }
+
+    #[test]
+    fn weights_do_not_depend_on_how_a_batch_is_cut() {
+        let lengths = [10u64, 1000, 3];
+        let batch = Batch::of(lengths.map(|tokens| Counted { tokens, scored: true }));
+        let total = |aggregation| -> f64 { lengths.iter().map(|&n| batch.weight(aggregation, n) * float(n)).sum() };
+        assert!((total(Aggregation::SequenceMean) - 1.0).abs() < 1e-12);
+        assert!((total(Aggregation::TokenMean) - 1.0).abs() < 1e-12);
+        assert!((total(Aggregation::Constant(100.0)) - 1013.0 / 300.0).abs() < 1e-12);
+        assert!(batch.weight(Aggregation::TokenMean, 10) < batch.weight(Aggregation::SequenceMean, 10));
+        let unscored = Batch::of([Counted { tokens: 5, scored: false }, Counted { tokens: 10, scored: true }]);
+        assert!((unscored.weight(Aggregation::SequenceMean, 10) - 0.1).abs() < 1e-15);
+    }
+}

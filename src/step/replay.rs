@@ -1,0 +1,359 @@
+//! Replay and sweep: the answers run again, then gradients go down the layers, one graph alive at a time.
+//!
+//! ```text
+//!   up     layer 0 … L−2   each answer: input waits in the pool, slot (answer, layer)
+//!   top    layer L−1       each answer: forward, head, loss, head backward, block backward; then the tail
+//!   down   layer L−2 … 0   each answer: backward, its gradient takes the place of the block's input; then the tail
+//! ```
+//!
+//! The tail is the last N prompt rows, N the gradient mode. Answers leave their share of the gradient on the tail's part
+//! of the pages, so the tail comes last in every layer; it runs once for the group. Only one layer's gradient of page
+//! state exists at a time. The pool holds exactly answers × rows × width × layers.
+
+use tch::Tensor;
+
+use crate::model::head::Head;
+use crate::model::mixer::{Past, PastGradient};
+use crate::model::pass::{Pass, SpanRows, Tail};
+use crate::prompt::handoff::{Captured, Logprobs, Scores, Work};
+use crate::prompt::layout::Span;
+use crate::prompt::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};
+use crate::runtime::failure::{Failure, Phase};
+use crate::runtime::liveness::Board;
+use crate::runtime::memory::Purpose;
+use crate::runtime::units::{Bytes, LayerIndex, as_dim};
+use crate::step::objective::{self, Terms, Tokens, Told};
+use crate::tensor::gpu::Mark;
+
+/// What the answers are pulled towards.
+#[derive(Clone, Copy)]
+pub struct Goal<'a> {
+    /// Frozen log-probabilities of the policy.
+    pub old: &'a Scores,
+    /// Frozen log-probabilities of the reference policy, if there is a KL term.
+    pub reference: Option<&'a Scores>,
+    /// Advantage of each answer; `None` takes no part.
+    pub advantages: &'a [Option<f64>],
+    /// Weight of each token of each answer.
+    pub weights: &'a [f64],
+    /// The objective.
+    pub terms: &'a Terms,
+}
+
+/// What a replay leaves besides the adapters' gradients: this rank's share of the group's numbers.
+#[derive(Debug)]
+pub struct Replayed {
+    /// This rank's part of the loss.
+    pub loss: f64,
+    /// Smallest and largest ratio to the frozen scores on this rank; `None` where it has no token.
+    pub ratio: Option<(f64, f64)>,
+    /// What this rank's trained tokens tell besides.
+    pub told: Told,
+    /// Log-probabilities of this rank's tokens.
+    pub logprobs: Scores,
+    /// The most bytes that waited in the pool of answers' hidden states.
+    pub pool_bytes: Bytes,
+    /// Where the time went on this rank.
+    pub seconds: Spent,
+}
+
+/// Seconds of a replay on one rank.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Spent {
+    /// Up to the end of the top layer.
+    pub up: f64,
+    /// From there down.
+    pub down: f64,
+    /// Of both: the tail's turns, which do not depend on the number of answers.
+    pub tail: f64,
+}
+
+struct Replay<'a> {
+    pass: &'a Pass<'a>,
+    head: &'a Head,
+    work: &'a Work,
+    captured: &'a Captured,
+    goal: Goal<'a>,
+    board: &'a Board,
+    pool: HiddenPool,
+    /// Tail inputs that were computed again.
+    again: HiddenPool,
+    /// The layer from whose kept tail input those above it were computed again last.
+    filled_from: Option<usize>,
+    /// When the tail's turns began and ended.
+    turns: Vec<(Mark, Mark)>,
+    done: Replayed,
+}
+
+/// Replays every answer of `work`; gradients add up in the adapters' `.grad`.
+///
+/// # Errors
+/// When the pages were captured under other adapters than the pass's, or libtorch refuses a backward.
+pub fn run(
+    pass: &Pass,
+    head: &Head,
+    work: &Work,
+    captured: &Captured,
+    goal: Goal,
+    board: &Board,
+) -> Result<Replayed, Failure> {
+    let device = pass.decoder.device();
+    let start = Mark::now(device)?;
+    let nothing = Replayed {
+        loss: 0.0,
+        ratio: None,
+        told: Told::default(),
+        logprobs: Scores(Vec::new()),
+        pool_bytes: Bytes(0),
+        seconds: Spent::default(),
+    };
+    let pool = |residency, purpose| HiddenPool::new(residency, purpose, pass.seat.ledger.clone());
+    let (pool, again) = (pool(Residency::Host, Purpose::Hidden), pool(captured.keeping.tail, Purpose::Checkpoints));
+    let (filled_from, turns) = (None, Vec::new());
+    let mut replay = Replay { pass, head, work, captured, goal, board, pool, again, filled_from, turns, done: nothing };
+    let top = LayerIndex(pass.decoder.layers() - 1);
+    for (index, answer) in work.answers.iter().enumerate() {
+        let inputs = work.inputs(answer, pass.seat.axis.rank());
+        replay.pool.put(Slot { span: index, layer: LayerIndex(0) }, &pass.decoder.embed(&inputs))?;
+    }
+    for layer in (0..top.0).map(LayerIndex) {
+        board.layer(layer)?;
+        replay.up(layer)?;
+    }
+    board.layer(top)?;
+    let mut dtail = replay.top(top)?;
+    replay.done.pool_bytes = replay.pool.bytes();
+    let turned = Mark::now(device)?;
+    for layer in (0..top.0).rev().map(LayerIndex) {
+        board.layer(layer)?;
+        dtail = replay.down(layer, dtail)?;
+    }
+    let end = Mark::now(device)?;
+    let turns = replay.turns.iter().map(|(before, after)| before.seconds_to(after));
+    let tail = turns.sum::<Result<f64, _>>()?;
+    replay.done.seconds = Spent { up: start.seconds_to(&turned)?, down: turned.seconds_to(&end)?, tail };
+    Ok(replay.done)
+}
+
+/// The layer that comes next on the way down.
+fn below(layer: LayerIndex) -> Option<LayerIndex> {
+    layer.0.checked_sub(1).map(LayerIndex)
+}
+
+impl Replay<'_> {
+    fn stage(&self, layer: LayerIndex, then: Option<LayerIndex>) -> Result<Staged, Failure> {
+        Ok(self.captured.pages.stage(layer, then, self.pass.adapters.stamp())?)
+    }
+
+    fn up(&mut self, layer: LayerIndex) -> Result<(), Failure> {
+        let above = LayerIndex(layer.0 + 1);
+        let staged = self.stage(layer, Some(above))?;
+        let past = Past::of_answers(&staged, &self.work.layout);
+        for (index, answer) in self.work.with_rows() {
+            let x_rw = self.pool.stage(Slot { span: index, layer })?;
+            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
+            self.pool.put(Slot { span: index, layer: above }, &y_rw)?;
+        }
+        Ok(())
+    }
+
+    /// The top layer: every answer's forward, loss and first step back; then the tail's.
+    fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
+        let staged = self.stage(layer, self.after(layer))?;
+        let past = Past::of_answers(&staged, &self.work.layout);
+        let mut gradient = PastGradient::zeros(&past);
+        let first = self.first_tokens();
+        let rank = self.pass.seat.axis.rank();
+        for index in 0..self.work.answers.len() {
+            let answer = &self.work.answers[index];
+            let slot = Slot { span: index, layer };
+            let first = first.as_ref().map(|all| all.narrow(0, as_dim(index as u64), 1));
+            if answer.span.is_empty() {
+                let rows = self.head.logprobs(self.pass.decoder, &self.no_rows(), &self.work.labels(answer, rank));
+                self.done.logprobs.0.push(Logprobs { rows, first });
+                continue;
+            }
+            let labels = self.work.labels(answer, rank);
+            let x_rw = self.pool.stage(slot)?;
+            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
+            let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
+            let dlogprobs = self.loss(index, &rows, self.work.trained(answer, rank), |scores| &scores.rows);
+            let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
+            let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw };
+            let dx_tw = self.pass.backward(layer, &rows_of, &past, None, &mut gradient)?;
+            self.pool.put(slot, &dx_tw)?;
+            self.done.logprobs.0.push(Logprobs { rows, first });
+        }
+        let dlast = self.first_token_gradient(first.as_ref())?;
+        let dtail = self.tail_start(dlast);
+        self.board.enter(Phase::Sweep);
+        self.board.layer(layer)?;
+        self.tail(layer, &staged, dtail, gradient)
+    }
+
+    fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
+        let staged = self.stage(layer, self.after(layer))?;
+        let past = Past::of_answers(&staged, &self.work.layout);
+        let mut gradient = PastGradient::zeros(&past);
+        for (index, answer) in self.work.with_rows() {
+            let (here, above) = (Slot { span: index, layer }, Slot { span: index, layer: LayerIndex(layer.0 + 1) });
+            let (x_rw, dy_rw) = (self.pool.stage(here)?, self.pool.stage(above)?);
+            let rows = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_rw };
+            let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient)?;
+            self.pool.release(above);
+            self.pool.put(here, &dx_rw)?;
+        }
+        self.tail(layer, &staged, dtail, gradient)
+    }
+
+    /// The layer from whose kept tail input that of `layer` has to be computed again, if it has to.
+    fn fill_from(&self, layer: LayerIndex) -> Option<LayerIndex> {
+        let span = self.work.layout.tail();
+        let kept = layer.0 - layer.0 % self.captured.keeping.every;
+        let due = !span.is_empty() && layer.0 != kept && self.filled_from != Some(kept);
+        due.then_some(LayerIndex(kept))
+    }
+
+    /// The layer whose pages are asked for next, on the way down, after those of `layer`.
+    fn after(&self, layer: LayerIndex) -> Option<LayerIndex> {
+        self.fill_from(layer).or(below(layer))
+    }
+
+    /// The tail's turn in a layer: `gradient` is what the answers have left on its state. Every rank takes part, with
+    /// or without rows.
+    fn tail(
+        &mut self,
+        layer: LayerIndex,
+        staged: &Staged,
+        dtail: Option<Tensor>,
+        gradient: PastGradient,
+    ) -> Result<Option<Tensor>, Failure> {
+        let Some(dy_tw) = dtail else { return Ok(None) };
+        let start = Mark::now(self.pass.decoder.device())?;
+        let layout = &self.work.layout;
+        let span = layout.tail();
+        self.fill_tail(layer, &span)?;
+        let x_tw = self.tail_input(layer)?;
+        self.expect_tail(below(layer))?;
+        let rows = SpanRows { span: &span, x_tw: &x_tw, dy_tw: &dy_tw };
+        let dx_tw = if self.pass.travels(&span) {
+            self.pass.backward_tail(layer, &rows, &self.travelling(&span, staged), gradient)?
+        } else {
+            let past = Past::of_tail(staged, layout);
+            let mut constants = PastGradient::zeros(&past);
+            self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants)?
+        };
+        self.again.release(Slot { span: 0, layer });
+        self.turns.push((start, Mark::now(self.pass.decoder.device())?));
+        Ok(Some(dx_tw))
+    }
+
+    /// The tail's block input in `layer`, on the device; no rows on a rank that has none.
+    fn tail_input(&self, layer: LayerIndex) -> Result<StagedHidden, Failure> {
+        let slot = Slot { span: 0, layer };
+        let pools = [&self.again, &self.captured.tail];
+        let held = pools.into_iter().find(|pool| pool.holds(slot)).map(|pool| pool.stage(slot)).transpose()?;
+        Ok(held.unwrap_or_else(|| StagedHidden::of(self.no_rows())))
+    }
+
+    /// What the tail will need in the layer that comes next sets out for the device.
+    fn expect_tail(&self, layer: Option<LayerIndex>) -> Result<(), Failure> {
+        let Some(layer) = layer else { return Ok(()) };
+        let slot = Slot { span: 0, layer };
+        for pool in [&self.again, &self.captured.tail] {
+            pool.expect(slot)?;
+        }
+        Ok(self.captured.mixed.expect(layer)?)
+    }
+
+    /// Computes the tail's input of `layer` again, from the nearest layer below whose input was kept, and those of the
+    /// layers between with it: going down, they come next. Every rank takes part, with or without rows.
+    fn fill_tail(&mut self, layer: LayerIndex, span: &Span) -> Result<(), Failure> {
+        let Some(kept) = self.fill_from(layer) else { return Ok(()) };
+        for under in (kept.0..layer.0).map(LayerIndex) {
+            let above = LayerIndex(under.0 + 1);
+            // Behind the last of them the way down goes on, from the layer below this one.
+            let then = if above < layer { Some(above) } else { below(layer) };
+            let staged = self.stage(under, then)?;
+            let x_tw = self.tail_input(under)?;
+            let y_tw = self.pass.forward_tail(under, &x_tw, &self.travelling(span, &staged))?;
+            if y_tw.size()[0] > 0 {
+                self.again.put(Slot { span: 0, layer: above }, &y_tw)?;
+            }
+        }
+        self.filled_from = Some(kept.0);
+        Ok(())
+    }
+
+    fn travelling<'b>(&'b self, span: &'b Span, staged: &'b Staged) -> Tail<'b> {
+        let kept = self.captured.keeping.attention.then_some(&self.captured.mixed);
+        Tail { span, layout: &self.work.layout, staged, kept }
+    }
+
+    fn no_rows(&self) -> Tensor {
+        Tensor::zeros([0, self.pass.decoder.width()], (self.pass.decoder.kind(), self.pass.decoder.device()))
+    }
+
+    /// Log-probabilities of all first tokens, [answers], on the rank that owns row P−1.
+    fn first_tokens(&self) -> Option<Tensor> {
+        let x_1w = self.captured.last_row.as_ref()?;
+        Some(self.head.logprobs_of_row(self.pass.decoder, x_1w, &self.work.first_labels()))
+    }
+
+    /// Adds the first tokens to the loss; returns the gradient of row P−1, [1, w], summed over the group.
+    fn first_token_gradient(&mut self, first: Option<&Tensor>) -> Result<Option<Tensor>, Failure> {
+        let (Some(all), Some(x_1w)) = (first, self.captured.last_row.as_ref()) else { return Ok(None) };
+        let dlogprobs: Vec<Tensor> = (0..self.work.answers.len())
+            .map(|index| {
+                let logprobs = all.narrow(0, as_dim(index as u64), 1);
+                let trained = self.work.answers[index].first_is_trained();
+                self.loss(index, &logprobs, trained, |scores| {
+                    scores.first.as_ref().expect("the owner scored the first token")
+                })
+            })
+            .collect();
+        let gradient = Tensor::cat(&dlogprobs, 0);
+        Ok(Some(self.head.backward_of_row(self.pass.decoder, x_1w, &self.work.first_labels(), &gradient)?))
+    }
+
+    /// The gradient with which the tail enters the sweep: zero but for row P−1. `None` if no row carries gradient.
+    fn tail_start(&self, dlast: Option<Tensor>) -> Option<Tensor> {
+        let tail = self.work.layout.tail();
+        if tail.is_empty() {
+            return None;
+        }
+        let rows: i64 = tail.of(self.pass.seat.axis.rank()).map(|piece| piece.rows().dim()).sum();
+        let kind = (self.pass.decoder.kind(), self.pass.decoder.device());
+        let dtail = Tensor::zeros([rows, self.pass.decoder.width()], kind);
+        if let Some(dlast) = dlast {
+            dtail.narrow(0, rows - 1, 1).copy_(&dlast);
+        }
+        Some(dtail)
+    }
+
+    /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities. `trained` says
+    /// which of them take part; `None`: all.
+    fn loss(
+        &mut self,
+        index: usize,
+        logprobs: &Tensor,
+        trained: Option<Tensor>,
+        of: impl Fn(&Logprobs) -> &Tensor,
+    ) -> Tensor {
+        let Some(advantage) = self.goal.advantages[index] else { return logprobs.zeros_like() };
+        let trained = trained.map(|trained| trained.to_device(logprobs.device()));
+        let tokens = Tokens {
+            logprobs,
+            old: of(&self.goal.old.0[index]),
+            reference: self.goal.reference.map(|scores| of(&scores.0[index])),
+            advantage,
+            weight: self.goal.weights[index],
+            trained: trained.as_ref(),
+        };
+        let added = objective::tokens(&tokens, self.goal.terms);
+        self.done.loss += added.loss;
+        self.done.told.add(added.told);
+        self.done.ratio = objective::widen(self.done.ratio, added.ratio);
+        added.dlogprobs
+    }
+}

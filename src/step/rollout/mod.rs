@@ -1,0 +1,256 @@
+//! Rollout: the policy answers for itself. All answers of a group are drawn together, in step, from the captured pages.
+//!
+//! ```text
+//!   row P−1 ──head──▶ draw token 0 of every answer ──▶ row P of every answer through all layers ──head──▶ draw token 1 …
+//! ```
+//!
+//! How it departs from serving one answer after another:
+//! 1. One pass over the pages serves the whole group: answers stand at the same position, so in each layer their queries are
+//!    rows of one rectangle over the same keys.
+//! 2. Every rank of a prompt computes all rows, since a row's time is the reading of weights; the prompt's pages and the
+//!    answers' own state are shared out, and ranks' parts are merged by log-sum-exp in rank order.
+//! 3. Noise is a function of seed, group, answer, token and vocabulary entry, and the token with the largest sum of
+//!    log-probability and Gumbel noise is drawn (Gumbel 1954; Maddison et al. 2014), so rounding, which differs between
+//!    numbers of ranks, changes a token only where two sums are equal but for it. The prompt's first rank draws for all.
+
+mod noise;
+mod sampling;
+
+use tch::{Kind, Tensor};
+
+use crate::model::answers::AnswerState;
+use crate::model::head::Head;
+use crate::model::mixer::Past;
+use crate::model::pass::Pass;
+use crate::prompt::handoff::Captured;
+use crate::prompt::layout::PromptLayout;
+use crate::prompt::pages::Staged;
+use crate::runtime::failure::{Classified, Exit, Failure};
+use crate::runtime::liveness::Board;
+use crate::runtime::units::{LayerIndex, Rank, Tokens, as_dim, from_index};
+use crate::world::exchange::gather_rows;
+
+pub use noise::Stream;
+pub use sampling::Sampling;
+
+/// Why no token can be drawn.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The policy's distribution is none.
+    #[error(
+        "the policy's log-probabilities after {tokens} tokens of answer {answer} are not finite, so none can be drawn; the \
+         adapters or the model are broken, or optimizer.lr is far too large"
+    )]
+    NotFinite {
+        /// Which answer.
+        answer: usize,
+        /// Tokens that it has.
+        tokens: usize,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::NotFinite
+    }
+}
+
+/// What is drawn.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask<'a> {
+    /// How many answers.
+    pub answers: usize,
+    /// Tokens of an answer, at most; at least 1.
+    pub longest: Tokens,
+    /// Tokens that end an answer, and belong to it.
+    pub ends: &'a [i64],
+    /// From which tokens.
+    pub sampling: Sampling,
+    /// The group's noise.
+    pub stream: Stream,
+    /// All layers' pages lie on the device meanwhile; equal on all ranks.
+    pub pages_on_device: bool,
+}
+
+/// One answer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Drawn {
+    /// Its tokens, at least one; the last is an end unless it was cut off.
+    pub ids: Vec<i64>,
+    /// Log-probability of each token when it was drawn, under the whole distribution at the head's temperature.
+    pub logprobs: Vec<f64>,
+    /// Sum over tokens of the distribution's entropy, nats.
+    pub entropy: f64,
+    /// Whether it was cut off at the longest length.
+    pub truncated: bool,
+}
+
+/// Draws a group's answers behind a captured prompt. Every rank of the prompt takes part and gets the same answers.
+///
+/// # Errors
+/// When the pages were captured under other adapters than the pass's, or a distribution is not finite.
+pub fn run(
+    pass: &Pass,
+    head: &Head,
+    layout: &PromptLayout,
+    captured: &Captured,
+    ask: &Ask,
+    board: &Board,
+) -> Result<Vec<Drawn>, Failure> {
+    tch::no_grad(|| {
+        let adapters = pass.adapters.applied(pass.decoder.kind());
+        let pass = Pass { adapters: &adapters, ..*pass };
+        Rollout::begin(&pass, head, layout, captured, ask)?.all(board)
+    })
+}
+
+struct Rollout<'a> {
+    pass: &'a Pass<'a>,
+    head: &'a Head,
+    layout: &'a PromptLayout,
+    captured: &'a Captured,
+    ask: &'a Ask<'a>,
+    /// All layers' pages, where they stay.
+    staged: Vec<Staged>,
+    states: Vec<AnswerState>,
+    /// Answers that have not ended, in order: the rows of every tensor here.
+    live: Vec<usize>,
+    drawn: Vec<Drawn>,
+}
+
+impl<'a> Rollout<'a> {
+    fn begin(
+        pass: &'a Pass<'a>,
+        head: &'a Head,
+        layout: &'a PromptLayout,
+        captured: &'a Captured,
+        ask: &'a Ask<'a>,
+    ) -> Result<Self, Failure> {
+        let seat = (pass.seat.axis.rank(), pass.seat.axis.size());
+        let device = pass.decoder.device();
+        let state = |layer: usize| {
+            let planes = pass.decoder.mixer(LayerIndex(layer)).planes();
+            AnswerState::new(ask.answers, &planes, (layout.end(), ask.longest), seat, device, pass.seat.ledger)
+        };
+        let mut rollout = Rollout {
+            pass,
+            head,
+            layout,
+            captured,
+            ask,
+            staged: Vec::new(),
+            states: (0..pass.decoder.layers()).map(state).collect(),
+            live: (0..ask.answers).collect(),
+            drawn: vec![Drawn::default(); ask.answers],
+        };
+        if ask.pages_on_device {
+            let layers = pass.decoder.layers();
+            let staged = (0..layers).map(|layer| rollout.stage(layer, Some(layer + 1).filter(|&next| next < layers)));
+            rollout.staged = staged.collect::<Result<_, _>>()?;
+        }
+        Ok(rollout)
+    }
+
+    fn stage(&self, layer: usize, then: Option<usize>) -> Result<Staged, Failure> {
+        let stamp = self.pass.adapters.stamp();
+        Ok(self.captured.pages.stage(LayerIndex(layer), then.map(LayerIndex), stamp)?)
+    }
+
+    fn all(mut self, board: &Board) -> Result<Vec<Drawn>, Failure> {
+        let x_1w = self.last_row();
+        let mut logprobs_av =
+            self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
+        loop {
+            let tokens = self.draw(&logprobs_av)?;
+            if self.live.is_empty() {
+                return Ok(self.drawn);
+            }
+            let x_aw = self.rows(&tokens, board)?;
+            logprobs_av = self.head.log_softmax(self.pass.decoder, &x_aw);
+        }
+    }
+
+    /// The last hidden state of row P−1 on every rank.
+    fn last_row(&self) -> Tensor {
+        let (axis, decoder) = (self.pass.seat.axis, self.pass.decoder);
+        let none = || Tensor::zeros([0, decoder.width()], (decoder.kind(), decoder.device()));
+        let own = self.captured.last_row.as_ref().map_or_else(none, Tensor::shallow_clone);
+        gather_rows(axis, &own, &self.layout.last_row_counts())
+    }
+
+    /// Draws the next token of every answer that has not ended; returns those of the answers that go on.
+    fn draw(&mut self, logprobs_av: &Tensor) -> Result<Vec<i64>, Failure> {
+        let length = self.drawn[self.live[0]].ids.len();
+        let mut bytes = vec![0; self.live.len() * sampling::TOKEN_BYTES];
+        if self.pass.seat.axis.rank() == Rank(0) {
+            let streams: Vec<Stream> = self
+                .live
+                .iter()
+                .map(|&answer| self.ask.stream.part(from_index(answer)).part(from_index(length)))
+                .collect();
+            bytes = sampling::draw(logprobs_av, &streams, &self.ask.sampling);
+        }
+        self.pass.seat.axis.broadcast(&mut bytes);
+        let (mut rows, mut tokens) = (Vec::new(), Vec::new());
+        for (row, token) in sampling::tokens(&bytes).into_iter().enumerate() {
+            let answer = self.live[row];
+            let drawn = &mut self.drawn[answer];
+            if !(token.logprob.is_finite() && token.entropy.is_finite()) {
+                return Err(Error::NotFinite { answer, tokens: length }.into());
+            }
+            drawn.ids.push(token.id);
+            drawn.logprobs.push(token.logprob);
+            drawn.entropy += token.entropy;
+            let ended = self.ask.ends.contains(&token.id);
+            drawn.truncated = !ended && from_index(drawn.ids.len()) >= self.ask.longest.0;
+            if !ended && !drawn.truncated {
+                rows.push(row);
+                tokens.push(token.id);
+            }
+        }
+        if rows.len() < self.live.len() && !rows.is_empty() {
+            let kept: Vec<i64> = rows.iter().map(|&row| as_dim(from_index(row))).collect();
+            let kept = Tensor::from_slice(&kept).to_device(self.pass.decoder.device());
+            self.states.iter_mut().for_each(|state| state.keep(&kept));
+        }
+        self.live = rows.into_iter().map(|row| self.live[row]).collect();
+        Ok(tokens)
+    }
+
+    /// The answers' next rows through all layers, from the tokens that they read: last hidden states, [answers, w].
+    fn rows(&mut self, tokens: &[i64], board: &Board) -> Result<Tensor, Failure> {
+        let Pass { decoder, adapters, seat, .. } = *self.pass;
+        let mut x_aw = decoder.embed(tokens);
+        let layers = decoder.layers();
+        for layer in 0..layers {
+            // After the last layer the next token starts from the first.
+            let staged =
+                if self.staged.is_empty() { Some(self.stage(layer, Some((layer + 1) % layers))?) } else { None };
+            let past = Past::without_gradient(staged.as_ref().unwrap_or_else(|| &self.staged[layer]));
+            let (index, mixer) = (LayerIndex(layer), decoder.mixer(LayerIndex(layer)));
+            let length = from_index(self.drawn[self.live[0]].ids.len()) - 1;
+            // Who watches sees every token, and a stop is heard there; every layer of each would cost a message of its own.
+            if length == 0 || layer == 0 {
+                board.layer(index)?;
+            }
+            // One position for all rows: the tables of one row serve every answer.
+            let position = as_dim(self.layout.end().plus(Tokens(length)).0);
+            let projected = decoder.project(index, &x_aw, position..position + 1, adapters);
+            let (mix, state) = mixer.split(projected.mix);
+            self.states[layer].push(&state);
+            let mixed = mixer.draw(&seat, &mix, &past, &self.states[layer]);
+            x_aw = decoder.finish(index, &x_aw, &mixed, &projected.keep, adapters);
+        }
+        Ok(x_aw)
+    }
+}
+
+/// The largest distance between log-probabilities of a token when it was drawn and when it was scored, over some tokens.
+#[must_use]
+pub fn gap(drawn: &[f64], scored: &Tensor) -> f64 {
+    let drawn = Tensor::from_slice(drawn);
+    if drawn.numel() == 0 {
+        return 0.0;
+    }
+    (drawn - scored.to_kind(Kind::Double).to_device(tch::Device::Cpu)).abs().max().double_value(&[])
+}

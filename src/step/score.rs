@@ -1,0 +1,58 @@
+//! Score: log-probabilities of each answer under the adapters the prompt was captured with, without a graph, frozen
+//! before any update. Layers outside, answers inside: a layer's pages are staged once for the whole group.
+
+use crate::model::head::Head;
+use crate::model::mixer::Past;
+use crate::model::pass::Pass;
+use crate::prompt::handoff::{Captured, Logprobs, Scores, Work};
+use crate::prompt::pages::{HiddenPool, Residency, Slot};
+use crate::runtime::failure::Failure;
+use crate::runtime::liveness::Board;
+use crate::runtime::memory::Purpose;
+use crate::runtime::units::{LayerIndex, as_dim, from_index};
+
+/// Scores every answer of `work`.
+///
+/// # Errors
+/// When the pages were captured under other adapters than the pass's.
+pub fn run(pass: &Pass, head: &Head, work: &Work, captured: &Captured, board: &Board) -> Result<Scores, Failure> {
+    let rank = pass.seat.axis.rank();
+    let pool = hidden(pass, work, captured, board)?;
+    let first = captured.last_row.as_ref().map(|x_1w| head.logprobs_of_row(pass.decoder, x_1w, &work.first_labels()));
+    let answers = work.answers.iter().enumerate().map(|(index, answer)| {
+        Ok(Logprobs {
+            rows: head.logprobs(pass.decoder, &*pool.stage(slot(index))?, &work.labels(answer, rank)),
+            first: first.as_ref().map(|all| all.narrow(0, as_dim(from_index(index)), 1)),
+        })
+    });
+    Ok(Scores(answers.collect::<Result<_, Failure>>()?))
+}
+
+/// Last hidden states of this rank's rows of every answer, in slot (answer, 0).
+///
+/// # Errors
+/// As [`run`].
+pub fn hidden(pass: &Pass, work: &Work, captured: &Captured, board: &Board) -> Result<HiddenPool, Failure> {
+    let rank = pass.seat.axis.rank();
+    let mut pool = HiddenPool::new(Residency::Host, Purpose::Hidden, pass.seat.ledger.clone());
+    for (index, answer) in work.answers.iter().enumerate() {
+        pool.put(slot(index), &pass.decoder.embed(&work.inputs(answer, rank)))?;
+    }
+    let layers = pass.decoder.layers();
+    for layer in (0..layers).map(LayerIndex) {
+        board.layer(layer)?;
+        // Behind the last layer comes the next phase, which starts from the first.
+        let then = LayerIndex((layer.0 + 1) % layers);
+        let staged = captured.pages.stage(layer, Some(then), pass.adapters.stamp())?;
+        let past = Past::of_answers(&staged, &work.layout);
+        for (index, answer) in work.with_rows() {
+            let y_rw = pass.forward(layer, &answer.span, &*pool.stage(slot(index))?, &past);
+            pool.put(slot(index), &y_rw)?;
+        }
+    }
+    Ok(pool)
+}
+
+fn slot(span: usize) -> Slot {
+    Slot { span, layer: LayerIndex(0) }
+}

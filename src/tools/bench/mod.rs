@@ -1,0 +1,496 @@
+//! Bench: one update on random weights and tokens at given lengths, with the conventional schedule beside it.
+//!
+//! Every schedule runs once unmeasured: on a CPU on a short prompt, on a GPU at full length through two layers, so that
+//! libraries have chosen their kernels for every shape. Then once measured. Bytes are the allocators' own: what lies on a
+//! device (weights, graphs, scratch, stages), and what waits in host pools.
+
+mod rates;
+
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Instant;
+
+use serde::Serialize;
+use tch::{Device, Kind, Tensor};
+
+use crate::model::decoder::Decoder;
+use crate::model::head::Head;
+use crate::model::lora::{Adapter, Adapters};
+use crate::model::mixer::Seat;
+use crate::model::pass::Pass;
+use crate::model::spec::Spec;
+use crate::model::weights::Weights;
+use crate::prompt::handoff::{Keeping, Work};
+use crate::prompt::layout::PromptLayout;
+use crate::runtime::failure::{Classified, Exit, Failure, Phase};
+use crate::runtime::memory::{Purpose, Purse};
+use crate::runtime::units::{Bytes, Tokens, as_dim};
+use crate::step::conventional;
+use crate::step::objective::{Aggregation, Batch, Counted, Terms};
+use crate::step::replay::{self, Goal};
+use crate::step::{capture, finalize, score};
+use crate::tensor::boundary::{counted, forget_peaks, storage_bytes};
+use crate::tensor::kernels::Kernel;
+use crate::tensor::{accumulation, gpu};
+use crate::tools::parity::{Gradient, dtype_name};
+use crate::world::World;
+use crate::world::exchange;
+use rates::Rates;
+
+/// Why a bench cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The conventional schedule knows no ranks.
+    #[error("the conventional schedule holds a whole sequence on one rank: run it on 1 rank, not {ranks}")]
+    Ranks {
+        /// Ranks that were started.
+        ranks: usize,
+    },
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::Config
+    }
+}
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// An HF folder or its config.json.
+    pub model: PathBuf,
+    /// Prompt positions.
+    pub prompt: Tokens,
+    /// Tokens of an answer.
+    pub answer: Tokens,
+    /// Group sizes.
+    pub groups: Vec<u64>,
+    /// Gradient modes.
+    pub gradients: Vec<Gradient>,
+    /// The model's dtype.
+    pub kind: Kind,
+    /// Positions in a page.
+    pub page_size: Tokens,
+    /// Most rows of a segment at one time.
+    pub micro_block: Tokens,
+    /// Whether the conventional schedule runs too.
+    pub conventional: bool,
+    /// What is kept where for the way back.
+    pub keeping: Keeping,
+    /// Where the model computes.
+    pub device: Device,
+}
+
+/// One schedule at one group size, on this rank.
+#[derive(Debug, Serialize)]
+pub struct Run {
+    /// `paged` or `conventional`.
+    pub schedule: &'static str,
+    /// Gradient mode.
+    pub gradient: String,
+    /// Answers.
+    pub group: u64,
+    /// The prompt without a graph.
+    pub capture_seconds: f64,
+    /// Frozen log-probabilities.
+    pub score_seconds: f64,
+    /// Answers, forward and backward.
+    pub answers_seconds: f64,
+    /// Prompt rows that carry gradient, backward.
+    pub tail_seconds: f64,
+    /// Everything.
+    pub total_seconds: f64,
+    /// Of these: the computation stood still for copies between host and device.
+    pub stage_wait_seconds: f64,
+    /// Before the clock started: host memory was pinned.
+    pub pinning_seconds: f64,
+    /// Copied to the device.
+    pub bytes_in: Bytes,
+    /// Copied from it to host memory.
+    pub bytes_out: Bytes,
+    /// Matrix products and attention of the capture, TFLOP/s; 0 without one.
+    pub capture_rate: f64,
+    /// Peak of graphs, scratch and stages above what lay there before the run.
+    pub device_bytes: Bytes,
+    /// Peak of everything that lay on the device.
+    pub peak_device_bytes: Bytes,
+    /// Peak of host pools.
+    pub host_bytes: Bytes,
+    /// The group's loss on this rank.
+    pub loss: f64,
+    #[serde(skip)]
+    gradients: Vec<Tensor>,
+}
+
+/// All runs.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// The model's dtype.
+    pub dtype: &'static str,
+    /// Ranks.
+    pub ranks: usize,
+    /// Threads of a rank.
+    pub threads: i32,
+    /// Prompt positions.
+    pub prompt: Tokens,
+    /// Tokens of an answer.
+    pub answer: Tokens,
+    /// Where the model computed.
+    pub device: String,
+    /// Whether tensors went from GPU to GPU between ranks; else through host memory.
+    pub direct: bool,
+    /// What was kept where for the way back.
+    pub keeping: Keeping,
+    /// Rows of a segment.
+    pub micro_block: Tokens,
+    /// What the device can do.
+    pub rates: Rates,
+    /// What one pass over the prompt asks of it, all ranks together.
+    pub work: rates::Work,
+    /// The source it was built from.
+    pub commit: &'static str,
+    /// The runs.
+    pub runs: Vec<Run>,
+    /// Largest relative L2 distance of an adapter gradient, exact against conventional, by group size.
+    pub apart: Vec<(u64, f64)>,
+}
+
+impl Report {
+    /// The report as a table.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let mut lines = vec![
+            format!(
+                "{} parameters, {}, {} ranks × {} threads on {}, prompt {}, answer {}",
+                self.parameters, self.dtype, self.ranks, self.threads, self.device, self.prompt, self.answer
+            ),
+            format!(
+                "attention {:?}: {:.3} TFLOP/s forward, {:.3} backward; matrix products {:.3}; copies {:.1} GB/s in, {:.1} out; {:.1} us a launch",
+                self.rates.kernel,
+                self.rates.attention_forward,
+                self.rates.attention_backward,
+                self.rates.matrix,
+                self.rates.copy_in,
+                self.rates.copy_out,
+                self.rates.launch_us
+            ),
+            format!(
+                "{:<13} {:<9} {:>5} {:>9} {:>8} {:>9} {:>8} {:>9} {:>8} {:>12} {:>12}",
+                "schedule",
+                "gradient",
+                "group",
+                "capture",
+                "score",
+                "answers",
+                "tail",
+                "total s",
+                "waits s",
+                "device",
+                "host"
+            ),
+        ];
+        lines.extend(self.runs.iter().map(|run| {
+            format!(
+                "{:<13} {:<9} {:>5} {:>9.2} {:>8.2} {:>9.2} {:>8.2} {:>9.2} {:>8.2} {:>12} {:>12}",
+                run.schedule,
+                run.gradient,
+                run.group,
+                run.capture_seconds,
+                run.score_seconds,
+                run.answers_seconds,
+                run.tail_seconds,
+                run.total_seconds,
+                run.stage_wait_seconds,
+                run.peak_device_bytes.to_string(),
+                run.host_bytes.to_string()
+            )
+        }));
+        let share = |run: &Run| 100.0 * run.capture_rate / self.rates.attention_forward;
+        // On a CPU matrix products are as much work as attention, and slower: a share of its rate would say nothing.
+        let told = |run: &&Run| run.capture_rate > 0.0 && self.rates.kernel != Kernel::Cpu;
+        lines.extend(self.runs.iter().filter(told).map(|run| {
+            format!(
+                "capture for {} at group {}: {:.3} TFLOP/s, {:.0} % of the attention kernel's rate",
+                run.gradient,
+                run.group,
+                run.capture_rate,
+                share(run)
+            )
+        }));
+        lines.extend(
+            self.apart
+                .iter()
+                .map(|(group, apart)| format!("group {group}: exact and conventional gradients are {apart:.1e} apart")),
+        );
+        lines.join("\n")
+    }
+}
+
+struct Bench<'a> {
+    world: &'a World,
+    options: &'a Options,
+    decoder: Box<dyn Decoder>,
+    /// The same weights with two layers only, for the warm-up.
+    short: Box<dyn Decoder>,
+    adapters: Adapters,
+    head: Head,
+    work: rates::Work,
+}
+
+const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
+
+/// Runs everything that was asked for.
+///
+/// # Errors
+/// When the shape cannot be read, the conventional schedule is asked for on several ranks, or a phase fails.
+pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
+    if options.conventional && world.all.size() > 1 {
+        return world.agree(Err(Error::Ranks { ranks: world.all.size() }.into()));
+    }
+    let spec = world.agree(Spec::read(&options.model, None).map_err(Failure::from))?;
+    let weights = world.agree(Weights::random(&spec, 0, options.kind, options.device).map_err(Failure::from))?;
+    let ledger = world.ledger();
+    let held_weights = ledger.hold(Purpose::Weights, Purse::Device, weights.bytes());
+    world.board().set_layers(spec.layers);
+    let weights = Rc::new(weights);
+    let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
+    let rates = world.agree(measured)?;
+    let decoder = spec.family.decoder(&spec, weights.clone(), options.kind);
+    world.same("the attention kernel", decoder.kernel().name())?;
+    let two = Spec { layers: spec.layers.min(2), window: spec.window[..spec.layers.min(2)].to_vec(), ..spec.clone() };
+    let short = spec.family.decoder(&two, weights, options.kind);
+    let adapters = random_adapters(&spec, accumulation(options.kind), options.device);
+    let masters = adapters.tensors().map(storage_bytes).sum::<Bytes>();
+    let held_adapters = ledger.hold(Purpose::Adapters, Purse::Device, masters);
+    let head = Head { rows_max: 512, temperature: 1.0 };
+    let work = rates::Work::of(&spec, options.prompt);
+    let bench = Bench { world, options, decoder, short, adapters, head, work };
+    let (mut runs, mut apart) = (Vec::new(), Vec::new());
+    bench.warm_up()?;
+    for &group in &options.groups {
+        let first = runs.len();
+        for &gradient in &options.gradients {
+            runs.push(bench.paged(&*bench.decoder, options.prompt, group, gradient)?);
+        }
+        if options.conventional {
+            runs.push(bench.conventional(&*bench.decoder, options.prompt, group)?);
+            let judged = runs.last().map_or(&[][..], |run| &run.gradients);
+            let exact = runs[first..].iter().find(|run| run.schedule == "paged" && run.gradient == "exact");
+            apart.extend(exact.map(|run| (group, distance(&run.gradients, judged))));
+        }
+    }
+    drop((held_weights, held_adapters));
+    Ok(Report {
+        parameters: spec.parameter_count(),
+        dtype: dtype_name(options.kind),
+        ranks: world.all.size(),
+        threads: tch::get_num_threads(),
+        prompt: options.prompt,
+        answer: options.answer,
+        device: format!("{:?}", options.device),
+        keeping: options.keeping,
+        direct: exchange::is_direct(&world.cp, options.device),
+        micro_block: options.micro_block,
+        rates,
+        work,
+        commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
+        runs,
+        apart,
+    })
+}
+
+/// Adapters of rank 16 on every linear layer, neither half zero.
+fn random_adapters(spec: &Spec, acc: Kind, device: Device) -> Adapters {
+    tch::manual_seed(1);
+    let drawn = |rows: i64, columns: i64, scale: f64| {
+        (Tensor::randn([rows, columns], (acc, Device::Cpu)) * scale).to_device(device)
+    };
+    let pairs = spec.linear_layers().into_iter().map(|linear| Adapter {
+        a_ri: drawn(16, as_dim(linear.inputs), 0.02),
+        b_or: drawn(as_dim(linear.outputs), 16, 0.01),
+        module: linear.module,
+    });
+    Adapters::new(pairs.collect(), 2.0, "policy")
+}
+
+fn distance(one: &[Tensor], two: &[Tensor]) -> f64 {
+    let norm = |x: &Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
+    one.iter().zip(two).map(|(one, two)| norm(&(one - two)) / norm(two)).fold(0.0, f64::max)
+}
+
+/// Bytes and time from here on.
+struct Meter {
+    on: Device,
+    start: Instant,
+    device: Bytes,
+    waited: f64,
+    moved: (Bytes, Bytes),
+}
+
+impl Meter {
+    fn start(on: Device) -> Result<Meter, Failure> {
+        gpu::synchronize(on)?;
+        gpu::empty_cache();
+        forget_peaks();
+        let waited = gpu::stage_wait_seconds();
+        Ok(Meter { on, start: Instant::now(), device: counted(Purse::Device).live, waited, moved: gpu::moved() })
+    }
+
+    /// Since the start, with all that was asked of the device done.
+    fn seconds(&self) -> Result<f64, Failure> {
+        gpu::synchronize(self.on)?;
+        Ok(self.start.elapsed().as_secs_f64())
+    }
+
+    /// Bytes copied in and out.
+    fn moved(&self) -> [Bytes; 2] {
+        let (into, out) = gpu::moved();
+        [Bytes(into.0 - self.moved.0.0), Bytes(out.0 - self.moved.1.0)]
+    }
+
+    fn waited(&self) -> f64 {
+        gpu::stage_wait_seconds() - self.waited
+    }
+
+    fn device(&self) -> Bytes {
+        Bytes(counted(Purse::Device).peak.0.saturating_sub(self.device.0))
+    }
+}
+
+impl Bench<'_> {
+    fn warm_up(&self) -> Result<(), Failure> {
+        let (decoder, prompt) = match self.options.device {
+            Device::Cpu => (&*self.decoder, Tokens(self.options.prompt.0.min(256))),
+            _ => (&*self.short, self.options.prompt),
+        };
+        for &gradient in &self.options.gradients {
+            self.paged(decoder, prompt, 1, gradient)?;
+        }
+        if self.options.conventional {
+            self.conventional(decoder, prompt, 1)?;
+        }
+        Ok(())
+    }
+
+    /// What a run has left in the adapters: kept beside the device, and only where there is something to compare it with.
+    fn taken(&self) -> Vec<Tensor> {
+        let gradients = finalize::take(&self.adapters).0;
+        if !self.options.conventional {
+            return Vec::new();
+        }
+        gradients.iter().map(|gradient| gradient.to_device(Device::Cpu)).collect()
+    }
+
+    /// Prompt and answers of random tokens.
+    fn tokens(&self, prompt: Tokens, group: u64) -> (Vec<i64>, Vec<Vec<i64>>) {
+        tch::manual_seed(2);
+        let draw = |count: Tokens| {
+            let drawn = Tensor::randint(self.decoder.vocabulary(), [count.dim()], (Kind::Int64, Device::Cpu));
+            Vec::<i64>::try_from(drawn).unwrap_or_default()
+        };
+        (draw(prompt), (0..group).map(|_| draw(self.options.answer)).collect())
+    }
+
+    /// Advantages −1 and +1 in turn, and the weight of a token.
+    fn goal(&self, group: u64) -> (Vec<Option<f64>>, f64) {
+        let tokens = self.options.answer.0;
+        let batch = Batch::of((0..group).map(|_| Counted { tokens, scored: true }));
+        let advantages = (0..group).map(|answer| Some(if answer % 2 == 0 { -1.0 } else { 1.0 })).collect();
+        (advantages, batch.weight(TERMS.aggregation, tokens))
+    }
+
+    fn paged(&self, decoder: &dyn Decoder, prompt: Tokens, group: u64, gradient: Gradient) -> Result<Run, Failure> {
+        let (prompt_ids, answers) = self.tokens(prompt, group);
+        let (advantages, weight) = self.goal(group);
+        let tail = Tokens(gradient.tail(prompt).0.min(prompt.0));
+        let layout = PromptLayout::new(prompt, self.options.page_size, self.world.cp.size(), tail);
+        let work = Work::new(layout, prompt_ids, answers);
+        let seat = Seat { axis: &self.world.cp, ledger: self.world.ledger() };
+        let pass = Pass { decoder, adapters: &self.adapters, seat, micro_block: self.options.micro_block };
+        let board = self.world.board();
+        let pinning = Instant::now();
+        capture::make_room(&pass, &work, self.options.keeping)?;
+        let pinning_seconds = pinning.elapsed().as_secs_f64();
+        let meter = Meter::start(self.options.device)?;
+        board.enter(Phase::Capture);
+        let captured = capture::run(&pass, &work, self.options.keeping, board)?;
+        let capture_seconds = meter.seconds()?;
+        board.enter(Phase::Score);
+        let frozen = score::run(&pass, &self.head, &work, &captured, board)?;
+        let score_seconds = meter.seconds()? - capture_seconds;
+        let weights = vec![weight; work.answers.len()];
+        let goal = Goal { old: &frozen, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
+        board.enter(Phase::Replay);
+        let done = replay::run(&pass, &self.head, &work, &captured, goal, board)?;
+        let tail_seconds = done.seconds.tail;
+        Ok(Run {
+            schedule: "paged",
+            gradient: gradient.name(),
+            group,
+            capture_seconds,
+            score_seconds,
+            answers_seconds: done.seconds.up + done.seconds.down - tail_seconds,
+            tail_seconds,
+            total_seconds: meter.seconds()?,
+            stage_wait_seconds: meter.waited(),
+            bytes_in: meter.moved()[0],
+            bytes_out: meter.moved()[1],
+            pinning_seconds,
+            capture_rate: (self.work.linear_tera + self.work.attention_tera) / capture_seconds,
+            device_bytes: meter.device(),
+            peak_device_bytes: counted(Purse::Device).peak,
+            host_bytes: counted(Purse::Host).peak,
+            loss: done.loss,
+            gradients: self.taken(),
+        })
+    }
+
+    fn conventional(&self, decoder: &dyn Decoder, prompt: Tokens, group: u64) -> Result<Run, Failure> {
+        let (prompt_ids, answers) = self.tokens(prompt, group);
+        let (advantages, weight) = self.goal(group);
+        let whole = conventional::Group {
+            prompt_ids: &prompt_ids,
+            answers: &answers,
+            tail: prompt,
+            temperature: self.head.temperature,
+        };
+        let meter = Meter::start(self.options.device)?;
+        let scored: Vec<Tensor> = (0..answers.len()).map(|index| whole.score(decoder, &self.adapters, index)).collect();
+        let score_seconds = meter.seconds()?;
+        let targets: Vec<conventional::Target> = scored
+            .into_iter()
+            .zip(&advantages)
+            .map(|(old, advantage)| conventional::Target {
+                trained: None,
+                reference: old.shallow_clone(),
+                old,
+                advantage: advantage.unwrap_or(0.0),
+                weight,
+            })
+            .collect();
+        let loss = whole.backward_checkpointed(decoder, &self.adapters, &targets, &TERMS)?;
+        let total_seconds = meter.seconds()?;
+        Ok(Run {
+            schedule: "conventional",
+            gradient: "exact".into(),
+            group,
+            capture_seconds: 0.0,
+            score_seconds,
+            answers_seconds: total_seconds - score_seconds,
+            tail_seconds: 0.0,
+            total_seconds,
+            stage_wait_seconds: 0.0,
+            bytes_in: Bytes(0),
+            bytes_out: Bytes(0),
+            pinning_seconds: 0.0,
+            capture_rate: 0.0,
+            device_bytes: meter.device(),
+            peak_device_bytes: counted(Purse::Device).peak,
+            host_bytes: Bytes(0),
+            loss,
+            gradients: self.taken(),
+        })
+    }
+}

@@ -1,0 +1,134 @@
+//! What a run reads and where it writes: configuration, model, memory for it, run directory, key.
+
+use std::io;
+use std::path::Path;
+
+use super::devices::Gpu;
+use super::{Finding, Seat};
+use crate::config::{Environment, Error, Loaded, RunConfig, When};
+use crate::model::shards::Checkpoint;
+use crate::model::spec::Spec;
+use crate::plan::{self, Place, Room};
+use crate::runtime::failure::{Exit, Failure};
+use crate::runtime::memory::available_memory;
+use crate::runtime::units::Bytes;
+
+/// Less than this free on a disk is worth a word: a checkpoint of a small run has some hundred MiB.
+const DISK_BYTES_MIN: u64 = 1 << 30;
+
+/// The configuration, as a job of `ranks` would take it.
+pub(super) fn configuration(loaded: Result<&Loaded, &Error>, ranks: u64) -> Finding {
+    let loaded = match loaded {
+        Ok(loaded) => loaded,
+        Err(error) => return Finding::fail("configuration", Exit::Config, error.to_string(), ""),
+    };
+    let problems = loaded.run.check(Some(ranks));
+    if !problems.is_empty() {
+        return Finding::fail("configuration", Exit::Config, Error::Refused { problems }.to_string(), "");
+    }
+    let sources: Vec<String> = loaded.sources.iter().skip(1).map(ToString::to_string).collect();
+    Finding::ok("configuration", sources.join(", "))
+}
+
+/// The model's folder, as far as it is read without its weights' values; and what the model is.
+pub(super) fn model(loaded: &Loaded) -> (Finding, Option<Spec>) {
+    let run = &loaded.run;
+    // Nobody has chosen a model yet: the built-in run names one that `make run` brings.
+    if let Err(absent) = loaded.check_laptop_model() {
+        return (Finding::warn("model", absent.to_string(), ""), None);
+    }
+    let folder = match run.model_path() {
+        Ok(folder) => folder,
+        Err(unset) => return (Finding::warn("model", unset.to_string(), ""), None),
+    };
+    let scaling = run.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
+    let spec = match Spec::read(folder, scaling.as_ref()) {
+        Ok(spec) => spec,
+        Err(error) => return (Finding::failed("model", &Failure::from(error)), None),
+    };
+    let weights = if run.model.random_init { Ok(None) } else { Checkpoint::open(folder, &spec).map(Some) };
+    let finding = match weights {
+        Ok(None) => Finding::ok("model", format!("{}: {} layers, random weights", folder.display(), spec.layers)),
+        Ok(Some(_)) => Finding::ok("model", format!("{}: {} layers, all tensors there", folder.display(), spec.layers)),
+        Err(error) => Finding::failed("model", &Failure::from(error)),
+    };
+    (finding, Some(spec))
+}
+
+/// What the machine can give, where nothing says what is needed.
+pub(super) fn memory_alone() -> Finding {
+    match available_memory() {
+        Some(free) => Finding::ok("memory", format!("{free} of host memory for this job")),
+        None => Finding::warn("memory", "the system does not say what host memory is there", "is /proc mounted?"),
+    }
+}
+
+/// What the plan needs beside what there is.
+pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, seat: Seat) -> Finding {
+    let run = &loaded.run;
+    let Some(spec) = spec.filter(|_| run.check(Some(seat.ranks)).is_empty()) else { return memory_alone() };
+    let host = available_memory();
+    let device = gpu.map(|gpu| {
+        // As a run reckons: some goes to what libraries load later, and to the gaps between tensors.
+        Bytes((gpu.free.0 - gpu.free.0 / 32) / seat.sharers)
+    });
+    let room = Room { ranks_here: seat.here, device, host_only: gpu.is_none(), host };
+    let mut run = run.clone();
+    // Messages take host memory where a run will find no road from GPU to GPU.
+    if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || seat.sharers > 1) {
+        run.run.direct = When::Never;
+    }
+    let plan = plan::of(&run, seat.ranks, Some(spec), &room);
+    if let Err(error) = plan.refuse(&room) {
+        return Finding::failed("memory", &Failure::from(error));
+    }
+    let there = host.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+    let (on_device, on_host) = (plan.sum(Place::Device), plan.sum(Place::Host));
+    let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(seat.here));
+    let (host, here) = (if device.is_none() { all(on_device + on_host) } else { all(on_host) }, seat.here);
+    let device = device.map(|free| format!("{on_device} of {free} on each device, ")).unwrap_or_default();
+    let detail = format!("{device}{host} of {there} of host memory; ranks on this machine: {here}");
+    Finding::ok("memory", format!("the plan takes {detail}"))
+}
+
+/// Whether a run could write there; nothing is left behind.
+pub(super) fn run_folder(folder: &Path) -> Finding {
+    let (name, exit) = ("run directory", Exit::Data);
+    let fix = "choose another place with --run-dir, or --set run.dir=FOLDER";
+    let shown = folder.display();
+    let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.to_path_buf());
+    // What does not exist is made when a run starts, in the folder that does.
+    let Some(there) = absolute.ancestors().find(|path| path.exists()) else {
+        return Finding::fail(name, exit, format!("{shown}: no part of it exists"), fix);
+    };
+    let tried = if there.is_dir() {
+        tempfile::tempfile_in(there).map(drop)
+    } else {
+        Err(io::Error::new(io::ErrorKind::NotADirectory, format!("{} is no folder", there.display())))
+    };
+    if let Err(error) = tried {
+        return Finding::fail(name, exit, format!("{shown}: {error}"), fix);
+    }
+    match rustix::fs::statvfs(there) {
+        Ok(disk) => {
+            let free = Bytes(disk.f_bavail.saturating_mul(disk.f_frsize));
+            let detail = format!("{shown} can be written, {free} free");
+            if free.0 < DISK_BYTES_MIN {
+                Finding::warn(name, detail, "make room for checkpoints")
+            } else {
+                Finding::ok(name, detail)
+            }
+        }
+        Err(error) => Finding::warn(name, format!("{shown} can be written; what is free is not told: {error}"), ""),
+    }
+}
+
+/// Whether the endpoint's key is set, where an endpoint is; the key is not shown.
+pub(super) fn key(run: &RunConfig, environment: &Environment) -> Finding {
+    let variable = &run.endpoint.api_key_env;
+    match (run.api_base(), environment.api_key(&run.endpoint)) {
+        (Err(_), _) => Finding::ok("key", "no endpoint is configured, so none is needed"),
+        (Ok(_), Ok(_)) => Finding::ok("key", format!("{variable} is set; `longstraw ping` asks whether it is taken")),
+        (Ok(_), Err(error)) => Finding::failed("key", &Failure::from(error)),
+    }
+}

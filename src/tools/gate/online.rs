@@ -1,0 +1,140 @@
+//! gate7: several updates with a checkpoint after each; the same run again, stopped in the middle and resumed.
+//!
+//! What is resumed must be the run that was never stopped, to the bit: adapters, moments and data position come out of the
+//! checkpoint, and nothing else of the first half may matter.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde_json::json;
+
+use super::checks::{self, check};
+use super::{Error, Passage, memory, named};
+use crate::config::Loaded;
+use crate::report::{Check, Receipt};
+use crate::runtime::failure::Failure;
+use crate::runtime::units::Rank;
+use crate::train::{Course, Finished, Run};
+use crate::world::World;
+
+impl Passage<'_> {
+    /// Runs once through, once with a stop, and compares.
+    pub(super) fn online(&mut self, world: &mut World) -> Result<Receipt, Failure> {
+        let (whole, parted) = (self.folder("whole"), self.folder("parted"));
+        for loaded in [&whole, &parted] {
+            let removed = if world.all.rank() == Rank(0) { without_checkpoints(&loaded.rank.dir) } else { Ok(()) };
+            world.agree(removed.map_err(Failure::from))?;
+        }
+        let run = Run::open(&whole, Course::default(), world)?;
+        self.behind(Some(&run), world)?;
+        let mut finished = run.train(&whole, world)?;
+        finished.write(world)?;
+        let Finished { mut receipt, session, .. } = finished;
+        let expected = self.expected(session.spec());
+        drop(session);
+        let stop_after = whole.run.run.steps / 2;
+        let first = ran(&parted, Course { resume: false, stop_after: Some(stop_after) }, world)?;
+        let second = ran(&parted, Course { resume: true, stop_after: None }, world)?;
+        let of_whole = checks::of_run(&receipt, &expected).into_iter().chain(memory::against_plan(&receipt));
+        let mut all: Vec<Check> = of_whole.map(|check| named("whole", check)).collect();
+        all.extend(checks::of_run(&second, &expected).into_iter().map(|check| named("resumed", check)));
+        all.extend(resumed(&receipt, &first, &second, stop_after));
+        receipt.checks = all;
+        Ok(receipt)
+    }
+
+    fn folder(&self, name: &str) -> Loaded {
+        self.within(name, self.loaded.run.grpo.gradient)
+    }
+}
+
+fn ran(loaded: &Loaded, course: Course, world: &mut World) -> Result<Receipt, Failure> {
+    let mut finished = Run::open(loaded, course, world)?.train(loaded, world)?;
+    finished.write(world)?;
+    Ok(finished.receipt)
+}
+
+/// The gate's own checkpoints of an earlier time are gone: a run does not start anew among them.
+fn without_checkpoints(dir: &Path) -> Result<(), Error> {
+    let gone = |file: &Path, outcome: io::Result<()>| match outcome {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::File { file: file.into(), source }),
+        _ => Ok(()),
+    };
+    let (folder, latest) = (dir.join("checkpoints"), dir.join("latest"));
+    gone(&folder, fs::remove_dir_all(&folder))?;
+    gone(&latest, fs::remove_file(&latest))
+}
+
+/// The stopped run and its second half against the run that was never stopped.
+fn resumed(whole: &Receipt, first: &Receipt, second: &Receipt, stop_after: u64) -> Vec<Check> {
+    let means = "the run did not stop after the update that it should, so nothing is known about going on from there";
+    let stopped = first.stopped && first.steps == stop_after;
+    let at = check("stopped_after", json!(first.steps), format!("exactly {stop_after}"), stopped, means);
+    let means = "the resumed run made other updates than the ones that were left: a checkpoint's count or data position is \
+                 wrong";
+    let steps = second.steps == whole.steps && !second.stopped;
+    let count = check("resumed_steps", json!(second.steps), format!("exactly {}", whole.steps), steps, means);
+    let means = "a resumed run is not the run that was never stopped: a checkpoint lacks part of the state, or kernels do not \
+                 repeat (run.deterministic)";
+    let same = !whole.adapter_digest.is_empty() && whole.adapter_digest == second.adapter_digest;
+    let value = json!([whole.adapter_digest.first(), second.adapter_digest.first()]);
+    let equal = check("resumed_adapters", value, "the same bits with and without the stop", same, means);
+    vec![at, count, equal]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::checks::tests::{failed, good};
+    use super::*;
+
+    /// Four updates, of which the first part made two.
+    fn runs() -> [Receipt; 3] {
+        let whole = || Receipt { steps: 4, ..good() };
+        [whole(), Receipt { steps: 2, stopped: true, ..good() }, whole()]
+    }
+
+    /// A check's name, a fault in one of the three receipts that should fail it, and words of what that means.
+    type Planted = (&'static str, fn(&mut [Receipt; 3]), &'static str);
+
+    #[test]
+    fn a_resumed_run_that_is_another_one_fails() {
+        let judged = |runs: &[Receipt; 3]| resumed(&runs[0], &runs[1], &runs[2], 2);
+        assert_eq!(failed(&judged(&runs())), Vec::<&str>::new());
+        let rows: [Planted; 5] = [
+            ("stopped_after", |r| r[1].steps = 3, "did not stop"),
+            ("stopped_after", |r| r[1].stopped = false, "did not stop"),
+            ("resumed_steps", |r| r[2].steps = 3, "data position"),
+            ("resumed_adapters", |r| r[2].adapter_digest = vec!["cd".into(); 2], "run.deterministic"),
+            (
+                "resumed_adapters",
+                |r| {
+                    r[0].adapter_digest.clear();
+                    r[2].adapter_digest.clear();
+                },
+                "lacks part of the state",
+            ),
+        ];
+        for (name, plant, words) in rows {
+            let mut runs = runs();
+            plant(&mut runs);
+            let checks = judged(&runs);
+            assert_eq!(failed(&checks), [name]);
+            assert!(checks.iter().any(|check| !check.passed && check.means.contains(words)), "{name}");
+        }
+    }
+
+    #[test]
+    fn only_checkpoints_are_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = folder.path();
+        fs::create_dir_all(dir.join("checkpoints/step_1")).expect("a folder");
+        fs::write(dir.join("latest"), "step_1").expect("written");
+        fs::write(dir.join("metrics.jsonl"), "").expect("written");
+        without_checkpoints(dir).expect("removed");
+        assert!(
+            !dir.join("checkpoints").exists() && !dir.join("latest").exists() && dir.join("metrics.jsonl").exists()
+        );
+        without_checkpoints(dir).expect("there is nothing to remove");
+    }
+}

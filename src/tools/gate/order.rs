@@ -1,0 +1,342 @@
+//! The order of gates: each one asks for the receipt of the one below, for the same model, ranks, adapters, scale, number
+//! format, kind of device and attention kernel, and not older than the receipts below it.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::Error;
+use super::checks::AS_NAMED;
+use crate::config::Gate;
+use crate::report::{AdapterForm, Receipt};
+use crate::runtime::units::{Bytes, Tokens};
+
+/// What a later gate reads in the receipt of an earlier one.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub(super) struct Earlier {
+    pub(super) gate: Option<String>,
+    pub(super) passed: bool,
+    pub(super) checks: Vec<EarlierCheck>,
+    pub(super) scale: u64,
+    pub(super) commit: String,
+    pub(super) model_digest: String,
+    pub(super) adapter: AdapterForm,
+    pub(super) gradient: String,
+    pub(super) dtype: String,
+    pub(super) device: String,
+    pub(super) attention_kernel: String,
+    pub(super) finished: String,
+    pub(super) forced: bool,
+    pub(super) ranks: usize,
+    pub(super) cp_size: usize,
+    pub(super) positions: Tokens,
+    pub(super) group_size: u64,
+    pub(super) seconds: EarlierSeconds,
+    pub(super) peak_device_bytes: Vec<Bytes>,
+    pub(super) peak_host_bytes: Vec<Bytes>,
+    pub(super) plan_device_bytes: Bytes,
+    pub(super) plan_host_bytes: Bytes,
+    pub(super) micro_blocks: [Tokens; 2],
+}
+
+/// A check's name and outcome.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub(super) struct EarlierCheck {
+    pub(super) name: String,
+    pub(super) passed: bool,
+}
+
+/// Seconds of all updates.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub(super) struct EarlierSeconds {
+    pub(super) total: f64,
+}
+
+/// What a gate that runs now is compared by, as far as it is known.
+#[derive(Clone, Debug)]
+pub(super) struct Now {
+    pub(super) ranks: usize,
+    pub(super) cp_size: usize,
+    pub(super) scale: u64,
+    pub(super) dtype: String,
+    /// Known once the model is loaded.
+    pub(super) model: Option<Opened>,
+}
+
+/// What is known of a run once its model is loaded.
+#[derive(Clone, Debug)]
+pub(super) struct Opened {
+    pub(super) digest: String,
+    pub(super) adapter: AdapterForm,
+    /// Where rank 0 computes, as receipts say it.
+    pub(super) device: String,
+    /// What computes attention; `None` where the gate itself asks for another one.
+    pub(super) kernel: Option<String>,
+}
+
+/// The receipt file of a gate beside the folder of another.
+pub(super) fn beside(dir: &Path, gate: Gate) -> PathBuf {
+    // "runs/x/" and "runs/x" have the same parent; a bare name has the working directory.
+    dir.parent().unwrap_or(Path::new("")).join(gate.name()).join("receipt.json")
+}
+
+/// A receipt, if there is one.
+pub(super) fn read(file: &Path) -> Result<Option<Earlier>, Error> {
+    match fs::read_to_string(file) {
+        Ok(text) => serde_json::from_str(&text)
+            .map(Some)
+            .map_err(|error| Error::File { file: file.into(), source: io::Error::from(error) }),
+        Err(source) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::File { file: file.into(), source }),
+    }
+}
+
+impl Earlier {
+    /// Everything in which this receipt is none of a passed `gate` for the same thing as `now`.
+    pub(super) fn against(&self, gate: Gate, now: &Now) -> Vec<String> {
+        let mut reasons = Vec::new();
+        if self.gate.as_deref() != Some(gate.name()) {
+            reasons.push(format!("it is of {}", self.gate.as_deref().unwrap_or("a training run")));
+        }
+        if !self.passed {
+            let failed: Vec<&str> =
+                self.checks.iter().filter(|check| !check.passed).map(|check| check.name.as_str()).collect();
+            let failed = if failed.is_empty() { "it was not ended".to_owned() } else { failed.join(", ") };
+            reasons.push(format!("it has not passed ({failed})"));
+        }
+        // The endpoint's answer has neither ranks nor a model.
+        if gate == Gate::Key {
+            return reasons;
+        }
+        let mut named = self.checks.iter().filter(|check| check.name == AS_NAMED).peekable();
+        if named.peek().is_none() {
+            reasons.push(format!("its check {AS_NAMED} is missing"));
+        } else if self.passed && !named.all(|check| check.passed) {
+            reasons.push(format!("its check {AS_NAMED} failed"));
+        }
+        reasons.extend(self.other_run(now));
+        reasons
+    }
+
+    /// In what this receipt is of another run than `now`.
+    pub(super) fn other_run(&self, now: &Now) -> Vec<String> {
+        let mut reasons = Vec::new();
+        let mut differs = |what: &str, earlier: String, now: String| {
+            if earlier != now {
+                reasons.push(format!("its {what} {earlier}, here {now}"));
+            }
+        };
+        differs("ranks were", self.ranks.to_string(), now.ranks.to_string());
+        differs("ranks on one prompt were", self.cp_size.to_string(), now.cp_size.to_string());
+        differs("gate.scale was", self.scale.to_string(), now.scale.to_string());
+        differs("model.dtype was", self.dtype.clone(), now.dtype.clone());
+        if let Some(Opened { digest, adapter, device, kernel }) = &now.model {
+            differs("model's digest was", self.model_digest.clone(), digest.clone());
+            differs("adapters were", told(&self.adapter), told(adapter));
+            differs("device was", device_kind(&self.device), device_kind(device));
+            if let Some(kernel) = kernel {
+                differs("attention kernel was", self.attention_kernel.clone(), kernel.clone());
+            }
+        }
+        reasons
+    }
+
+    /// Whether its numbers can be set against those of `receipt`, which differs in length or in group alone.
+    pub(super) fn comparable(&self, receipt: &Receipt) -> Vec<String> {
+        let now = Now {
+            ranks: receipt.ranks,
+            cp_size: receipt.cp_size,
+            scale: receipt.scale,
+            dtype: receipt.dtype.clone(),
+            model: Some(Opened {
+                digest: receipt.model_digest.clone(),
+                adapter: receipt.adapter.clone(),
+                device: receipt.device.clone(),
+                kernel: Some(receipt.attention_kernel.to_owned()),
+            }),
+        };
+        let mut reasons = self.other_run(&now);
+        if self.gradient != receipt.gradient {
+            reasons.push(format!("its gradient was {}, here {}", self.gradient, receipt.gradient));
+        }
+        if self.micro_blocks != receipt.micro_blocks {
+            let [one, two] =
+                [self.micro_blocks, receipt.micro_blocks].map(|[block, head]| format!("{block} and {head}"));
+            reasons.push(format!("its micro-blocks were {one}, here {two}"));
+        }
+        reasons
+    }
+}
+
+/// A device without its number.
+fn device_kind(device: &str) -> String {
+    device.split('(').next().unwrap_or_default().to_owned()
+}
+
+fn told(adapter: &AdapterForm) -> String {
+    format!("rank {}, alpha {}, on {}", adapter.rank, adapter.alpha, adapter.targets.join(" "))
+}
+
+/// Whether `gate` may run in `dir`.
+///
+/// # Errors
+/// [`Error::Order`] with everything that stands against it.
+pub(super) fn check(gate: Gate, dir: &Path, now: &Now) -> Result<Option<Earlier>, Error> {
+    let Some(below) = gate.below() else { return Ok(None) };
+    let file = beside(dir, below);
+    let earlier = read(&file)?;
+    let mut reasons =
+        earlier.as_ref().map_or_else(|| vec!["it is not there".into()], |found| found.against(below, now));
+    if let Some(found) = &earlier {
+        reasons.extend(older(dir, below, found)?);
+    }
+    if reasons.is_empty() {
+        return Ok(earlier);
+    }
+    Err(Error::Order { gate: gate.name(), below: below.name(), file, reasons })
+}
+
+/// The receipts below `gate` that are newer than its own: what it stands on has been run again since. The first gate asks
+/// the endpoint, which says nothing about runs, so a key that is tried again makes nothing old.
+fn older(dir: &Path, gate: Gate, receipt: &Earlier) -> Result<Vec<String>, Error> {
+    let mut reasons = Vec::new();
+    for lower in Gate::ALL.into_iter().filter(|lower| *lower > Gate::Key && *lower < gate) {
+        let Some(under) = read(&beside(dir, lower))? else { continue };
+        // All times are UTC in one form, so their order is that of their texts.
+        if receipt.finished < under.finished {
+            let (own, its, name) = (&receipt.finished, &under.finished, lower.name());
+            reasons.push(format!("it is of {own}, older than that of {name}, {its}"));
+        }
+    }
+    Ok(reasons)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn form() -> AdapterForm {
+        AdapterForm { rank: 4, alpha: 8.0, targets: vec!["q_proj".into(), "v_proj".into()] }
+    }
+
+    fn now() -> Now {
+        let model =
+            Opened { digest: "abc".into(), adapter: form(), device: "Cuda(0)".into(), kernel: Some("cudnn".into()) };
+        Now { ranks: 8, cp_size: 8, scale: 64, dtype: "bfloat16".into(), model: Some(model) }
+    }
+
+    fn named(passed: bool) -> EarlierCheck {
+        EarlierCheck { name: AS_NAMED.into(), passed }
+    }
+
+    fn earlier() -> Earlier {
+        Earlier {
+            gate: Some("gate4_g1".into()),
+            passed: true,
+            checks: vec![named(true)],
+            dtype: "bfloat16".into(),
+            device: "Cuda(3)".into(),
+            attention_kernel: "cudnn".into(),
+            scale: 64,
+            model_digest: "abc".into(),
+            adapter: form(),
+            ranks: 8,
+            cp_size: 8,
+            ..Earlier::default()
+        }
+    }
+
+    #[test]
+    fn a_passed_receipt_of_the_same_thing_lets_the_next_gate_run() {
+        assert_eq!(earlier().against(Gate::One, &now()), Vec::<String>::new());
+    }
+
+    /// A difference, and the words that stand against it.
+    type Different = (fn(&mut Earlier), &'static str);
+
+    #[test]
+    fn each_difference_stands_against_it_alone() {
+        let rows: [Different; 12] = [
+            (|e| e.gate = Some("gate3_2m".into()), "it is of gate3_2m"),
+            (|e| e.passed = false, "it has not passed (it was not ended)"),
+            (|e| e.scale = 1, "its gate.scale was 1, here 64"),
+            (|e| e.model_digest = "def".into(), "its model's digest was def, here abc"),
+            (|e| e.adapter.rank = 16, "its adapters were rank 16, alpha 8, on q_proj v_proj, here rank 4, alpha 8"),
+            (|e| e.ranks = 4, "its ranks were 4, here 8"),
+            (|e| e.checks.clear(), "its check as_named is missing"),
+            (|e| e.checks = vec![named(false)], "its check as_named failed"),
+            (|e| e.dtype = "float32".into(), "its model.dtype was float32, here bfloat16"),
+            (|e| e.device = "Cpu".into(), "its device was Cpu, here Cuda"),
+            (|e| e.attention_kernel = "plain".into(), "its attention kernel was plain, here cudnn"),
+            (|e| e.cp_size = 4, "its ranks on one prompt were 4, here 8"),
+        ];
+        for (change, words) in rows {
+            let mut other = earlier();
+            change(&mut other);
+            let reasons = other.against(Gate::One, &now());
+            assert!(reasons.len() == 1 && reasons[0].starts_with(words), "{reasons:?} for {words}");
+        }
+    }
+
+    #[test]
+    fn a_receipt_that_failed_names_the_checks() {
+        let check = |name: &str, passed| EarlierCheck { name: name.into(), passed };
+        let failed = Earlier {
+            passed: false,
+            checks: vec![named(true), check("finite", true), check("pages", false)],
+            ..earlier()
+        };
+        assert_eq!(failed.against(Gate::One, &now()), ["it has not passed (pages)"]);
+    }
+
+    #[test]
+    fn a_receipt_older_than_one_below_it_does_not_count_and_the_endpoints_makes_none_old() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = folder.path().join("gate4_g1");
+        let write = |gate: &str, second: u64| {
+            let receipt = folder.path().join(gate);
+            fs::create_dir_all(&receipt).expect("a folder");
+            let text = format!("{{\"finished\": \"2026-01-02T03:04:{second:02}Z\"}}");
+            fs::write(receipt.join("receipt.json"), text).expect("written");
+        };
+        let top = Earlier { finished: "2026-01-02T03:04:30Z".into(), ..earlier() };
+        let reasons = || older(&dir, Gate::M2, &top).expect("read");
+        for (gate, second) in [("gate1_key", 50), ("gate2_32k", 30), ("gate3_1m", 29), ("gate4_g1", 40)] {
+            write(gate, second);
+        }
+        assert_eq!(reasons(), Vec::<String>::new());
+        write("gate3_128k", 31);
+        assert_eq!(reasons(), ["it is of 2026-01-02T03:04:30Z, older than that of gate3_128k, 2026-01-02T03:04:31Z"]);
+    }
+
+    #[test]
+    fn gate7_asks_for_kernels_of_its_own() {
+        let mut online = now();
+        online.model.as_mut().expect("it is there").kernel = None;
+        let flash = Earlier { attention_kernel: "flash".into(), ..earlier() };
+        assert_eq!(flash.against(Gate::One, &online), Vec::<String>::new());
+        assert_eq!(flash.against(Gate::One, &now()).len(), 1);
+    }
+
+    #[test]
+    fn the_refusal_names_the_file_and_both_ways_on() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = folder.path().join("gate5_g2");
+        let refused = |now: &Now| check(Gate::Two, &dir, now).expect_err("refused").to_string();
+        let words = refused(&now());
+        for part in ["gate5_g2 runs after gate4_g1", "gate4_g1/receipt.json: it is not there", "make gates", "--force"]
+        {
+            assert!(words.contains(part), "{words}");
+        }
+        fs::create_dir_all(folder.path().join("gate4_g1")).expect("a folder");
+        fs::write(folder.path().join("gate4_g1/receipt.json"), "{\"gate\": \"gate4_g1\"}").expect("written");
+        let words = refused(&now());
+        assert!(words.contains("it has not passed") && words.contains("LONGSTRAW_FORCE=1"), "{words}");
+        assert_eq!(check(Gate::Key, &dir, &now()).expect("the first gate asks for nothing"), None);
+    }
+}

@@ -1,0 +1,51 @@
+//! `memory.prompt_no_grad = false`: a group on the conventional schedule, the built-in comparison.
+//!
+//! Whole sequences under autograd with activation checkpointing, one answer at a time, on one rank a prompt. No pages, so
+//! nothing of the paged schedule's receipt but losses, seconds and adapters.
+
+use super::Session;
+use super::round::Frozen;
+use super::tally::Tally;
+use tch::Tensor;
+
+use crate::model::lora::Adapters;
+use crate::runtime::failure::{Failure, Phase};
+use crate::step::conventional::{Group, Target};
+use crate::world::World;
+
+/// Scores one group and pulls it back; gradients add up in the adapters.
+pub(super) fn one_group(session: &Session, world: &World, frozen: &Frozen, tally: &mut Tally) -> Result<(), Failure> {
+    let prompt_ids = &session.data.group(frozen.place.index).prompt_ids;
+    let prompt = crate::runtime::units::Tokens(crate::runtime::units::from_index(prompt_ids.len()));
+    let answers = frozen.ids();
+    let whole = Group { prompt_ids, answers: &answers, tail: prompt, temperature: session.head.temperature };
+    world.board().enter(Phase::Score);
+    let targets = tally.clock.time("score", || {
+        let scored = |adapters: &Adapters, index| whole.score(&*session.decoder, adapters, index);
+        let target = |index: usize| {
+            let old = scored(&session.adapters, index);
+            let reference = session.reference.as_ref().map(|reference| scored(reference, index));
+            // An answer without a reward takes no part: weight 0 leaves nothing of it.
+            let scored = frozen.advantages[index];
+            let answer = &frozen.answers[index];
+            let weight = scored.map_or(0.0, |_| session.terms.aggregation.share(answer.trained()));
+            let of = |mask: &Vec<bool>| mask.iter().map(|&trained| f32::from(u8::from(trained))).collect::<Vec<f32>>();
+            let trained = answer.mask.as_ref().map(|mask| Tensor::from_slice(&of(mask)).to_device(old.device()));
+            Target {
+                trained,
+                reference: reference.unwrap_or_else(|| old.shallow_clone()),
+                advantage: scored.unwrap_or(0.0),
+                old,
+                weight,
+            }
+        };
+        (0..answers.len()).map(target).collect::<Vec<Target>>()
+    });
+    world.board().enter(Phase::Replay);
+    let loss = tally.clock.time("replay", || {
+        whole.backward_checkpointed(&*session.decoder, &session.adapters, &targets, &session.terms)
+    })?;
+    session.count_gradients(world);
+    tally.conventional(loss);
+    Ok(())
+}

@@ -1,0 +1,131 @@
+//! Which device a rank drives.
+//!
+//! Ranks of one machine take its visible GPUs in turn, whatever the launcher made visible: one GPU to each task, all to
+//! every task, in any order. Two ranks meet on one GPU only where that was asked for; addresses on the PCI bus show it,
+//! since indices say nothing.
+
+use std::path::{Path, PathBuf};
+
+use tch::Device;
+
+use crate::config::DeviceChoice as Wanted;
+use crate::runtime::failure::{Classified, Exit, Failure};
+use crate::runtime::units::from_index;
+use crate::tensor::boundary::measured;
+use crate::tensor::gpu;
+use crate::world::World;
+
+/// Why ranks get no devices.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A GPU was asked for and there is none.
+    #[error(
+        "device \"cuda\" was asked for and no rank has a GPU ({why}); the GPU build of libtorch 2.11 must lie beside the \
+         CPU's or be found through LD_LIBRARY_PATH; without a GPU take device \"cpu\""
+    )]
+    None {
+        /// What the loader or the runtime says.
+        why: String,
+    },
+    /// Some ranks have a GPU and others have none.
+    #[error("{with} of {ranks} ranks have a GPU: give every rank one, or take device \"cpu\"")]
+    Uneven {
+        /// Ranks with a GPU.
+        with: usize,
+        /// All ranks.
+        ranks: usize,
+    },
+    /// Two ranks drive one GPU.
+    #[error(
+        "ranks {first} and {second} of this machine drive the same GPU ({gpu}): start as many ranks as there are GPUs, \
+         or set share_device = true"
+    )]
+    Shared {
+        /// A rank's index on its machine.
+        first: usize,
+        /// Another's.
+        second: usize,
+        /// The GPU's address.
+        gpu: String,
+    },
+    /// Tensors should go from GPU to GPU, and cannot.
+    #[error(
+        "run.direct = true and there is no road from GPU to GPU: every rank needs a GPU of its own, and libnccl.so.2 \
+         must lie where libtorch's GPU build finds it; \"auto\" goes through host memory then"
+    )]
+    NoRoad,
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        Exit::Config
+    }
+}
+
+/// The device of this rank; all ranks get one kind, or all fail with one message. Before the first tensor.
+///
+/// # Errors
+/// When ranks would have different kinds of device, share one unasked, or have none of the kind that was asked for.
+pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> Result<Device, Failure> {
+    world.ledger().measure_with(measured);
+    let found = match wanted {
+        Wanted::Cpu => Ok(0),
+        // The library takes seconds to open: not for nothing, on a machine without a driver.
+        Wanted::Auto if !driver() => Ok(0),
+        _ => gpu::open(&libraries()).map_err(|error| error.to_string()),
+    };
+    let count = *found.as_ref().unwrap_or(&0);
+    let with = world.all.gather_numbers(u64::from(count > 0)).into_iter().filter(|&one| one == 1).count();
+    if with < world.all.size() {
+        let none = found.err().unwrap_or_else(|| "no GPU is visible".into());
+        let ranks = world.all.size();
+        return match (wanted, with) {
+            (Wanted::Cuda, 0) => world.agree(Err(Error::None { why: none }.into())),
+            (Wanted::Auto, 0) if driver() => {
+                world.remark(&format!("this machine has a GPU driver, and the CPU is used: {none}"));
+                Ok(Device::Cpu)
+            }
+            (_, 0) => Ok(Device::Cpu),
+            _ => world.agree(Err(Error::Uneven { with, ranks }.into())),
+        };
+    }
+    let machine = world.machine();
+    let index = machine.rank().0 % count;
+    let device = world.agree(gpu::drive(index, repeatable).map_err(Failure::from))?;
+    let here = gpu::identity(index).unwrap_or_else(|| format!("GPU {index}"));
+    let taken = machine.gather_texts(&here);
+    let apart = match taken.iter().position(|other| *other == here) {
+        Some(first) if first < machine.rank().0 && !share => {
+            Err(Error::Shared { first, second: machine.rank().0, gpu: here }.into())
+        }
+        _ => Ok(()),
+    };
+    world.agree(apart)?;
+    tracing::info!("device {device:?} at {}, one of {count}", taken[machine.rank().0]);
+    Ok(device)
+}
+
+/// Whether this machine has an NVIDIA driver.
+#[must_use]
+pub fn driver() -> bool {
+    ["/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"].iter().any(|path| Path::new(path).exists())
+}
+
+/// Ranks that share this rank's GPU, itself included; 1 on a CPU.
+#[must_use]
+pub fn sharers(world: &World, device: Device) -> u64 {
+    let machine = world.machine();
+    let here = match device {
+        Device::Cuda(index) => gpu::identity(index).unwrap_or_default(),
+        _ => return 1,
+    };
+    from_index(machine.gather_texts(&here).iter().filter(|other| **other == here).count())
+}
+
+/// The folder of the libtorch that this process runs with: the GPU library lies beside it, if anywhere.
+#[must_use]
+pub fn libraries() -> PathBuf {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let cpu = maps.split_whitespace().find(|word| word.ends_with("/libtorch_cpu.so"));
+    cpu.and_then(|path| Path::new(path).parent()).map(Path::to_path_buf).unwrap_or_default()
+}
