@@ -12,7 +12,7 @@ mod indices;
 use std::time::Instant;
 
 use longstraw::config::DeviceChoice;
-use longstraw::runtime::liveness::Board;
+use longstraw::runtime::liveness::Tracker;
 use longstraw::tensor::boundary::count_allocations;
 use longstraw::tensor::gpu;
 use longstraw::world::World;
@@ -37,7 +37,7 @@ fn main() {
         return; // A test runner that asks for a list is told that there is nothing for it to run one by one.
     }
     count_allocations();
-    let world = World::start(None, Board::default()).expect("MPI starts");
+    let world = World::start(None, Tracker::default()).expect("MPI starts");
     let device = devices::choose(&world, DeviceChoice::Cuda, true, false);
     let device = device.unwrap_or_else(|failure| panic!("{failure}"));
     for (name, claim) in CLAIMS {

@@ -22,7 +22,7 @@ mod wire;
 
 use std::time::Instant;
 
-use longstraw::runtime::liveness::Board;
+use longstraw::runtime::liveness::Tracker;
 use longstraw::tensor::boundary::count_allocations;
 use longstraw::world::World;
 
@@ -65,7 +65,7 @@ fn main() {
         return; // A test runner that asks for a list is told that there is nothing for it to run one by one.
     }
     count_allocations();
-    let mut world = World::start(None, Board::default()).expect("MPI starts");
+    let mut world = World::start(None, Tracker::default()).expect("MPI starts");
     fixture::choose_device(&world);
     let mut passed = 0;
     for (name, claim) in CLAIMS {

@@ -50,7 +50,7 @@ fn an_import_from_a_row_below_is_found() {
     );
     bites(
         "src/prompt/pages.rs",
-        "fn f() -> crate::prompt::handoff::Work { g() }\n",
+        "fn f() -> crate::prompt::handoff::PlacedGroup { g() }\n",
         "pages.rs:1: `prompt::pages` (row 3)",
     );
     bites(

@@ -39,7 +39,7 @@ struct Place {
     /// Let several ranks use one GPU
     #[arg(long)]
     share_device: bool,
-    /// Send tensors between GPUs through host memory even where there is a road from GPU to GPU
+    /// Send tensors between GPUs through host memory even where there is a transport from GPU to GPU
     #[arg(long)]
     through_host: bool,
 }

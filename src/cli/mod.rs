@@ -15,7 +15,7 @@ use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use longstraw::config::{self, Environment, Gate, Loaded, Overrides};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure, Phase};
-use longstraw::runtime::liveness::Board;
+use longstraw::runtime::liveness::Tracker;
 use longstraw::tensor::boundary::count_allocations;
 use longstraw::tools::convert::{self, convert};
 use longstraw::tools::gate;
@@ -189,7 +189,7 @@ fn overrides(flags: ConfigFlags) -> Overrides {
 fn world(environment: &Environment) -> Result<World, Failure> {
     count_allocations();
     let launcher = environment.launcher_tasks().map(|told| Launcher { variable: told.variable, tasks: told.tasks });
-    let world = World::start(launcher, Board::default())?;
+    let world = World::start(launcher, Tracker::default())?;
     // Asked on every rank, since it is a collective; variables may differ from host to host.
     let (_, here) = world.on_this_machine();
     if environment.omp_num_threads().is_none() {
@@ -202,7 +202,7 @@ fn world(environment: &Environment) -> Result<World, Failure> {
 /// Prints clap's own words, once however many ranks were started with this command line.
 pub(crate) fn say_once(usage: &clap::Error) {
     let several = Environment::process().launcher_tasks().is_some_and(|told| told.tasks > 1);
-    let world = several.then(|| World::start(None, Board::default()).ok()).flatten();
+    let world = several.then(|| World::start(None, Tracker::default()).ok()).flatten();
     if world.as_ref().is_none_or(|world| world.all.rank().0 == 0) {
         // Nowhere to print it leaves nowhere to complain to; the exit code still tells.
         let _ = usage.print();
@@ -231,7 +231,7 @@ fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit, Failure> 
         }
         Err(failure) => {
             // A run that was refused before its first step has no numbers, and an earlier one's files may lie there.
-            if world.board().site().phase != Phase::Start {
+            if world.tracker().site().phase != Phase::Start {
                 review(&loaded, &environment, &world, Ended::Failed(&failure.to_string()));
             }
             Ok(world.leave(failure))

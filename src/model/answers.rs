@@ -11,7 +11,7 @@
 use tch::{Device, Tensor};
 
 use crate::prompt::pages::PlaneRow;
-use crate::runtime::memory::{Held, Ledger, Purpose, Purse};
+use crate::runtime::memory::{Held, Ledger, MemorySpace, Purpose};
 use crate::runtime::units::{Position, Rank, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
 
@@ -30,7 +30,7 @@ pub struct AnswerState {
     /// Rows of all ranks.
     length: u64,
     prompt: Position,
-    seat: (u64, u64),
+    cp_group: (u64, u64),
     ledger: Ledger,
     held: Held,
 }
@@ -46,8 +46,8 @@ impl AnswerState {
         device: Device,
         ledger: &Ledger,
     ) -> AnswerState {
-        let seat = (from_index(rank.0), from_index(ranks));
-        let rows_max = as_dim(longest.0.div_ceil(seat.1));
+        let cp_group = (from_index(rank.0), from_index(ranks));
+        let rows_max = as_dim(longest.0.div_ceil(cp_group.1));
         let room = ROOM.min(rows_max);
         let planes = planes.iter().map(|plane| {
             let shape: Vec<i64> =
@@ -56,12 +56,12 @@ impl AnswerState {
         });
         let planes: Vec<Tensor> = planes.collect();
         let held = held(ledger, &planes);
-        AnswerState { planes, rows: 0, rows_max, length: 0, prompt, seat, ledger: ledger.clone(), held }
+        AnswerState { planes, rows: 0, rows_max, length: 0, prompt, cp_group, ledger: ledger.clone(), held }
     }
 
     /// The next row of every answer, one tensor a plane, [answers, …]; kept where it belongs.
     pub fn push(&mut self, rows: &[Tensor]) {
-        let here = self.length % self.seat.1 == self.seat.0;
+        let here = self.length % self.cp_group.1 == self.cp_group.0;
         self.length += 1;
         if !here {
             return;
@@ -91,7 +91,7 @@ impl AnswerState {
         let first = window.map_or(0, |window| {
             // Row j is seen where length - 1 - j < window; this rank's i-th row is j = rank + i * ranks.
             let least = self.length.saturating_sub(from_dim(window));
-            as_dim(least.saturating_sub(self.seat.0).div_ceil(self.seat.1)).min(self.rows)
+            as_dim(least.saturating_sub(self.cp_group.0).div_ceil(self.cp_group.1)).min(self.rows)
         });
         self.planes.iter().map(|plane| plane.narrow(1, first, self.rows - first)).collect()
     }
@@ -115,7 +115,7 @@ impl AnswerState {
 }
 
 fn held(ledger: &Ledger, planes: &[Tensor]) -> Held {
-    ledger.hold(Purpose::Answers, Purse::Device, planes.iter().map(storage_bytes).sum())
+    ledger.hold(Purpose::Answers, MemorySpace::Device, planes.iter().map(storage_bytes).sum())
 }
 
 #[cfg(test)]

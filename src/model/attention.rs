@@ -16,7 +16,7 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use super::answers::AnswerState;
-use super::mixer::{Backward, Mixed, Mixer, Past, PastGradient, Seat, Swept};
+use super::mixer::{Backward, CpGroup, Mixed, Mixer, Past, PastGradient, Swept};
 use crate::prompt::layout::{Piece, PromptLayout, Run, Span, Tile, TileSizes, positions, tiles};
 use crate::prompt::pages::PlaneRow;
 use crate::prompt::ring::{Travel, ring, ring_home};
@@ -163,10 +163,15 @@ impl Attention {
     }
 
     /// Key blocks of a span's own rows on this rank, as ranges of its local rows.
-    fn own_blocks<'a>(span: &Span, seat: &Seat, k: &'a Tensor, v: &'a Tensor) -> Vec<(Range<i64>, [Tensor; 2], Piece)> {
-        queries(span.of(seat.axis.rank()))
+    fn own_blocks<'a>(
+        span: &Span,
+        cp_group: &CpGroup,
+        k: &'a Tensor,
+        v: &'a Tensor,
+    ) -> Vec<(Range<i64>, [Tensor; 2], Piece)> {
+        queries(span.of(cp_group.axis.rank()))
             .into_iter()
-            .zip(span.of(seat.axis.rank()))
+            .zip(span.of(cp_group.axis.rank()))
             .map(|(at, piece)| {
                 let local = at.first..at.first + piece.rows().dim();
                 (local.clone(), [rows(k, &local), rows(v, &local)], *piece)
@@ -200,7 +205,7 @@ impl Mixer for Attention {
 
     fn capture(
         &self,
-        seat: &Seat,
+        cp_group: &CpGroup,
         layout: &PromptLayout,
         blocks: &[(Piece, Vec<Tensor>)],
         own: [Vec<Tensor>; 2],
@@ -208,8 +213,8 @@ impl Mixer for Attention {
         let merged: Vec<_> = blocks.iter().map(|(_, mix)| self.unseen(mix[0].size()[0], &mix[0])).collect();
         for (pass, travelling) in own.into_iter().enumerate() {
             let outcome: Result<(), Infallible> = ring(
-                seat.axis,
-                seat.ledger,
+                cp_group.axis,
+                cp_group.ledger,
                 travelling,
                 |rank| layout.chunks_of(rank)[pass],
                 |run, planes| {
@@ -232,7 +237,7 @@ impl Mixer for Attention {
 
     fn sweep(
         &self,
-        seat: &Seat,
+        cp_group: &CpGroup,
         layout: &PromptLayout,
         blocks: Vec<Swept>,
         own: [Vec<Tensor>; 2],
@@ -258,17 +263,18 @@ impl Mixer for Attention {
                 sum_rows: &|rank| tail_of(&layout.chunks_of(rank)[pass]).1,
             };
             let home = std::mem::take(&mut own_gradient[pass]);
-            own_gradient[pass] = ring_home(seat.axis, seat.ledger, travelling, home, &travel, |run, planes, sums| {
-                let (tail_start, tail_rows) = tail_of(run);
-                let constants = run.rows().dim() - tail_rows;
-                let before: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, 0, constants)).collect();
-                let tail: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, constants, tail_rows)).collect();
-                for (at, all) in &rows_of {
-                    let queries = Queries { first: 0, at: at.clone() };
-                    self.pull(&queries, &key_block(run.start, &before), all, None);
-                    self.pull(&queries, &key_block(tail_start, &tail), all, Some(sums));
-                }
-            });
+            own_gradient[pass] =
+                ring_home(cp_group.axis, cp_group.ledger, travelling, home, &travel, |run, planes, sums| {
+                    let (tail_start, tail_rows) = tail_of(run);
+                    let constants = run.rows().dim() - tail_rows;
+                    let before: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, 0, constants)).collect();
+                    let tail: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, constants, tail_rows)).collect();
+                    for (at, all) in &rows_of {
+                        let queries = Queries { first: 0, at: at.clone() };
+                        self.pull(&queries, &key_block(run.start, &before), all, None);
+                        self.pull(&queries, &key_block(tail_start, &tail), all, Some(sums));
+                    }
+                });
         }
         rows_of.into_iter().map(|(_, all)| vec![all.dq_thd.to_kind(self.kind)]).collect()
     }
@@ -295,11 +301,11 @@ impl Mixer for Attention {
         weights.matmul(&v_hsd).transpose(0, 1)
     }
 
-    fn forward(&self, seat: &Seat, span: &Span, mix: &[Tensor], past: &Past) -> Mixed {
+    fn forward(&self, cp_group: &CpGroup, span: &Span, mix: &[Tensor], past: &Past) -> Mixed {
         let counts = span.counts();
-        let q_thd = gather_rows(seat.axis, &mix[0], &counts);
+        let q_thd = gather_rows(cp_group.axis, &mix[0], &counts);
         let merged = self.unseen(q_thd.size()[0], &q_thd);
-        let own = Self::own_blocks(span, seat, &mix[1], &mix[2]);
+        let own = Self::own_blocks(span, cp_group, &mix[1], &mix[2]);
         for queries in queries(span.gathered()) {
             for run in &past.runs {
                 self.attend(&queries, &key_block(run.start, &run.planes), &q_thd, &merged);
@@ -308,7 +314,7 @@ impl Mixer for Attention {
                 self.attend(&queries, &key_block(piece.start, planes), &q_thd, &merged);
             }
         }
-        let home = |x: &Tensor| return_rows(seat.axis, x, &counts);
+        let home = |x: &Tensor| return_rows(cp_group.axis, x, &counts);
         let sum = self.unseen(mix[0].size()[0], &mix[0]);
         let here = 0..mix[0].size()[0];
         for (out_thd, lse_th) in home(&merged.out_thd).into_iter().zip(home(&merged.lse_th)) {
@@ -317,7 +323,7 @@ impl Mixer for Attention {
         sum.mixed(self.kind)
     }
 
-    fn draw(&self, seat: &Seat, ask: &[Tensor], prompt: &Past, own: &AnswerState) -> Tensor {
+    fn draw(&self, cp_group: &CpGroup, ask: &[Tensor], prompt: &Past, own: &AnswerState) -> Tensor {
         let q_ahd = ask[0].contiguous();
         let answers = q_ahd.size()[0];
         let sum = self.unseen(answers, &q_ahd);
@@ -337,25 +343,25 @@ impl Mixer for Attention {
         if rows[0].size()[1] > 0 {
             sum.add(&all, &few(&rows[0], &rows[1]));
         }
-        if seat.axis.size() == 1 {
+        if cp_group.axis.size() == 1 {
             return sum.out_thd.to_kind(self.kind);
         }
         // Every rank merges all parts in rank order, so that all hold the same bits.
-        let counts = vec![Tokens(from_dim(answers)); seat.axis.size()];
+        let counts = vec![Tokens(from_dim(answers)); cp_group.axis.size()];
         let (out_rhd, lse_rh) =
-            (gather_rows(seat.axis, &sum.out_thd, &counts), gather_rows(seat.axis, &sum.lse_th, &counts));
+            (gather_rows(cp_group.axis, &sum.out_thd, &counts), gather_rows(cp_group.axis, &sum.lse_th, &counts));
         let merged = self.unseen(answers, &q_ahd);
-        for rank in (0..seat.axis.size()).map(|rank| as_dim(from_index(rank))) {
+        for rank in (0..cp_group.axis.size()).map(|rank| as_dim(from_index(rank))) {
             let part = |x: &Tensor| x.narrow(0, rank * answers, answers);
             merged.add(&all, &attention::Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
         }
         merged.out_thd.to_kind(self.kind)
     }
 
-    fn backward(&self, seat: &Seat, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor> {
+    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor> {
         let Backward { span, mix, past, mixed, dout, later } = backward;
         let (acc, counts) = (accumulation(self.kind), span.counts());
-        let gather = |x: &Tensor| gather_rows(seat.axis, x, &counts);
+        let gather = |x: &Tensor| gather_rows(cp_group.axis, x, &counts);
         let q_thd = gather(&mix[0]);
         let all = Gathered {
             dq_thd: Tensor::zeros(q_thd.size(), (acc, q_thd.device())),
@@ -364,7 +370,7 @@ impl Mixer for Attention {
             lse_th: gather(&mixed.saved[0]),
             dout_thd: gather(dout),
         };
-        let own = Self::own_blocks(span, seat, &mix[1], &mix[2]);
+        let own = Self::own_blocks(span, cp_group, &mix[1], &mix[2]);
         let own_gradient =
             later.unwrap_or_else(|| mix[1..].iter().map(|plane| plane.zeros_like().to_kind(acc)).collect());
         for queries in queries(span.gathered()) {
@@ -377,7 +383,7 @@ impl Mixer for Attention {
                 self.pull(&queries, &key_block(piece.start, planes), &all, Some(&gradient));
             }
         }
-        let dq = sum_in_order(&return_rows(seat.axis, &all.dq_thd, &counts));
+        let dq = sum_in_order(&return_rows(cp_group.axis, &all.dq_thd, &counts));
         std::iter::once(dq).chain(own_gradient).map(|gradient| gradient.to_kind(self.kind)).collect()
     }
 }

@@ -12,9 +12,9 @@ use crate::runtime::units::Position;
 use crate::tensor::accumulation;
 use crate::world::Axis;
 
-/// This rank's seat among the ranks that share a prompt.
+/// This rank's cp_group among the ranks that share a prompt.
 #[derive(Clone, Copy)]
-pub struct Seat<'a> {
+pub struct CpGroup<'a> {
     /// Those ranks.
     pub axis: &'a Axis,
     /// Where bytes are counted.
@@ -154,7 +154,7 @@ pub trait Mixer {
     /// rows make of it.
     fn capture(
         &self,
-        seat: &Seat,
+        cp_group: &CpGroup,
         layout: &PromptLayout,
         blocks: &[(Piece, Vec<Tensor>)],
         own: [Vec<Tensor>; 2],
@@ -168,7 +168,7 @@ pub trait Mixer {
     /// Returns the gradient of what each block asked with.
     fn sweep(
         &self,
-        seat: &Seat,
+        cp_group: &CpGroup,
         layout: &PromptLayout,
         blocks: Vec<Swept>,
         own: [Vec<Tensor>; 2],
@@ -182,16 +182,16 @@ pub trait Mixer {
 
     /// A span's rows against the past and themselves. `mix` is segment A's output for this rank's rows, in position
     /// order, possibly none.
-    fn forward(&self, seat: &Seat, span: &Span, mix: &[Tensor], past: &Past) -> Mixed;
+    fn forward(&self, cp_group: &CpGroup, span: &Span, mix: &[Tensor], past: &Past) -> Mixed;
 
     /// One row of each of several answers, all at one position: against the prompt, the answers' own earlier rows, and
     /// themselves, no graph. `ask` are the same rows on every rank, first dimension answers; `prompt` is what this rank owns
     /// of the prompt, `own` what it keeps of the answers, these rows included. Every rank gets the same bits.
-    fn draw(&self, seat: &Seat, ask: &[Tensor], prompt: &Past, own: &AnswerState) -> Tensor;
+    fn draw(&self, cp_group: &CpGroup, ask: &[Tensor], prompt: &Past, own: &AnswerState) -> Tensor;
 
     /// Backward of [`Mixer::forward`]. `dout` is the gradient of this rank's output; `later` what later rows have left on
     /// this span's own state. Adds to `past_gradient` and returns the gradient of each tensor of `mix`.
-    fn backward(&self, seat: &Seat, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor>;
+    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor>;
 }
 
 /// One block of the tail's rows on its way back.

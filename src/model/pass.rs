@@ -11,7 +11,7 @@ use tch::{Device, Tensor};
 
 use super::decoder::{Decoder, Projected};
 use super::lora::Adapters;
-use super::mixer::{Backward, Mixed, Past, PastGradient, Seat, Swept};
+use super::mixer::{Backward, CpGroup, Mixed, Past, PastGradient, Swept};
 use crate::prompt::handoff::MixedPool;
 use crate::prompt::layout::{Piece, PromptLayout, Span, positions};
 use crate::prompt::pages::Staged;
@@ -27,7 +27,7 @@ pub struct Pass<'a> {
     /// The policy.
     pub adapters: &'a Adapters,
     /// This rank among those that share the prompt.
-    pub seat: Seat<'a>,
+    pub cp_group: CpGroup<'a>,
     /// Most rows of a segment at one time; equal on all ranks and in all phases.
     pub micro_block: Tokens,
 }
@@ -35,10 +35,10 @@ pub struct Pass<'a> {
 /// Rows of one rank cut into micro-blocks: positions, and where the rows lie in the rank's tensor. A rank without rows
 /// gets one empty block, so that it still knows the shapes it takes part with.
 #[must_use]
-pub fn micro_blocks(span: &Span, seat: &Seat, most: Tokens) -> Vec<(Piece, i64)> {
+pub fn micro_blocks(span: &Span, cp_group: &CpGroup, most: Tokens) -> Vec<(Piece, i64)> {
     let mut blocks = Vec::new();
     let mut first = 0;
-    for piece in span.of(seat.axis.rank()) {
+    for piece in span.of(cp_group.axis.rank()) {
         let mut start = piece.start;
         while start < piece.stop {
             let stop = start.plus(most).min(piece.stop);
@@ -50,7 +50,7 @@ pub fn micro_blocks(span: &Span, seat: &Seat, most: Tokens) -> Vec<(Piece, i64)>
     }
     if blocks.is_empty() {
         let nowhere = crate::runtime::units::Position(0);
-        blocks.push((Piece { rank: seat.axis.rank(), start: nowhere, stop: nowhere }, 0));
+        blocks.push((Piece { rank: cp_group.axis.rank(), start: nowhere, stop: nowhere }, 0));
     }
     blocks
 }
@@ -97,12 +97,12 @@ impl Pass<'_> {
             Device::Cpu => self.micro_block,
             _ => Tokens(self.micro_block.0 * (MIXED_ROWS / self.micro_block.0).max(1)),
         };
-        let mut blocks = micro_blocks(span, &self.seat, self.micro_block).into_iter().peekable();
+        let mut blocks = micro_blocks(span, &self.cp_group, self.micro_block).into_iter().peekable();
         let stretch = |(piece, _): (Piece, i64)| {
             let inside = |(block, _): &(Piece, i64)| piece.start <= block.start && block.stop <= piece.stop;
             Stretch { piece, blocks: std::iter::from_fn(|| blocks.next_if(inside)).collect() }
         };
-        micro_blocks(span, &self.seat, most).into_iter().map(stretch).collect()
+        micro_blocks(span, &self.cp_group, most).into_iter().map(stretch).collect()
     }
 
     /// Segment A of one micro-block.
@@ -114,9 +114,9 @@ impl Pass<'_> {
     /// One block forward over a span, no graph: this rank's rows in, this rank's rows out.
     pub fn forward(&self, layer: LayerIndex, span: &Span, x_tw: &Tensor, past: &Past) -> Tensor {
         tch::no_grad(|| {
-            let blocks = micro_blocks(span, &self.seat, self.micro_block);
+            let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
             let (mix, keep) = self.project_all(layer, &blocks, x_tw);
-            let mixed = self.decoder.mixer(layer).forward(&self.seat, span, &mix, past);
+            let mixed = self.decoder.mixer(layer).forward(&self.cp_group, span, &mix, past);
             let ys: Vec<Tensor> = blocks
                 .iter()
                 .map(|(block, first)| {
@@ -143,11 +143,11 @@ impl Pass<'_> {
         past_gradient: &mut PastGradient,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, .. } = *rows;
-        let blocks = micro_blocks(span, &self.seat, self.micro_block);
+        let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
         let mixer = self.decoder.mixer(layer);
         let (mix, keep, mixed) = tch::no_grad(|| {
             let (mix, keep) = self.project_all(layer, &blocks, x_tw);
-            let mixed = mixer.forward(&self.seat, span, &mix, past);
+            let mixed = mixer.forward(&self.cp_group, span, &mix, past);
             (mix, keep, mixed)
         });
         let dx_tw = x_tw.detach().zeros_like();
@@ -160,7 +160,7 @@ impl Pass<'_> {
         let dmixed = Tensor::cat(&parts.iter().map(|(dmixed, _)| dmixed).collect::<Vec<_>>(), 0);
         let dmix = tch::no_grad(|| {
             let backward = Backward { span, mix: &mix, past, mixed: &mixed, dout: &dmixed, later };
-            mixer.backward(&self.seat, backward, past_gradient)
+            mixer.backward(&self.cp_group, backward, past_gradient)
         });
         drop((mix, mixed, dmixed));
         for (at, (_, dkeep)) in blocks.iter().zip(parts) {
@@ -220,7 +220,7 @@ impl Pass<'_> {
         // Kept on all ranks or on none, so no rank waits in the ring for another that stays away; a rank without rows
         // has nothing to load.
         let mixed = match tail.kept {
-            Some(pool) if tail.span.of(self.seat.axis.rank()).next().is_some() => {
+            Some(pool) if tail.span.of(self.cp_group.axis.rank()).next().is_some() => {
                 let load = |block| {
                     let (out, saved) = pool.get(layer, block)?.expect("what is kept was kept for every stretch");
                     Ok(Mixed { out, saved })
@@ -228,7 +228,7 @@ impl Pass<'_> {
                 (0..stretches.len()).map(load).collect::<Result<_, tensor::Error>>()?
             }
             Some(_) => mixer.nothing(&asks),
-            None => mixer.capture(&self.seat, tail.layout, &asks, tail.own()),
+            None => mixer.capture(&self.cp_group, tail.layout, &asks, tail.own()),
         };
         Ok((asks, keeps, mixed))
     }
@@ -269,7 +269,7 @@ impl Pass<'_> {
         }
         drop(keeps);
         let mut state = gradient.into_chunks(&tail.staged.slabs, tail.layout);
-        let dasks = tch::no_grad(|| mixer.sweep(&self.seat, tail.layout, swept, tail.own(), &mut state));
+        let dasks = tch::no_grad(|| mixer.sweep(&self.cp_group, tail.layout, swept, tail.own(), &mut state));
         let [one, two] = state;
         let dstate: Vec<Tensor> =
             one.iter().zip(&two).map(|(one, two)| Tensor::cat(&[one, two], 0).to_kind(self.decoder.kind())).collect();

@@ -21,7 +21,7 @@ use crate::model::spec::Spec;
 use crate::prompt::handoff::Keeping;
 use crate::prompt::pages::Residency;
 use crate::runtime::failure::{Classified, Exit, Phase};
-use crate::runtime::memory::{Purpose, Purse};
+use crate::runtime::memory::{MemorySpace, Purpose};
 use crate::runtime::units::{Bytes, Pages};
 use seconds::Rates;
 
@@ -90,11 +90,11 @@ pub enum Place {
     Host,
 }
 
-impl From<Place> for Purse {
-    fn from(place: Place) -> Purse {
+impl From<Place> for MemorySpace {
+    fn from(place: Place) -> MemorySpace {
         match place {
-            Place::Device => Purse::Device,
-            Place::Host => Purse::Host,
+            Place::Device => MemorySpace::Device,
+            Place::Host => MemorySpace::Host,
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::tensor;
 
 /// One group as the phases see it: a prompt's tokens and the answers behind it, dealt to ranks.
 #[derive(Debug)]
-pub struct Work {
+pub struct PlacedGroup {
     /// How the prompt lies.
     pub layout: PromptLayout,
     /// The prompt.
@@ -44,13 +44,13 @@ fn as_numbers(mask: &[bool]) -> Tensor {
     Tensor::from_slice(&mask.iter().map(|&trained| f32::from(u8::from(trained))).collect::<Vec<f32>>())
 }
 
-impl Work {
+impl PlacedGroup {
     /// Deals a group to ranks.
     #[must_use]
-    pub fn new(layout: PromptLayout, prompt_ids: Vec<i64>, answers: Vec<Vec<i64>>) -> Work {
+    pub fn new(layout: PromptLayout, prompt_ids: Vec<i64>, answers: Vec<Vec<i64>>) -> PlacedGroup {
         let answer = |ids: Vec<i64>| Answer { span: layout.answer(Tokens(from_index(ids.len()))), ids, mask: None };
         let answers = answers.into_iter().map(answer).collect();
-        Work { layout, prompt_ids, answers }
+        PlacedGroup { layout, prompt_ids, answers }
     }
 
     /// The same with what says which tokens of each answer are trained.
@@ -58,7 +58,7 @@ impl Work {
     /// # Panics
     /// When a mask is not as long as its answer: data are checked before.
     #[must_use]
-    pub fn masked(mut self, masks: Vec<Option<Vec<bool>>>) -> Work {
+    pub fn masked(mut self, masks: Vec<Option<Vec<bool>>>) -> PlacedGroup {
         assert_eq!(masks.len(), self.answers.len(), "every answer has a mask or none");
         for (answer, mask) in self.answers.iter_mut().zip(masks) {
             assert!(mask.as_ref().is_none_or(|mask| mask.len() == answer.ids.len()), "a mask is as long as its answer");

@@ -9,7 +9,7 @@
 use tch::{Device, Tensor};
 
 use crate::prompt::layout::Run;
-use crate::runtime::memory::{Held, Ledger, Purpose, Purse};
+use crate::runtime::memory::{Held, Ledger, MemorySpace, Purpose};
 use crate::runtime::units::{Rank, as_dim};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::link::Link;
@@ -19,7 +19,7 @@ use crate::world::exchange::{direct, outgoing};
 
 /// A run on its way, with its bytes counted while this rank holds it.
 struct Travelling {
-    /// As messages take it: in host memory, or on the GPU where the road goes from GPU to GPU.
+    /// As messages take it: in host memory, or on the GPU where the transport goes from GPU to GPU.
     wire: Vec<Tensor>,
     held: Vec<Held>,
 }
@@ -30,14 +30,14 @@ struct Turn<'a> {
     ledger: &'a Ledger,
     /// Where runs are computed with.
     device: Device,
-    /// From GPU to GPU, if there is such a road.
+    /// From GPU to GPU, if there is such a transport.
     link: Option<&'a Link>,
 }
 
 impl<'a> Turn<'a> {
     fn of(axis: &'a Axis, ledger: &'a Ledger, own: &[Tensor]) -> Turn<'a> {
         let device = own.first().map_or(Device::Cpu, Tensor::device);
-        let link = direct::road(axis, device);
+        let link = direct::transport(axis, device);
         if axis.size() > 1 && link.is_none() {
             // The host is about to write into pinned memory by itself: a block that was let go may still be read or
             // written by what was asked of the device before. (Work of the device among itself is ordered by its streams.)
@@ -74,8 +74,8 @@ impl<'a> Turn<'a> {
         };
         let planes: Vec<Tensor> = like.iter().map(plane).collect();
         let through_host = self.device != Device::Cpu && self.link.is_none();
-        let purse = if through_host { Purse::Host } else { Purse::Device };
-        let held = vec![foreign(self.ledger, purse, &planes)];
+        let space = if through_host { MemorySpace::Host } else { MemorySpace::Device };
+        let held = vec![foreign(self.ledger, space, &planes)];
         Travelling { wire: planes, held }
     }
 
@@ -98,7 +98,7 @@ impl<'a> Turn<'a> {
     fn here(&self, arrived: &mut Travelling) -> Vec<Tensor> {
         let here: Vec<Tensor> = arrived.wire.iter().map(|plane| plane.to_device(self.device)).collect();
         if self.device != Device::Cpu && self.link.is_none() {
-            arrived.held.push(foreign(self.ledger, Purse::Device, &here));
+            arrived.held.push(foreign(self.ledger, MemorySpace::Device, &here));
         }
         here
     }
@@ -205,6 +205,6 @@ pub struct Travel<'a> {
 }
 
 /// Counts planes of another rank.
-fn foreign(ledger: &Ledger, purse: Purse, planes: &[Tensor]) -> Held {
-    ledger.hold(Purpose::Foreign, purse, planes.iter().map(storage_bytes).sum())
+fn foreign(ledger: &Ledger, space: MemorySpace, planes: &[Tensor]) -> Held {
+    ledger.hold(Purpose::Foreign, space, planes.iter().map(storage_bytes).sum())
 }

@@ -69,7 +69,7 @@ impl Seconds {
     }
 }
 
-/// Bytes of one kind by rank, in each purse.
+/// Bytes of one kind by rank, in each memory space.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct KindBytes {
     /// On the device.

@@ -5,12 +5,12 @@ use tch::{Device, Tensor};
 
 use crate::model::mixer::Mixed;
 use crate::model::pass::{Pass, Stretch};
-use crate::prompt::handoff::{Captured, Keeping, MixedPool, Work};
+use crate::prompt::handoff::{Captured, Keeping, MixedPool, PlacedGroup};
 use crate::prompt::layout::{Piece, Run, Span};
 use crate::prompt::pages::{HiddenPool, PagePool, Residency, Slab, Slot};
 use crate::runtime::failure::Failure;
-use crate::runtime::liveness::Board;
-use crate::runtime::memory::{Held, Purpose, Purse};
+use crate::runtime::liveness::Tracker;
+use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{Bytes, LayerIndex, Tokens, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, element_bytes, gpu};
@@ -20,19 +20,19 @@ use crate::world::exchange::is_direct;
 ///
 /// # Errors
 /// When page storage is not exactly pages × page bytes, or there is no more host memory.
-pub fn run(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<Captured, Failure> {
-    tch::no_grad(|| capture(pass, work, keeping, board))
+pub fn run(pass: &Pass, work: &PlacedGroup, keeping: Keeping, tracker: &Tracker) -> Result<Captured, Failure> {
+    tch::no_grad(|| capture(pass, work, keeping, tracker))
 }
 
 /// Pins the host memory that a step on `work` will take, so that no phase waits for it. Nothing on a CPU.
 ///
 /// # Errors
 /// When the machine gives no more memory that can be pinned.
-pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failure> {
+pub fn make_room(pass: &Pass, work: &PlacedGroup, keeping: Keeping) -> Result<(), Failure> {
     if pass.decoder.device() == Device::Cpu {
         return Ok(());
     }
-    let (layout, rank, layers) = (&work.layout, pass.seat.axis.rank(), from_index(pass.decoder.layers()));
+    let (layout, rank, layers) = (&work.layout, pass.cp_group.axis.rank(), from_index(pass.decoder.layers()));
     let (model, acc) = (element_bytes(pass.decoder.kind()), element_bytes(accumulation(pass.decoder.kind())));
     let width = from_dim(pass.decoder.width()) * model;
     let mut blocks = Vec::new();
@@ -58,7 +58,7 @@ pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failu
             }
         }
     }
-    if pass.seat.axis.size() > 1 && !is_direct(pass.seat.axis, pass.decoder.device()) {
+    if pass.cp_group.axis.size() > 1 && !is_direct(pass.cp_group.axis, pass.decoder.device()) {
         // Runs that leave and arrive, and with a long tail the sums that travel with them.
         for (plane, run) in planes.iter().flat_map(|plane| layout.chunks_of(rank).map(move |run| (plane, run))) {
             let sums = if pass.travels(&tail) { plane.bytes().0 / element_bytes(plane.kind) * acc } else { 0 };
@@ -74,8 +74,8 @@ pub fn make_room(pass: &Pass, work: &Work, keeping: Keeping) -> Result<(), Failu
     Ok(())
 }
 
-fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<Captured, Failure> {
-    let (layout, rank) = (&work.layout, pass.seat.axis.rank());
+fn capture(pass: &Pass, work: &PlacedGroup, keeping: Keeping, tracker: &Tracker) -> Result<Captured, Failure> {
+    let (layout, rank) = (&work.layout, pass.cp_group.axis.rank());
     let span = layout.span();
     let stretches = pass.stretches(&span);
     let ids: Vec<i64> = span
@@ -85,7 +85,7 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
     // A short tail goes to the pages on its way back, so it is another sum there; its inputs are few, so all are kept.
     let keeping =
         if pass.travels(&layout.tail()) { keeping } else { Keeping { every: 1, attention: false, ..keeping } };
-    let ledger = pass.seat.ledger;
+    let ledger = pass.cp_group.ledger;
     let stamp = pass.adapters.stamp().clone();
     let mut pages = PagePool::new(layout.clone(), rank, keeping.pages, stamp, ledger.clone());
     let mut tail = HiddenPool::new(keeping.tail, Purpose::Checkpoints, ledger.clone());
@@ -95,7 +95,7 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
     let mut held = prompt_rows(pass, &x_pw);
     let rows = x_pw.size()[0];
     for layer in (0..pass.decoder.layers()).map(LayerIndex) {
-        board.layer(layer)?;
+        tracker.layer(layer)?;
         // What the layer before has left behind has had a layer's time to leave.
         tail.settle()?;
         mixed.settle()?;
@@ -117,24 +117,24 @@ fn capture(pass: &Pass, work: &Work, keeping: Keeping, board: &Board) -> Result<
 
 /// Counts hidden states of prompt rows on the device.
 fn prompt_rows(pass: &Pass, x_pw: &Tensor) -> Held {
-    pass.seat.ledger.hold(Purpose::Hidden, Purse::Device, storage_bytes(x_pw))
+    pass.cp_group.ledger.hold(Purpose::Hidden, MemorySpace::Device, storage_bytes(x_pw))
 }
 
 /// One block over this rank's prompt rows: the next hidden states, and the layer's slabs.
 fn one_layer(
     pass: &Pass,
-    work: &Work,
+    work: &PlacedGroup,
     layer: LayerIndex,
     stretches: &[Stretch],
     x_pw: &Tensor,
     keep_mixed: Option<&mut MixedPool>,
 ) -> Result<((Tensor, Held), Vec<Slab>), Failure> {
-    let (layout, rank) = (&work.layout, pass.seat.axis.rank());
+    let (layout, rank) = (&work.layout, pass.cp_group.axis.rank());
     let mixer = pass.decoder.mixer(layer);
     let planes = mixer.planes();
     let slabs = layout.chunks_of(rank).map(|run| Slab::zeros(run, layout.page_size(), &planes, pass.decoder.device()));
     let slab_bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-    let _slabs_held = pass.seat.ledger.hold(Purpose::Stage, Purse::Device, slab_bytes);
+    let _slabs_held = pass.cp_group.ledger.hold(Purpose::Stage, MemorySpace::Device, slab_bytes);
     let rows = |x: &Tensor, block: &Piece, first: i64| x.narrow(0, first, block.rows().dim());
     let (mut asks, mut keeps) = (Vec::new(), Vec::new());
     for stretch in stretches {
@@ -155,7 +155,7 @@ fn one_layer(
         asks.push((stretch.piece, Stretch::join(parts)));
     }
     let own = [slabs[0].filled(), slabs[1].filled()];
-    let mixed = mixer.capture(&pass.seat, layout, &asks, own);
+    let mixed = mixer.capture(&pass.cp_group, layout, &asks, own);
     drop(asks);
     if let Some(pool) = keep_mixed {
         let in_tail = |(piece, _): &(Piece, &Mixed)| piece.rows().0 > 0 && piece.start >= layout.cut();

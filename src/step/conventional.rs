@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use crate::model::decoder::Decoder;
 use crate::model::lora::Adapters;
 use crate::runtime::units::{LayerIndex, Tokens, as_dim, from_index};
-use crate::step::objective::Terms;
+use crate::step::objective::Objective;
 use crate::tensor::boundary::backward;
 use crate::tensor::{self, accumulation};
 
@@ -73,7 +73,7 @@ impl Group<'_> {
 
     /// The group's loss; gradients add up in the adapters' `.grad`, answer by answer.
     #[must_use]
-    pub fn backward(&self, decoder: &dyn Decoder, adapters: &Adapters, targets: &[Target], terms: &Terms) -> f64 {
+    pub fn backward(&self, decoder: &dyn Decoder, adapters: &Adapters, targets: &[Target], terms: &Objective) -> f64 {
         let mut total = 0.0;
         for (index, target) in targets.iter().enumerate() {
             let loss = target.loss(&self.logprobs(decoder, adapters, index), terms);
@@ -99,7 +99,7 @@ impl Group<'_> {
         decoder: &dyn Decoder,
         adapters: &Adapters,
         targets: &[Target],
-        terms: &Terms,
+        terms: &Objective,
     ) -> Result<f64, tensor::Error> {
         let mut total = 0.0;
         for (index, target) in targets.iter().enumerate() {
@@ -159,7 +159,7 @@ impl Group<'_> {
 
 impl Target {
     /// The answer's share of the loss.
-    fn loss(&self, logprobs: &Tensor, terms: &Terms) -> Tensor {
+    fn loss(&self, logprobs: &Tensor, terms: &Objective) -> Tensor {
         let ratio = (logprobs - &self.old).exp();
         let clipped = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high);
         let mut token = -(&ratio * self.advantage).minimum(&(clipped * self.advantage));

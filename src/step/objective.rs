@@ -39,7 +39,7 @@ impl Aggregation {
 
 /// The objective's settings.
 #[derive(Clone, Copy, Debug)]
-pub struct Terms {
+pub struct Objective {
     /// Ratios below 1 − `clip_low` are clipped.
     pub clip_low: f64,
     /// Ratios above 1 + `clip_high` are clipped.
@@ -157,12 +157,12 @@ pub struct Added {
     /// Smallest and largest ratio, if there are tokens.
     pub ratio: Option<(f64, f64)>,
     /// What trained tokens tell besides.
-    pub told: Told,
+    pub told: TokenStats,
 }
 
 /// What trained tokens tell of an update, as sums over tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Told {
+pub struct TokenStats {
     /// Tokens.
     pub tokens: u64,
     /// Those whose ratio was clipped in effect from below.
@@ -173,9 +173,9 @@ pub struct Told {
     pub kl: f64,
 }
 
-impl Told {
+impl TokenStats {
     /// Adds other tokens.
-    pub fn add(&mut self, other: Told) {
+    pub fn add(&mut self, other: TokenStats) {
         self.tokens += other.tokens;
         self.clipped_low += other.clipped_low;
         self.clipped_high += other.clipped_high;
@@ -194,7 +194,7 @@ pub fn widen(one: Option<(f64, f64)>, two: Option<(f64, f64)>) -> Option<(f64, f
 
 /// Loss and gradient of some tokens. By hand, since the graph would be three lines long.
 #[must_use]
-pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
+pub fn tokens(tokens: &Tokens, terms: &Objective) -> Added {
     let Tokens { logprobs, old, reference, advantage, weight, trained } = *tokens;
     let ratio = (logprobs - old).exp();
     let free = &ratio * advantage;
@@ -224,7 +224,7 @@ pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
         loss: only(&token).sum(Kind::Double).double_value(&[]) * weight,
         dlogprobs: only(&dtoken) * weight,
         ratio: any.then(|| (ratios.min().double_value(&[]), ratios.max().double_value(&[]))),
-        told: Told { tokens: count(&takes_part), clipped_low, clipped_high, kl },
+        told: TokenStats { tokens: count(&takes_part), clipped_low, clipped_high, kl },
     }
 }
 
@@ -232,7 +232,8 @@ pub fn tokens(tokens: &Tokens, terms: &Terms) -> Added {
 mod tests {
     use super::*;
 
-    const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
+    const TERMS: Objective =
+        Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
 
     #[test]
     fn rewards_0_and_1_give_minus_and_plus_one() {
@@ -322,9 +323,9 @@ mod tests {
             let given = Tokens { logprobs: &lp, old: &old, reference, advantage, weight: 1.0, trained: None };
             tokens(&given, &TERMS).told
         };
-        assert_eq!(at(1.0, None), Told { tokens: 3, clipped_low: 0, clipped_high: 1, kl: 0.0 });
-        assert_eq!(at(-1.0, None), Told { tokens: 3, clipped_low: 1, clipped_high: 0, kl: 0.0 });
-        assert_eq!(at(0.0, None), Told { tokens: 3, ..Told::default() });
+        assert_eq!(at(1.0, None), TokenStats { tokens: 3, clipped_low: 0, clipped_high: 1, kl: 0.0 });
+        assert_eq!(at(-1.0, None), TokenStats { tokens: 3, clipped_low: 1, clipped_high: 0, kl: 0.0 });
+        assert_eq!(at(0.0, None), TokenStats { tokens: 3, ..TokenStats::default() });
         let mut sum = at(1.0, Some(&reference));
         sum.add(at(-1.0, Some(&reference)));
         assert_eq!((sum.tokens, sum.clipped_low, sum.clipped_high), (6, 1, 1));
@@ -343,7 +344,7 @@ mod tests {
                 weight: 1.0,
                 trained: None,
             };
-            tokens(&given, &Terms { kl_coef, ..TERMS }).dlogprobs.double_value(&[])
+            tokens(&given, &Objective { kl_coef, ..TERMS }).dlogprobs.double_value(&[])
         };
         assert!((at(0.0) + 0.5).abs() < 1e-15);
         assert!((at(10.0) - (-0.5 + 10.0 * (1.0 - (-1.0f64).exp()))).abs() < 1e-12);

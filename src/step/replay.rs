@@ -15,19 +15,19 @@ use tch::Tensor;
 use crate::model::head::Head;
 use crate::model::mixer::{Past, PastGradient};
 use crate::model::pass::{Pass, SpanRows, Tail};
-use crate::prompt::handoff::{Captured, Logprobs, Scores, Work};
+use crate::prompt::handoff::{Captured, Logprobs, PlacedGroup, Scores};
 use crate::prompt::layout::Span;
 use crate::prompt::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};
 use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::liveness::Board;
+use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
 use crate::runtime::units::{Bytes, LayerIndex, as_dim};
-use crate::step::objective::{self, Terms, Tokens, Told};
+use crate::step::objective::{self, Objective, TokenStats, Tokens};
 use crate::tensor::gpu::Mark;
 
 /// What the answers are pulled towards.
 #[derive(Clone, Copy)]
-pub struct Goal<'a> {
+pub struct ReplayTargets<'a> {
     /// Frozen log-probabilities of the policy.
     pub old: &'a Scores,
     /// Frozen log-probabilities of the reference policy, if there is a KL term.
@@ -37,7 +37,7 @@ pub struct Goal<'a> {
     /// Weight of each token of each answer.
     pub weights: &'a [f64],
     /// The objective.
-    pub terms: &'a Terms,
+    pub terms: &'a Objective,
 }
 
 /// What a replay leaves besides the adapters' gradients: this rank's share of the group's numbers.
@@ -48,7 +48,7 @@ pub struct Replayed {
     /// Smallest and largest ratio to the frozen scores on this rank; `None` where it has no token.
     pub ratio: Option<(f64, f64)>,
     /// What this rank's trained tokens tell besides.
-    pub told: Told,
+    pub told: TokenStats,
     /// Log-probabilities of this rank's tokens.
     pub logprobs: Scores,
     /// The most bytes that waited in the pool of answers' hidden states.
@@ -71,10 +71,10 @@ pub struct Spent {
 struct Replay<'a> {
     pass: &'a Pass<'a>,
     head: &'a Head,
-    work: &'a Work,
+    work: &'a PlacedGroup,
     captured: &'a Captured,
-    goal: Goal<'a>,
-    board: &'a Board,
+    goal: ReplayTargets<'a>,
+    tracker: &'a Tracker,
     pool: HiddenPool,
     /// Tail inputs that were computed again.
     again: HiddenPool,
@@ -92,40 +92,41 @@ struct Replay<'a> {
 pub fn run(
     pass: &Pass,
     head: &Head,
-    work: &Work,
+    work: &PlacedGroup,
     captured: &Captured,
-    goal: Goal,
-    board: &Board,
+    goal: ReplayTargets,
+    tracker: &Tracker,
 ) -> Result<Replayed, Failure> {
     let device = pass.decoder.device();
     let start = Mark::now(device)?;
     let nothing = Replayed {
         loss: 0.0,
         ratio: None,
-        told: Told::default(),
+        told: TokenStats::default(),
         logprobs: Scores(Vec::new()),
         pool_bytes: Bytes(0),
         seconds: Spent::default(),
     };
-    let pool = |residency, purpose| HiddenPool::new(residency, purpose, pass.seat.ledger.clone());
+    let pool = |residency, purpose| HiddenPool::new(residency, purpose, pass.cp_group.ledger.clone());
     let (pool, again) = (pool(Residency::Host, Purpose::Hidden), pool(captured.keeping.tail, Purpose::Checkpoints));
     let (filled_from, turns) = (None, Vec::new());
-    let mut replay = Replay { pass, head, work, captured, goal, board, pool, again, filled_from, turns, done: nothing };
+    let mut replay =
+        Replay { pass, head, work, captured, goal, tracker, pool, again, filled_from, turns, done: nothing };
     let top = LayerIndex(pass.decoder.layers() - 1);
     for (index, answer) in work.answers.iter().enumerate() {
-        let inputs = work.inputs(answer, pass.seat.axis.rank());
+        let inputs = work.inputs(answer, pass.cp_group.axis.rank());
         replay.pool.put(Slot { span: index, layer: LayerIndex(0) }, &pass.decoder.embed(&inputs))?;
     }
     for layer in (0..top.0).map(LayerIndex) {
-        board.layer(layer)?;
+        tracker.layer(layer)?;
         replay.up(layer)?;
     }
-    board.layer(top)?;
+    tracker.layer(top)?;
     let mut dtail = replay.top(top)?;
     replay.done.pool_bytes = replay.pool.bytes();
     let turned = Mark::now(device)?;
     for layer in (0..top.0).rev().map(LayerIndex) {
-        board.layer(layer)?;
+        tracker.layer(layer)?;
         dtail = replay.down(layer, dtail)?;
     }
     let end = Mark::now(device)?;
@@ -163,7 +164,7 @@ impl Replay<'_> {
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past);
         let first = self.first_tokens();
-        let rank = self.pass.seat.axis.rank();
+        let rank = self.pass.cp_group.axis.rank();
         for index in 0..self.work.answers.len() {
             let answer = &self.work.answers[index];
             let slot = Slot { span: index, layer };
@@ -186,8 +187,8 @@ impl Replay<'_> {
         }
         let dlast = self.first_token_gradient(first.as_ref())?;
         let dtail = self.tail_start(dlast);
-        self.board.enter(Phase::Sweep);
-        self.board.layer(layer)?;
+        self.tracker.enter(Phase::Sweep);
+        self.tracker.layer(layer)?;
         self.tail(layer, &staged, dtail, gradient)
     }
 
@@ -322,7 +323,7 @@ impl Replay<'_> {
         if tail.is_empty() {
             return None;
         }
-        let rows: i64 = tail.of(self.pass.seat.axis.rank()).map(|piece| piece.rows().dim()).sum();
+        let rows: i64 = tail.of(self.pass.cp_group.axis.rank()).map(|piece| piece.rows().dim()).sum();
         let kind = (self.pass.decoder.kind(), self.pass.decoder.device());
         let dtail = Tensor::zeros([rows, self.pass.decoder.width()], kind);
         if let Some(dlast) = dlast {

@@ -4,10 +4,10 @@
 use crate::model::head::Head;
 use crate::model::mixer::Past;
 use crate::model::pass::Pass;
-use crate::prompt::handoff::{Captured, Logprobs, Scores, Work};
+use crate::prompt::handoff::{Captured, Logprobs, PlacedGroup, Scores};
 use crate::prompt::pages::{HiddenPool, Residency, Slot};
 use crate::runtime::failure::Failure;
-use crate::runtime::liveness::Board;
+use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
 use crate::runtime::units::{LayerIndex, as_dim, from_index};
 
@@ -15,9 +15,15 @@ use crate::runtime::units::{LayerIndex, as_dim, from_index};
 ///
 /// # Errors
 /// When the pages were captured under other adapters than the pass's.
-pub fn run(pass: &Pass, head: &Head, work: &Work, captured: &Captured, board: &Board) -> Result<Scores, Failure> {
-    let rank = pass.seat.axis.rank();
-    let pool = hidden(pass, work, captured, board)?;
+pub fn run(
+    pass: &Pass,
+    head: &Head,
+    work: &PlacedGroup,
+    captured: &Captured,
+    tracker: &Tracker,
+) -> Result<Scores, Failure> {
+    let rank = pass.cp_group.axis.rank();
+    let pool = hidden(pass, work, captured, tracker)?;
     let first = captured.last_row.as_ref().map(|x_1w| head.logprobs_of_row(pass.decoder, x_1w, &work.first_labels()));
     let answers = work.answers.iter().enumerate().map(|(index, answer)| {
         Ok(Logprobs {
@@ -32,15 +38,15 @@ pub fn run(pass: &Pass, head: &Head, work: &Work, captured: &Captured, board: &B
 ///
 /// # Errors
 /// As [`run`].
-pub fn hidden(pass: &Pass, work: &Work, captured: &Captured, board: &Board) -> Result<HiddenPool, Failure> {
-    let rank = pass.seat.axis.rank();
-    let mut pool = HiddenPool::new(Residency::Host, Purpose::Hidden, pass.seat.ledger.clone());
+pub fn hidden(pass: &Pass, work: &PlacedGroup, captured: &Captured, tracker: &Tracker) -> Result<HiddenPool, Failure> {
+    let rank = pass.cp_group.axis.rank();
+    let mut pool = HiddenPool::new(Residency::Host, Purpose::Hidden, pass.cp_group.ledger.clone());
     for (index, answer) in work.answers.iter().enumerate() {
         pool.put(slot(index), &pass.decoder.embed(&work.inputs(answer, rank)))?;
     }
     let layers = pass.decoder.layers();
     for layer in (0..layers).map(LayerIndex) {
-        board.layer(layer)?;
+        tracker.layer(layer)?;
         // Behind the last layer comes the next phase, which starts from the first.
         let then = LayerIndex((layer.0 + 1) % layers);
         let staged = captured.pages.stage(layer, Some(then), pass.adapters.stamp())?;

@@ -8,7 +8,7 @@ use super::Error;
 use crate::runtime::memory::Measured;
 use crate::runtime::units::Bytes;
 
-pub use crate::runtime::memory::Purse;
+pub use crate::runtime::memory::MemorySpace;
 
 // SAFETY: these are the functions of boundary.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {
@@ -105,29 +105,29 @@ pub fn count_allocations() {
     unsafe { longstraw_count_install() }
 }
 
-/// Runs `work` with its allocations counted in `purse`.
-pub fn within<T>(purse: Purse, work: impl FnOnce() -> T) -> T {
+/// Runs `work` with its allocations counted in `memory space`.
+pub fn within<T>(space: MemorySpace, work: impl FnOnce() -> T) -> T {
     // SAFETY: sets an atomic of static lifetime.
-    unsafe { longstraw_count_tag(purse as c_int) };
+    unsafe { longstraw_count_tag(space as c_int) };
     let result = work();
     // SAFETY: as above.
-    unsafe { longstraw_count_tag(Purse::Device as c_int) };
+    unsafe { longstraw_count_tag(MemorySpace::Device as c_int) };
     result
 }
 
-/// What the counting allocator has handed out in `purse`.
+/// What the counting allocator has handed out in `memory space`.
 #[must_use]
-pub fn counted(purse: Purse) -> Counted {
+pub fn counted(space: MemorySpace) -> Counted {
     // SAFETY: both read counts of static lifetime; neither lets an exception out.
-    let (live, peak) = unsafe { (longstraw_count_live(purse as c_int), longstraw_count_peak(purse as c_int)) };
+    let (live, peak) = unsafe { (longstraw_count_live(space as c_int), longstraw_count_peak(space as c_int)) };
     Counted { live: Bytes(u64::try_from(live).unwrap_or(0)), peak: Bytes(u64::try_from(peak).unwrap_or(0)) }
 }
 
 /// The same, as a ledger asks it, with what the GPU's allocator has reserved.
 #[must_use]
-pub fn measured(purse: Purse) -> Measured {
-    let Counted { live, peak } = counted(purse);
-    let reserved = if purse == Purse::Device { super::gpu::reserved().map(|(now, _)| now) } else { None };
+pub fn measured(space: MemorySpace) -> Measured {
+    let Counted { live, peak } = counted(space);
+    let reserved = if space == MemorySpace::Device { super::gpu::reserved().map(|(now, _)| now) } else { None };
     Measured { live, peak, reserved }
 }
 

@@ -19,18 +19,18 @@ use crate::model::adapter_file;
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
 use crate::model::lora::Adapters;
-use crate::model::mixer::Seat;
+use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
-use crate::prompt::handoff::{Keeping, Scores, Work};
+use crate::prompt::handoff::{Keeping, PlacedGroup, Scores};
 use crate::prompt::layout::PromptLayout;
 use crate::report::say;
 use crate::runtime::failure::{Classified, Exit, Failure, Phase};
 use crate::runtime::memory::Ledger;
 use crate::runtime::units::{Tokens, float, from_index};
-use crate::step::objective::{Aggregation, Batch, Counted, Terms, advantages};
-use crate::step::replay::Goal;
+use crate::step::objective::{Aggregation, Batch, Counted, Objective, advantages};
+use crate::step::replay::ReplayTargets;
 use crate::step::{capture, finalize, replay, score};
 use crate::tensor::accumulation;
 use crate::tools::parity::{Gradient, dtype_name};
@@ -45,7 +45,8 @@ pub const ANSWER_TOKENS_MAX: Tokens = Tokens(64);
 const DRAWN_B: f64 = 0.01;
 const LORA_RANK: u64 = 16;
 const LORA_ALPHA: f64 = 32.0;
-const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
+const TERMS: Objective =
+    Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
 /// The name under which all projections together are reported.
 const TOGETHER: &str = "all";
 
@@ -375,18 +376,18 @@ impl Study<'_> {
 
     /// One group's gradient in one mode: capture, score, replay, finalize without a clip.
     fn gradient(&self, adapters: &Adapters, group: &data::Group, gradient: Gradient) -> Result<Taken, Failure> {
-        let (world, board) = (self.world, self.world.board());
+        let (world, tracker) = (self.world, self.world.tracker());
         let prompt = Tokens(from_index(group.prompt_ids.len()));
         let layout =
             PromptLayout::new(prompt, self.options.page_size, world.cp.size(), gradient.tail(prompt).min(prompt));
         let answers = group.answers.iter().map(|answer| answer.ids.clone()).collect();
-        let work = Work::new(layout, group.prompt_ids.clone(), answers);
-        let seat = Seat { axis: &world.cp, ledger: &self.ledger };
-        let pass = Pass { decoder: &*self.decoder, adapters, seat, micro_block: self.options.micro_block };
-        board.enter(Phase::Capture);
-        let captured = capture::run(&pass, &work, Keeping::HOST, board)?;
-        board.enter(Phase::Score);
-        let old = score::run(&pass, &self.head, &work, &captured, board)?;
+        let work = PlacedGroup::new(layout, group.prompt_ids.clone(), answers);
+        let cp_group = CpGroup { axis: &world.cp, ledger: &self.ledger };
+        let pass = Pass { decoder: &*self.decoder, adapters, cp_group, micro_block: self.options.micro_block };
+        tracker.enter(Phase::Capture);
+        let captured = capture::run(&pass, &work, Keeping::HOST, tracker)?;
+        tracker.enter(Phase::Score);
+        let old = score::run(&pass, &self.head, &work, &captured, tracker)?;
         let rewards: Vec<Option<f64>> = group.answers.iter().map(|answer| answer.reward).collect();
         let counted =
             || group.answers.iter().zip(&rewards).map(|(answer, reward)| (answer.ids.len(), reward.is_some()));
@@ -394,10 +395,11 @@ impl Study<'_> {
         let weights: Vec<f64> =
             counted().map(|(tokens, _)| batch.weight(TERMS.aggregation, from_index(tokens))).collect();
         let advantages = advantages(&rewards, true);
-        let goal = Goal { old: &old, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
-        board.enter(Phase::Replay);
-        replay::run(&pass, &self.head, &work, &captured, goal, board)?;
-        board.enter(Phase::Finalize);
+        let goal =
+            ReplayTargets { old: &old, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
+        tracker.enter(Phase::Replay);
+        replay::run(&pass, &self.head, &work, &captured, goal, tracker)?;
+        tracker.enter(Phase::Finalize);
         let reduced = world.agree(finalize::run(&world.cp, finalize::take(adapters), adapters, 0.0))?;
         let gradients = reduced.gradients().iter().map(Tensor::shallow_clone).collect();
         Ok(Taken { gradients, logprob: self.logprob(group, &old) })

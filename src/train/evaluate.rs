@@ -94,7 +94,7 @@ fn prompts(
     sums: &mut Sums,
 ) -> Result<(), Failure> {
     for (turn, side_by_side) in wanted.chunks(world.dp_size).enumerate() {
-        world.board().enter(Phase::Evaluate);
+        world.tracker().enter(Phase::Evaluate);
         let count = turn * world.dp_size + side_by_side.len();
         reporter.now(&format!("held-out prompt {count} of {}", wanted.len()));
         let own = side_by_side.get(world.dp_index).map(|&index| (index, data.group(index)));
@@ -103,7 +103,7 @@ fn prompts(
         if session.sampler.is_some() {
             let groups: Vec<&Group> = side_by_side.iter().map(|&index| data.group(index)).collect();
             // Scoring has the deadlines of a phase of its own, here as in an update.
-            world.board().enter(Phase::Reward);
+            world.tracker().enter(Phase::Reward);
             let told = rewards::told(session, world, patience, &groups, &answers)?;
             for reward in told.iter().flat_map(rewards::Told::rewards) {
                 sums.reward += reward.unwrap_or_default();
@@ -121,9 +121,9 @@ fn one(session: &Session, world: &World, index: usize, group: &Group, sums: &mut
     let answers: Vec<Vec<i64>> = scored().map(|(answer, _)| answer.ids.clone()).collect();
     let work = session.work_without_tail(&group.prompt_ids, &answers, world);
     let pass = session.pass(world, &session.adapters);
-    let captured = capture::run(&pass, &work, session.keeping, world.board())?;
+    let captured = capture::run(&pass, &work, session.keeping, world.tracker())?;
     if has_margin(group) {
-        let scores = score::run(&pass, &session.head, &work, &captured, world.board())?;
+        let scores = score::run(&pass, &session.head, &work, &captured, world.tracker())?;
         let logprobs: Vec<f64> = scores.0.iter().map(|one| sum_number(&world.cp, local_sum(one))).collect();
         let rewards: Vec<f64> = scored().map(|(_, reward)| reward).collect();
         let (apart, best) = margin_of(&logprobs, &rewards);
@@ -146,7 +146,7 @@ fn drawn(
     let Some(sampler) = &session.sampler else { return Ok(Vec::new()) };
     let pass = session.pass(world, &session.adapters);
     let ask = sampler.ask(sampler.stream.part(BRANCH).part(from_index(index)));
-    let drawn = rollout::run(&pass, &session.head, layout, captured, &ask, world.board())?;
+    let drawn = rollout::run(&pass, &session.head, layout, captured, &ask, world.tracker())?;
     Ok(drawn.into_iter().map(Answer::drawn).collect())
 }
 

@@ -6,7 +6,7 @@ use crate::plan::{Group, Place, Plan};
 use crate::report::{KindBytes, PhaseMemory};
 use crate::runtime::failure::Phase;
 use crate::runtime::liveness::{Border, Recorder};
-use crate::runtime::memory::{Ledger, Purpose, Purse};
+use crate::runtime::memory::{Ledger, MemorySpace, Purpose};
 use crate::runtime::units::Bytes;
 use crate::tensor::boundary::{counted, forget_peaks};
 use crate::tensor::gpu;
@@ -16,21 +16,21 @@ use crate::world::World;
 #[derive(Clone, Copy, Debug, Default)]
 struct Peaks {
     entered: bool,
-    allocated: [Bytes; Purse::ALL.len()],
-    kinds: [[Bytes; Purse::ALL.len()]; Purpose::ALL.len()],
+    allocated: [Bytes; MemorySpace::ALL.len()],
+    kinds: [[Bytes; MemorySpace::ALL.len()]; Purpose::ALL.len()],
     scratch: Bytes,
 }
 
 impl Peaks {
     /// Since peaks were last forgotten.
     fn now(ledger: &Ledger) -> Peaks {
-        let allocated = Purse::ALL.map(|purse| counted(purse).peak);
+        let allocated = MemorySpace::ALL.map(|space| counted(space).peak);
         let [device, _] = allocated;
         Peaks {
             entered: true,
             allocated,
-            kinds: Purpose::ALL.map(|purpose| Purse::ALL.map(|purse| ledger.peak_in(purpose, purse))),
-            scratch: Bytes(device.0.saturating_sub(ledger.peak_of_all(Purse::Device).0)),
+            kinds: Purpose::ALL.map(|purpose| MemorySpace::ALL.map(|space| ledger.peak_in(purpose, space))),
+            scratch: Bytes(device.0.saturating_sub(ledger.peak_of_all(MemorySpace::Device).0)),
         }
     }
 
@@ -51,7 +51,7 @@ pub(super) struct Memory {
     phase: Phase,
     phases: [Peaks; Phase::ALL.len()],
     /// What the allocator says of those that the current update has gone through.
-    step: [Option<[Bytes; Purse::ALL.len()]>; Phase::ALL.len()],
+    step: [Option<[Bytes; MemorySpace::ALL.len()]>; Phase::ALL.len()],
     reserved: Bytes,
 }
 
@@ -78,7 +78,7 @@ impl Memory {
         let peaks = Peaks::now(&self.ledger);
         self.phases[self.phase.index()].at_least(&peaks);
         if let Some(most) = &mut self.step[self.phase.index()] {
-            *most = [0, 1].map(|purse| most[purse].max(peaks.allocated[purse]));
+            *most = [0, 1].map(|space| most[space].max(peaks.allocated[space]));
         }
         let reserved = gpu::reserved().map_or(Bytes(0), |(_, peak)| peak);
         self.reserved = self.reserved.max(reserved);
@@ -123,19 +123,19 @@ impl Memory {
     pub(super) fn against(&self, plan: &Plan) -> Vec<String> {
         let most = |of: &dyn Fn(&Peaks) -> Bytes| self.phases.iter().map(of).max().unwrap_or_default();
         let line = |place: Place, names: &str, plan: Bytes, measured: Bytes| {
-            format!("{} memory, {names}: plan {plan}, measured {measured}", Purse::from(place).name())
+            format!("{} memory, {names}: plan {plan}, measured {measured}", MemorySpace::from(place).name())
         };
         let mut lines = Vec::new();
         for place in [Place::Device, Place::Host] {
-            let purse = Purse::from(place);
+            let space = MemorySpace::from(place);
             for Group { names, counted, bytes, .. } in plan.groups().iter().filter(|group| group.place == place) {
                 let of = |peaks: &Peaks| match counted {
                     [] => peaks.scratch,
-                    kinds => kinds.iter().map(|&kind| peaks.kinds[kind as usize][purse as usize]).sum(),
+                    kinds => kinds.iter().map(|&kind| peaks.kinds[kind as usize][space as usize]).sum(),
                 };
                 lines.push(line(place, &names.join(" + "), *bytes, most(&of)));
             }
-            lines.push(line(place, "all", plan.sum(place), most(&|peaks| peaks.allocated[purse as usize])));
+            lines.push(line(place, "all", plan.sum(place), most(&|peaks| peaks.allocated[space as usize])));
         }
         lines
     }

@@ -228,7 +228,7 @@ impl Way<'_> {
         let (made, steps) = (self.tally.steps(), self.loaded.run.run.steps);
         // What the last save takes is no part of the updates.
         let recorded = self.records.gathered(&self.session, world);
-        world.board().enter(Phase::Save);
+        world.tracker().enter(Phase::Save);
         if self.stopped && begun {
             self.save(world, held_out[0])?;
         } else if !self.stopped {

@@ -74,7 +74,7 @@ impl Patience {
             finishing: Cell::new(false),
         });
         let asked = watch.clone();
-        world.board().ask_at_layers(Some(Rc::new(move || asked.border())));
+        world.tracker().ask_at_layers(Some(Rc::new(move || asked.border())));
         Patience { watch }
     }
 
@@ -117,7 +117,7 @@ impl Patience {
 
     /// Nothing asks any more.
     pub(super) fn end(self, world: &World) {
-        world.board().ask_at_layers(None);
+        world.tracker().ask_at_layers(None);
         // With it goes its communicator, which must not outlive MPI.
         drop(self.watch);
     }

@@ -16,7 +16,7 @@ use super::Session;
 use super::rewards::{self, Absence, Told};
 use crate::checkpoint;
 use crate::data;
-use crate::prompt::handoff::{Logprobs, Scores, Work};
+use crate::prompt::handoff::{Logprobs, PlacedGroup, Scores};
 use crate::report::Step;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Rank, as_index, float, from_index};
@@ -55,7 +55,7 @@ pub(super) struct Answer {
 
 impl Answer {
     /// One that the policy has given.
-    pub(super) fn drawn(drawn: rollout::Drawn) -> Answer {
+    pub(super) fn drawn(drawn: rollout::SampledAnswer) -> Answer {
         let logprob = Some(drawn.logprobs.iter().sum());
         Answer { ids: drawn.ids, mask: None, given: None, truncated: drawn.truncated, logprob }
     }
@@ -264,7 +264,7 @@ fn saved(frozen: &Frozen, session: &Session, world: &World) -> SavedGroup {
 }
 
 /// The log-probabilities of all of an answer's tokens, on every rank of the prompt.
-pub(super) fn whole_answer(own: &Logprobs, index: usize, work: &Work, world: &World) -> Vec<f64> {
+pub(super) fn whole_answer(own: &Logprobs, index: usize, work: &PlacedGroup, world: &World) -> Vec<f64> {
     let first = own.first.as_ref().map_or_else(|| own.rows.narrow(0, 0, 0), Tensor::shallow_clone);
     let first = gather_rows(&world.cp, &first, &work.layout.last_row_counts());
     let rows = gather_rows(&world.cp, &own.rows, &work.answers[index].span.counts());
@@ -318,7 +318,7 @@ impl Session {
     }
 
     /// A frozen group dealt to the ranks of this prompt group.
-    pub(super) fn frozen_work(&self, frozen: &Frozen, world: &World) -> Work {
+    pub(super) fn frozen_work(&self, frozen: &Frozen, world: &World) -> PlacedGroup {
         let prompt_ids = &self.data.group(frozen.place.index).prompt_ids;
         self.work(prompt_ids, &frozen.ids(), world).masked(frozen.masks())
     }

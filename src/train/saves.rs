@@ -136,7 +136,7 @@ impl Saves {
         reporter: &Reporter,
         before: Option<HeldOut>,
     ) -> Result<(), Failure> {
-        world.board().enter(Phase::Save);
+        world.tracker().enter(Phase::Save);
         // What rank 0 writes is every rank's.
         world.same("the adapters (digest)", &session.adapters.digest())?;
         let round = session.round.as_ref().map(|round| round.save(session, world)).unwrap_or_default();
@@ -161,7 +161,7 @@ impl Saves {
                 reporter.line(&format!("an older checkpoint stays: {error}"));
             }
         }
-        world.board().rest();
+        world.tracker().rest();
         Ok(())
     }
 

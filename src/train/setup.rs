@@ -20,19 +20,19 @@ use crate::model::adapter_file::AdapterShape;
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
 use crate::model::lora::Adapters;
-use crate::model::mixer::Seat;
+use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
 use crate::plan::{self, Plan, Room};
-use crate::prompt::handoff::{Keeping, Work};
+use crate::prompt::handoff::{Keeping, PlacedGroup};
 use crate::prompt::layout::PromptLayout;
 use crate::report::{AdapterForm, open_log};
 use crate::reward::Scorer;
 use crate::runtime::failure::Failure;
-use crate::runtime::memory::{Held, Purpose, Purse};
+use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{Bytes, Rank, Tokens, as_index, from_index};
-use crate::step::objective::{Aggregation, Terms};
+use crate::step::objective::{Aggregation, Objective};
 use crate::step::optimizer::{AdamW, Settings};
 use crate::step::rollout::{Sampling, Stream};
 use crate::tensor::boundary::storage_bytes;
@@ -52,7 +52,7 @@ pub struct Session {
     pub(super) held_out: Option<Dataset>,
     pub(super) cursor: Cursor,
     pub(super) head: Head,
-    pub(super) terms: Terms,
+    pub(super) terms: Objective,
     pub(super) gradient: Gradient,
     pub(super) keeping: Keeping,
     /// The paged schedule, or whole sequences under autograd.
@@ -81,7 +81,7 @@ pub struct Session {
     pub(super) max_grad_norm: f64,
     pub(super) grad_accum: usize,
     pub(super) model_digest: String,
-    pub(super) seat_rank: Rank,
+    pub(super) cp_rank: Rank,
     pub(super) spec: Spec,
     /// What the decoder reads; a judge may read them too.
     weights: Rc<Weights>,
@@ -123,8 +123,8 @@ impl Session {
         let direct = linked(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
         let shape = world.agree(shape_of(config, &spec))?;
-        world.board().set_layers(spec.layers);
-        let (plan, keeping) = planned(&with_road(config, direct), world, &spec, device)?;
+        world.tracker().set_layers(spec.layers);
+        let (plan, keeping) = planned(&with_transport(config, direct), world, &spec, device)?;
         let RankConfig { dir, log, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, loaded.rank.stall_sec)?;
@@ -132,7 +132,7 @@ impl Session {
         let (inputs, digests, scorer) = inputs::read(config, world, &spec)?;
         let Inputs { data, held_out, tokenizer, ends } = inputs;
         let weights = world.agree(load_weights(config, &spec, device))?;
-        let mut held = vec![world.ledger().hold(Purpose::Weights, Purse::Device, weights.bytes())];
+        let mut held = vec![world.ledger().hold(Purpose::Weights, MemorySpace::Device, weights.bytes())];
         let model_digest = weights.digest().to_owned();
         world.same("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
@@ -166,7 +166,7 @@ impl Session {
             normalize: config.grpo.normalize_adv,
             max_grad_norm: config.optimizer.max_grad_norm,
             grad_accum: as_index(config.optimizer.grad_accum),
-            seat_rank: world.cp.rank(),
+            cp_rank: world.cp.rank(),
             page_size: config.context.page_size,
             micro_block: config.memory.micro_block,
             schedule: LearningRate::of(config),
@@ -245,25 +245,25 @@ impl Session {
     }
 
     /// A group dealt to the ranks of this prompt group.
-    pub(super) fn work(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> Work {
+    pub(super) fn work(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> PlacedGroup {
         self.dealt(prompt_ids, answers, world, self.gradient.tail(Tokens(from_index(prompt_ids.len()))))
     }
 
     /// The same for scoring alone: no prompt position carries gradient, so nothing of it is kept for a way back.
-    pub(super) fn work_without_tail(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> Work {
+    pub(super) fn work_without_tail(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> PlacedGroup {
         self.dealt(prompt_ids, answers, world, Tokens(0))
     }
 
-    fn dealt(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World, tail: Tokens) -> Work {
+    fn dealt(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World, tail: Tokens) -> PlacedGroup {
         let prompt = Tokens(from_index(prompt_ids.len()));
         let layout = PromptLayout::new(prompt, self.page_size, world.cp.size(), tail);
-        Work::new(layout, prompt_ids.to_vec(), answers.to_vec())
+        PlacedGroup::new(layout, prompt_ids.to_vec(), answers.to_vec())
     }
 
     /// A pass under some adapters.
     pub(super) fn pass<'a>(&'a self, world: &'a World, adapters: &'a Adapters) -> Pass<'a> {
-        let seat = Seat { axis: &world.cp, ledger: world.ledger() };
-        Pass { decoder: &*self.decoder, adapters, seat, micro_block: self.micro_block }
+        let cp_group = CpGroup { axis: &world.cp, ledger: world.ledger() };
+        Pass { decoder: &*self.decoder, adapters, cp_group, micro_block: self.micro_block }
     }
 
     /// Counts the adapters' gradients, which are there after the first backward.
@@ -271,7 +271,7 @@ impl Session {
         let gradients = self.adapters.tensors().map(Tensor::grad).filter(Tensor::defined);
         let _ = self.gradients.get_or_init(|| {
             let bytes = gradients.map(|gradient| storage_bytes(&gradient)).sum();
-            world.ledger().hold(Purpose::Adapters, Purse::Device, bytes)
+            world.ledger().hold(Purpose::Adapters, MemorySpace::Device, bytes)
         });
     }
 
@@ -315,8 +315,8 @@ fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
     Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
 }
 
-/// The configuration with the road between ranks that there is in the place of the one that was wished for.
-fn with_road(config: &RunConfig, direct: bool) -> RunConfig {
+/// The configuration with the transport between ranks that there is in the place of the one that was wished for.
+fn with_transport(config: &RunConfig, direct: bool) -> RunConfig {
     let mut config = config.clone();
     config.run.direct = if direct { When::Always } else { When::Never };
     config
@@ -350,12 +350,12 @@ fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Re
     Ok((plan, keeping))
 }
 
-/// Opens the road from GPU to GPU among the ranks that share a prompt, as far as it is wanted and there.
+/// Opens the transport from GPU to GPU among the ranks that share a prompt, as far as it is wanted and there.
 fn linked(config: &RunConfig, world: &World, device: Device) -> Result<bool, Failure> {
     let wanted = config.run.direct;
     let open = wanted != When::Never && exchange::connect(&world.cp, device)?;
     let missed = wanted == When::Always && !open && device != Device::Cpu && world.cp.size() > 1;
-    world.agree(if missed { Err(devices::Error::NoRoad.into()) } else { Ok(open) })
+    world.agree(if missed { Err(devices::Error::NoTransport.into()) } else { Ok(open) })
 }
 
 fn adam_w(config: &RunConfig, adapters: &Adapters) -> AdamW {
@@ -422,7 +422,7 @@ fn same_start(world: &World, adapters: &Adapters) -> Result<String, Failure> {
 fn trained(world: &World, adapters: &Adapters, reference: Option<&Adapters>, optimizer: &AdamW) -> [Held; 2] {
     let masters = adapters.tensors().chain(reference.into_iter().flat_map(Adapters::tensors));
     let masters = masters.map(storage_bytes).sum();
-    let hold = |purpose, bytes| world.ledger().hold(purpose, Purse::Device, bytes);
+    let hold = |purpose, bytes| world.ledger().hold(purpose, MemorySpace::Device, bytes);
     [hold(Purpose::Adapters, masters), hold(Purpose::Optimizer, optimizer.bytes())]
 }
 
@@ -446,13 +446,13 @@ fn sampler(config: &RunConfig, ends: Vec<i64>, pages_on_device: bool) -> Sampler
     }
 }
 
-fn terms(config: &RunConfig) -> Terms {
+fn terms(config: &RunConfig) -> Objective {
     let aggregation = match config.grpo.aggregation {
         Rule::SequenceMean => Aggregation::SequenceMean,
         Rule::TokenMean => Aggregation::TokenMean,
         Rule::Constant => Aggregation::Constant(config.grpo.constant_divisor.unwrap_or(1.0)),
     };
-    Terms {
+    Objective {
         clip_low: config.grpo.clip_low,
         clip_high: config.grpo.clip_high,
         kl_coef: config.grpo.kl_coef,

@@ -12,12 +12,12 @@ use super::tally::Tally;
 use super::{Session, whole};
 use crate::data::Group;
 use crate::model::lora::Adapters;
-use crate::prompt::handoff::{Captured, Scores, Work};
+use crate::prompt::handoff::{Captured, PlacedGroup, Scores};
 use crate::report::{Reporter, Seconds, Step};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::{Tokens, from_index};
 use crate::step::objective;
-use crate::step::replay::Goal;
+use crate::step::replay::ReplayTargets;
 use crate::step::{capture, finalize, replay, rollout, score};
 use crate::tensor::gpu;
 use crate::world::World;
@@ -55,7 +55,7 @@ pub(super) fn one_step(
         enough?;
     }
     let tally = &mut *desk.tally;
-    world.board().enter(Phase::Finalize);
+    world.tracker().enter(Phase::Finalize);
     let divisor = round.counts.divisor(session.terms.aggregation);
     let local = finalize::divided(finalize::take(&session.adapters), divisor);
     let summed =
@@ -65,7 +65,7 @@ pub(super) fn one_step(
     if !numbers.loss.is_finite() {
         return world.agree(Err(finalize::Error::Number { what: "loss", value: numbers.loss }.into()));
     }
-    world.board().enter(Phase::Update);
+    world.tracker().enter(Phase::Update);
     let learning_rate = session.learning_rate(step);
     tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));
     world.agree(finalize::check(&session.adapters, learning_rate))?;
@@ -122,7 +122,7 @@ fn first_turn(
     let side_by_side = turn * world.dp_size..(turn + 1) * world.dp_size;
     let place = round.places[side_by_side.start + world.dp_index];
     let answered = desk.patience.agree(world, answered(session, world, place, desk.tally))?;
-    world.board().enter(Phase::Reward);
+    world.tracker().enter(Phase::Reward);
     let start = Instant::now();
     let groups: Vec<&Group> = round.places[side_by_side].iter().map(|place| session.data.group(place.index)).collect();
     let told = rewards::told(session, world, desk.patience, &groups, &answered.answers);
@@ -161,16 +161,16 @@ fn answered(session: &Session, world: &World, place: Place, tally: &mut Tally) -
 fn draw(
     session: &Session,
     world: &World,
-    work: &Work,
+    work: &PlacedGroup,
     captured: &Captured,
     place: Place,
     tally: &mut Tally,
-) -> Result<Vec<rollout::Drawn>, Failure> {
-    world.board().enter(Phase::Rollout);
+) -> Result<Vec<rollout::SampledAnswer>, Failure> {
+    world.tracker().enter(Phase::Rollout);
     let pass = session.pass(world, &session.adapters);
     let ask = session.ask(place.number);
     let drawn = tally.clock.time("rollout", || {
-        let drawn = rollout::run(&pass, &session.head, &work.layout, captured, &ask, world.board())?;
+        let drawn = rollout::run(&pass, &session.head, &work.layout, captured, &ask, world.tracker())?;
         gpu::synchronize(session.decoder.device())?;
         Ok::<_, Failure>(drawn)
     })?;
@@ -238,8 +238,8 @@ fn again(session: &Session, world: &World, frozen: &Frozen, tally: &mut Tally) -
     replayed(session, world, &work, &captured, frozen, tally)
 }
 
-fn make_room(session: &Session, world: &World, work: &Work, tally: &mut Tally) -> Result<(), Failure> {
-    world.board().enter(Phase::Capture);
+fn make_room(session: &Session, world: &World, work: &PlacedGroup, tally: &mut Tally) -> Result<(), Failure> {
+    world.tracker().enter(Phase::Capture);
     let pass = session.pass(world, &session.adapters);
     tally.clock.time("pinning", || capture::make_room(&pass, work, session.keeping))
 }
@@ -248,7 +248,7 @@ fn make_room(session: &Session, world: &World, work: &Work, tally: &mut Tally) -
 fn replayed(
     session: &Session,
     world: &World,
-    work: &Work,
+    work: &PlacedGroup,
     captured: &Captured,
     frozen: &Frozen,
     tally: &mut Tally,
@@ -256,16 +256,16 @@ fn replayed(
     let Some(old) = &frozen.old else { return Ok(()) };
     let aggregation = session.terms.aggregation;
     let weights: Vec<f64> = frozen.answers.iter().map(|answer| aggregation.share(answer.trained())).collect();
-    let goal = Goal {
+    let goal = ReplayTargets {
         old,
         reference: frozen.reference.as_ref(),
         advantages: &frozen.advantages,
         weights: &weights,
         terms: &session.terms,
     };
-    world.board().enter(Phase::Replay);
+    world.tracker().enter(Phase::Replay);
     let pass = session.pass(world, &session.adapters);
-    let done = replay::run(&pass, &session.head, work, captured, goal, world.board())?;
+    let done = replay::run(&pass, &session.head, work, captured, goal, world.tracker())?;
     session.count_gradients(world);
     tally.replayed(&done);
     Ok(())
@@ -274,14 +274,14 @@ fn replayed(
 fn captured(
     session: &Session,
     world: &World,
-    work: &Work,
+    work: &PlacedGroup,
     adapters: &Adapters,
     tally: &mut Tally,
 ) -> Result<Captured, Failure> {
-    world.board().enter(Phase::Capture);
+    world.tracker().enter(Phase::Capture);
     let pass = session.pass(world, adapters);
     let captured = tally.clock.time("capture", || {
-        let captured = capture::run(&pass, work, session.keeping, world.board())?;
+        let captured = capture::run(&pass, work, session.keeping, world.tracker())?;
         // A phase's seconds are those until it is done, not until it has been asked for.
         gpu::synchronize(session.decoder.device())?;
         Ok::<_, Failure>(captured)
@@ -293,15 +293,15 @@ fn captured(
 fn scored(
     session: &Session,
     world: &World,
-    work: &Work,
+    work: &PlacedGroup,
     captured: &Captured,
     adapters: &Adapters,
     tally: &mut Tally,
 ) -> Result<Scores, Failure> {
-    world.board().enter(Phase::Score);
+    world.tracker().enter(Phase::Score);
     let pass = session.pass(world, adapters);
     tally.clock.time("score", || {
-        let scores = score::run(&pass, &session.head, work, captured, world.board())?;
+        let scores = score::run(&pass, &session.head, work, captured, world.tracker())?;
         gpu::synchronize(session.decoder.device())?;
         Ok(scores)
     })
@@ -319,7 +319,7 @@ impl Session {
     }
 
     /// What is drawn for the group of this number.
-    fn ask(&self, number: u64) -> rollout::Ask<'_> {
+    fn ask(&self, number: u64) -> rollout::SampleRequest<'_> {
         let sampler = self.sampler.as_ref().expect("answers are drawn only where there is a sampler");
         sampler.ask(sampler.stream.part(number))
     }
@@ -343,8 +343,8 @@ pub(super) struct Sampler {
 
 impl Sampler {
     /// What is drawn with this noise.
-    pub(super) fn ask(&self, stream: rollout::Stream) -> rollout::Ask<'_> {
-        rollout::Ask {
+    pub(super) fn ask(&self, stream: rollout::Stream) -> rollout::SampleRequest<'_> {
+        rollout::SampleRequest {
             answers: self.answers,
             longest: self.longest,
             ends: &self.ends,

@@ -5,14 +5,14 @@ use super::records::Recorded;
 use super::round::Frozen;
 use crate::config::Loaded;
 use crate::plan::Place;
-use crate::prompt::handoff::{Captured, Work};
+use crate::prompt::handoff::{Captured, PlacedGroup};
 use crate::report::{HeldOut, Receipt, Seconds, Step};
 use crate::runtime::failure::Failure;
 use crate::runtime::liveness::Clock;
 use crate::runtime::units::{Bytes, LayerIndex, Pages, Rank, float, from_index};
-use crate::step::objective::{self, Told};
+use crate::step::objective::{self, TokenStats};
 use crate::step::replay::Replayed;
-use crate::step::rollout::Drawn;
+use crate::step::rollout::SampledAnswer;
 use crate::world::World;
 use crate::world::exchange::sum_number;
 
@@ -23,7 +23,7 @@ pub(super) struct Tally {
     pub(super) clock: Clock,
     loss: f64,
     ratio: Option<(f64, f64)>,
-    told: Told,
+    told: TokenStats,
     sampled: Sampled,
     /// The largest distance between drawing and scoring over all updates.
     gap_most: Option<f64>,
@@ -44,7 +44,7 @@ pub(super) struct BatchNumbers {
     pub(super) loss: f64,
     pub(super) ratio: Option<[f64; 2]>,
     /// What trained tokens tell, over all ranks.
-    pub(super) told: Told,
+    pub(super) told: TokenStats,
     /// What was drawn, if anything was.
     pub(super) sampled: Sampled,
 }
@@ -63,7 +63,7 @@ pub(super) struct Sampled {
 impl BatchNumbers {
     /// A step with what they say of it.
     pub(super) fn into_step(self, kl_term: bool) -> Step {
-        let Told { tokens, clipped_low, clipped_high, kl } = self.told;
+        let TokenStats { tokens, clipped_low, clipped_high, kl } = self.told;
         let share = |count: u64| float(count) / float(tokens.max(1));
         let drawn = self.sampled.tokens > 0;
         Step {
@@ -108,14 +108,19 @@ impl Tally {
     }
 
     /// A prompt has been captured.
-    pub(super) fn captured(&mut self, work: &Work, captured: &Captured, session: &Session) -> Result<(), Failure> {
-        self.pages = work.layout.pages_of(session.seat_rank);
+    pub(super) fn captured(
+        &mut self,
+        work: &PlacedGroup,
+        captured: &Captured,
+        session: &Session,
+    ) -> Result<(), Failure> {
+        self.pages = work.layout.pages_of(session.cp_rank);
         self.page_bytes = captured.pages.audit(&session.decoder.mixer(LayerIndex(0)).planes())?;
         Ok(())
     }
 
     /// A group's answers have been drawn.
-    pub(super) fn drawn(&mut self, drawn: &[Drawn]) {
+    pub(super) fn drawn(&mut self, drawn: &[SampledAnswer]) {
         for answer in drawn {
             self.sampled.tokens += from_index(answer.ids.len());
             self.sampled.entropy += answer.entropy;
@@ -155,7 +160,7 @@ impl Tally {
             .fold(None, |range, (_, next)| objective::widen(range, Some(next)));
         let count = |own: u64| world.all.gather_numbers(own).iter().sum();
         let own = std::mem::take(&mut self.told);
-        let told = Told {
+        let told = TokenStats {
             tokens: count(own.tokens),
             clipped_low: count(own.clipped_low),
             clipped_high: count(own.clipped_high),

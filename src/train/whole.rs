@@ -19,7 +19,7 @@ pub(super) fn one_group(session: &Session, world: &World, frozen: &Frozen, tally
     let prompt = crate::runtime::units::Tokens(crate::runtime::units::from_index(prompt_ids.len()));
     let answers = frozen.ids();
     let whole = Group { prompt_ids, answers: &answers, tail: prompt, temperature: session.head.temperature };
-    world.board().enter(Phase::Score);
+    world.tracker().enter(Phase::Score);
     let targets = tally.clock.time("score", || {
         let scored = |adapters: &Adapters, index| whole.score(&*session.decoder, adapters, index);
         let target = |index: usize| {
@@ -41,7 +41,7 @@ pub(super) fn one_group(session: &Session, world: &World, frozen: &Frozen, tally
         };
         (0..answers.len()).map(target).collect::<Vec<Target>>()
     });
-    world.board().enter(Phase::Replay);
+    world.tracker().enter(Phase::Replay);
     let loss = tally.clock.time("replay", || {
         whole.backward_checkpointed(&*session.decoder, &session.adapters, &targets, &session.terms)
     })?;

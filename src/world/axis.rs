@@ -28,8 +28,8 @@ pub struct Axis {
     communicator: SimpleCommunicator,
     /// Most bytes that one rank sends in one MPI call.
     round_bytes: Cell<usize>,
-    /// Another road between the same ranks, for the module that knows it.
-    road: OnceCell<Box<dyn Any>>,
+    /// Another transport between the same ranks, for the module that knows it.
+    transport: OnceCell<Box<dyn Any>>,
     /// Told of every call that ends only when other ranks come too.
     place: Place,
 }
@@ -38,7 +38,7 @@ impl Axis {
     pub(super) fn new(communicator: SimpleCommunicator, place: Place) -> Self {
         let size = usize::try_from(communicator.size()).unwrap_or(1);
         // Receive displacements are C ints too, so the limit is shared by all ranks.
-        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)), road: OnceCell::new(), place }
+        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)), transport: OnceCell::new(), place }
     }
 
     pub(super) fn split(&self, index: usize) -> Axis {
@@ -88,16 +88,16 @@ impl Axis {
         self.place.waits()
     }
 
-    /// Keeps another road between these ranks' GPUs, for [`Axis::road`]; the first one stays.
-    pub fn open_road<R: 'static>(&self, road: R) {
+    /// Keeps another transport between these ranks' GPUs, for [`Axis::transport`]; the first one stays.
+    pub fn open_road<R: 'static>(&self, transport: R) {
         self.place.link();
-        let _ = self.road.set(Box::new(road));
+        let _ = self.transport.set(Box::new(transport));
     }
 
-    /// The road of this kind, if one was opened.
+    /// The transport of this kind, if one was opened.
     #[must_use]
-    pub fn road<R: 'static>(&self) -> Option<&R> {
-        self.road.get()?.downcast_ref()
+    pub fn transport<R: 'static>(&self) -> Option<&R> {
+        self.transport.get()?.downcast_ref()
     }
 
     /// Rank 0 ends what the others [`Axis::sleep`] through.

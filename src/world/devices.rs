@@ -50,10 +50,10 @@ pub enum Error {
     },
     /// Tensors should go from GPU to GPU, and cannot.
     #[error(
-        "run.direct = true and there is no road from GPU to GPU: every rank needs a GPU of its own, and libnccl.so.2 \
+        "run.direct = true and there is no transport from GPU to GPU: every rank needs a GPU of its own, and libnccl.so.2 \
          must lie where libtorch's GPU build finds it; \"auto\" goes through host memory then"
     )]
-    NoRoad,
+    NoTransport,
 }
 
 impl Classified for Error {

@@ -28,7 +28,7 @@ pub use axis::Axis;
 pub use stop::{asked_to_stop, heed_signals, time_left};
 
 use crate::runtime::failure::{Classified, Exit, Failure, out_of_memory};
-use crate::runtime::liveness::{Board, Hearts, Patience, Place};
+use crate::runtime::liveness::{Hearts, Patience, Place, Tracker};
 use crate::runtime::memory::{Ledger, Shortage};
 use crate::runtime::units::{Rank, as_index, from_index};
 use watchdog::{Watch, Watchdog};
@@ -119,7 +119,7 @@ pub struct World {
     pub dp_index: usize,
     /// How many prompt groups run side by side.
     pub dp_size: usize,
-    board: Board,
+    tracker: Tracker,
     ledger: Ledger,
     /// Who says why, once all ranks have agreed to fail.
     speaker: Cell<Option<Rank>>,
@@ -144,12 +144,12 @@ impl World {
     /// # Errors
     /// When MPI does not start, when the launcher says that more processes were started than MPI knows of, or when the
     /// world is no multiple of `cp_size`.
-    pub fn start(launcher: Option<Launcher>, board: Board) -> Result<Self, Failure> {
+    pub fn start(launcher: Option<Launcher>, tracker: Tracker) -> Result<Self, Failure> {
         let (universe, _) = mpi::initialize_with_threading(Threading::Funneled).ok_or(Error::Start)?;
-        let all = Axis::new(universe.world(), board.place().clone());
-        board.set_rank(all.rank());
+        let all = Axis::new(universe.world(), tracker.place().clone());
+        tracker.set_rank(all.rank());
         let ledger = Ledger::default();
-        abort_on_panic(board.place().clone(), ledger.clone());
+        abort_on_panic(tracker.place().clone(), ledger.clone());
         if let Some(Launcher { variable, tasks }) = launcher.filter(|told| all.size() == 1 && told.tasks > 1) {
             return Err(Error::Alone { variable, tasks }.into());
         }
@@ -159,7 +159,7 @@ impl World {
             cp,
             dp_index: 0,
             dp_size: 1,
-            board,
+            tracker,
             ledger,
             speaker: Cell::new(None),
             _universe: universe,
@@ -181,7 +181,7 @@ impl World {
         let folder = self.of_rank_0(run_dir);
         let wrong = |source| Failure::from(Error::Watch { folder: folder.clone(), source });
         let hearts = Hearts::of(&folder, job);
-        let watch = Watch::new(hearts, self.board.place(), self.all.size(), Patience::of(stall_sec));
+        let watch = Watch::new(hearts, self.tracker.place(), self.all.size(), Patience::of(stall_sec));
         let first = self.all.rank() == Rank(0);
         // Rank 0's heartbeat is there before any other rank looks for it: file systems remember what was absent.
         self.agree(if first { watch.begin().map_err(wrong) } else { Ok(()) })?;
@@ -237,7 +237,7 @@ impl World {
         let Some(rank) = codes.iter().position(|&code| code != 0) else { return attempt };
         self.speaker.set(Some(Rank(rank)));
         match attempt {
-            Err(failure) if rank == self.all.rank().0 => Err(failure.at(self.board.site())),
+            Err(failure) if rank == self.all.rank().0 => Err(failure.at(self.tracker.site())),
             _ => Err(Error::Elsewhere { rank: Rank(rank), exit: Exit::of_code(codes[rank]) }.into()),
         }
     }
@@ -254,7 +254,7 @@ impl World {
             self.all.wake();
             done
         } else {
-            self.all.sleep(|| self.board.alive(), asked_to_stop);
+            self.all.sleep(|| self.tracker.alive(), asked_to_stop);
             Ok(T::default())
         };
         self.agree(done)
@@ -263,7 +263,7 @@ impl World {
     /// To be called on rank 0 every few seconds while it works [`World::alone`]: it is alive, and hears whether another rank
     /// was asked to stop.
     pub fn alive(&self) {
-        self.board.alive();
+        self.tracker.alive();
         if self.all.is_hurried() {
             stop::asked_elsewhere();
         }
@@ -311,7 +311,7 @@ impl World {
 
     /// Prints the failure with this rank's site and ends the whole job with its exit code. Never returns.
     pub fn abort(&self, failure: Failure) -> ! {
-        let failure = failure.at(self.board.site());
+        let failure = failure.at(self.tracker.site());
         let words = self.words(&failure);
         say(&format!("longstraw: {words}"));
         tracing::error!("{words}");
@@ -325,7 +325,7 @@ impl World {
         if failure.exit() != Exit::DoesNotFit || !out_of_memory(&words) {
             return words;
         }
-        let report = Shortage::of(&words, self.board.place(), self.ledger.holdings_at_most()).report();
+        let report = Shortage::of(&words, self.tracker.place(), self.ledger.holdings_at_most()).report();
         format!("{report}\n  {}", first_line(&words))
     }
 
@@ -345,8 +345,8 @@ impl World {
 
     /// Where this rank is.
     #[must_use]
-    pub fn board(&self) -> &Board {
-        &self.board
+    pub fn tracker(&self) -> &Tracker {
+        &self.tracker
     }
 
     /// Bytes of this rank by kind.
@@ -372,7 +372,7 @@ impl World {
 impl Drop for World {
     /// What is left is the end of MPI, in which ranks wait for each other.
     fn drop(&mut self) {
-        std::mem::forget(self.board.place().waits());
+        std::mem::forget(self.tracker.place().waits());
     }
 }
 

@@ -27,19 +27,20 @@ fn the_receipt_tells_memory_by_phase_rank_and_kind() {
     let names: Vec<&str> = phases.iter().map(|phase| phase["phase"].as_str().unwrap()).collect();
     assert_eq!(names, ["start", "capture", "reward", "score", "replay", "sweep", "finalize", "update"]);
     let phase = |name: &str| phases.iter().find(|phase| phase["phase"] == name).unwrap();
-    for purse in PURSES {
-        let most = |rank: usize| phases.iter().map(|phase| bytes(&phase[format!("{purse}_peak")])[rank]).max().unwrap();
-        assert_eq!(bytes(&receipt[format!("peak_{purse}_bytes")]), [most(0), most(1)]);
+    for space in PURSES {
+        let most =
+            |rank: usize| phases.iter().map(|phase| bytes(&phase[format!("{space}_peak")])[rank]).max().unwrap();
+        assert_eq!(bytes(&receipt[format!("peak_{space}_bytes")]), [most(0), most(1)]);
         // No kind, nor what is beyond them, is larger than all that was alive.
         for phase in phases {
-            let peaks = bytes(&phase[format!("{purse}_peak")]);
+            let peaks = bytes(&phase[format!("{space}_peak")]);
             for (kind, held) in phase["kinds"].as_object().unwrap() {
-                let held = bytes(&held[purse]);
+                let held = bytes(&held[space]);
                 assert!(held.iter().zip(&peaks).all(|(held, peak)| held <= peak), "{}, {kind}", phase["phase"]);
             }
         }
     }
-    let kind = |name: &str, kind: &str, purse: &str| bytes(&phase(name)["kinds"][kind][purse]);
+    let kind = |name: &str, kind: &str, space: &str| bytes(&phase(name)["kinds"][kind][space]);
     // 180,928 weights, and 4 layers' pages of which each rank owns a half, all of float32; they wait in host memory.
     assert!(kind("start", "weights", "device").iter().all(|&held| held >= 180_928 * 4));
     assert_eq!(kind("capture", "pages", "host"), bytes(&receipt["page_bytes_per_rank"]));

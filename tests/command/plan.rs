@@ -172,7 +172,11 @@ fn a_node_holds_its_own_ranks_and_not_those_of_others() {
         let addends = plan["addends"].as_array().unwrap().iter().filter(|addend| addend["place"] == "host");
         addends.map(|addend| addend["bytes"].as_u64().unwrap()).sum()
     };
-    assert_eq!(host(&through_host) - host(&whole), 130_560 * (4096 + 8192), "messages are all that the road changes");
+    assert_eq!(
+        host(&through_host) - host(&whole),
+        130_560 * (4096 + 8192),
+        "messages are all that the transport changes"
+    );
     let choice =
         |node: &str| plan(&["--ranks-per-node", node, "--host-gib", "450", "--device-gib", "80", "--json"]).json();
     assert_eq!(choice("8")["keeping"]["every"], json!(1));
@@ -246,8 +250,8 @@ fn rates_are_inputs_and_the_slower_of_computing_and_copying_stands() {
     // runs pass if they come through host memory: at 0.1 GB/s nothing else counts.
     let own = 147_456 + 8192 * 36;
     for (direct, width) in [("false", own + 7 * 147_456), ("true", own)] {
-        let road = format!("run.direct={direct}");
-        let slow = of(&["--rate-host", "0.1", "--set", &road]);
+        let transport = format!("run.direct={direct}");
+        let slow = of(&["--rate-host", "0.1", "--set", &transport]);
         near(seconds(&slow, "capture"), float(261_120 * width) / 1e8, 1e-9, "a slow bus");
     }
     for (flag, value) in [("--rate-host", "0"), ("--rate-matmul", "fast"), ("--efficiency", "1.5")] {

@@ -182,8 +182,8 @@ fn the_documents_show_what_a_token_takes_at_both_lengths() {
     let short = ["context.max_seq_len=131072", "context.prompt_len=122880", "context.cp_pages_per_gpu=240"];
     let short: Vec<&str> = short.into_iter().flat_map(|set| ["--set", set]).collect();
     for length in [&short[..], &[]] {
-        for road in ["rollout.pages_on_device=auto", "rollout.pages_on_device=false"] {
-            let flags = [length, &["--device-gib", "131", "--set", road]].concat();
+        for transport in ["rollout.pages_on_device=auto", "rollout.pages_on_device=false"] {
+            let flags = [length, &["--device-gib", "131", "--set", transport]].concat();
             let said = drawn(&flags);
             said.ended(0, &[]);
             let sum = said.out.lines().find_map(|line| line.strip_prefix("device memory of a rank: ")).unwrap();
@@ -191,12 +191,12 @@ fn the_documents_show_what_a_token_takes_at_both_lengths() {
             let [token, all] = ["seconds_per_token", "seconds"].map(|key| rollout[key].as_f64().unwrap());
             let (size, phase) = sum.strip_suffix(" adds").unwrap().split_once(", what stays and what ").unwrap();
             let row = format!("| {size}, {phase} adding most | {token:.4} | {all:.1} s |");
-            assert!(document.contains(&row), "docs/memory.md lacks this row of {length:?}, {road}:\n{row}");
+            assert!(document.contains(&row), "docs/memory.md lacks this row of {length:?}, {transport}:\n{row}");
             let shown = |line: &&str| line.contains("drawn together") || line.contains("rollout: ");
             let shown: Vec<&str> = said.out.lines().filter(shown).collect();
             assert!(shown.len() > 5, "{said}");
             for line in shown {
-                assert!(document.contains(line), "docs/memory.md lacks this line of {length:?}, {road}:\n{line}");
+                assert!(document.contains(line), "docs/memory.md lacks this line of {length:?}, {transport}:\n{line}");
             }
         }
     }

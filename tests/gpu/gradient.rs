@@ -8,24 +8,25 @@ use std::rc::Rc;
 use longstraw::model::decoder::Decoder;
 use longstraw::model::head::Head;
 use longstraw::model::lora::{Adapter, Adapters};
-use longstraw::model::mixer::Seat;
+use longstraw::model::mixer::CpGroup;
 use longstraw::model::pass::Pass;
 use longstraw::model::spec::Spec;
 use longstraw::model::weights::Weights;
-use longstraw::prompt::handoff::{Keeping, Work};
+use longstraw::prompt::handoff::{Keeping, PlacedGroup};
 use longstraw::prompt::layout::PromptLayout;
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Tokens, as_dim, from_index};
 use longstraw::step::conventional::{self, Target};
-use longstraw::step::objective::{Aggregation, Terms};
-use longstraw::step::replay::{self, Goal};
+use longstraw::step::objective::{Aggregation, Objective};
+use longstraw::step::replay::{self, ReplayTargets};
 use longstraw::step::{capture, finalize, score};
 use longstraw::tensor::bytes::bytes_of;
 use longstraw::world::World;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
+const TERMS: Objective =
+    Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
 const HEAD: Head = Head { rows_max: 512, temperature: 1.0 };
 const ANSWERS: [usize; 2] = [129, 77];
 const WEIGHT: f64 = 1.0 / 256.0;
@@ -91,21 +92,21 @@ impl Case {
     fn paged(&self, world: &World, tail: Tokens) -> Taken {
         let prompt = Tokens(from_index(self.prompt_ids.len()));
         let layout = PromptLayout::new(prompt, Tokens(64), world.cp.size(), tail);
-        let work = Work::new(layout, self.prompt_ids.clone(), self.answers.clone());
+        let work = PlacedGroup::new(layout, self.prompt_ids.clone(), self.answers.clone());
         let ledger = Ledger::default();
-        let seat = Seat { axis: &world.cp, ledger: &ledger };
-        let pass = Pass { decoder: &*self.decoder, adapters: &self.adapters, seat, micro_block: Tokens(4096) };
-        let board = world.board();
-        let captured = run(capture::run(&pass, &work, Keeping::HOST, board));
-        let old = run(score::run(&pass, &HEAD, &work, &captured, board));
-        let goal = Goal {
+        let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+        let pass = Pass { decoder: &*self.decoder, adapters: &self.adapters, cp_group, micro_block: Tokens(4096) };
+        let tracker = world.tracker();
+        let captured = run(capture::run(&pass, &work, Keeping::HOST, tracker));
+        let old = run(score::run(&pass, &HEAD, &work, &captured, tracker));
+        let goal = ReplayTargets {
             old: &old,
             reference: None,
             advantages: &[Some(-1.0), Some(1.0)],
             weights: &[WEIGHT; 2],
             terms: &TERMS,
         };
-        let done = run(replay::run(&pass, &HEAD, &work, &captured, goal, board));
+        let done = run(replay::run(&pass, &HEAD, &work, &captured, goal, tracker));
         let local = finalize::take(&self.adapters);
         let reduced = run(finalize::run(&world.cp, local, &self.adapters, 0.0));
         Taken { gradients: reduced.gradients().iter().map(Tensor::copy).collect(), ratio: done.ratio }

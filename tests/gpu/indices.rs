@@ -2,7 +2,7 @@
 
 use longstraw::model::attention::Attention;
 use longstraw::model::lora::{Adapter, linear};
-use longstraw::model::mixer::{Mixer, Past, PastRun, Seat};
+use longstraw::model::mixer::{CpGroup, Mixer, Past, PastRun};
 use longstraw::prompt::layout::PromptLayout;
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Position, Tokens};
@@ -53,10 +53,10 @@ pub(crate) fn attention(world: &World, device: Device) -> Vec<Value> {
     let layout = PromptLayout::new(Tokens(2_200_000), Tokens(64), 1, Tokens(1));
     let span = layout.answer(Tokens(65));
     let ledger = Ledger::default();
-    let seat = Seat { axis: &world.cp, ledger: &ledger };
+    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
     let planes = vec![k.shallow_clone(), v.shallow_clone()];
     let past = Past { runs: vec![PastRun { start: Position(0), planes, carries: false }] };
-    let out = mixer.forward(&seat, &span, &mix, &past).out;
+    let out = mixer.forward(&cp_group, &span, &mix, &past).out;
     // The definition, head group by head group, in float32.
     let mut apart: f64 = 0.0;
     for group in 0..kv {

@@ -1,12 +1,12 @@
 //! Answers that the policy draws for itself.
 
-use longstraw::model::mixer::Seat;
+use longstraw::model::mixer::CpGroup;
 use longstraw::model::pass::Pass;
-use longstraw::prompt::handoff::{Keeping, Logprobs, Work};
+use longstraw::prompt::handoff::{Keeping, Logprobs, PlacedGroup};
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Tokens, from_index};
 use longstraw::step::conventional;
-use longstraw::step::rollout::{self, Ask, Drawn, Sampling, Stream};
+use longstraw::step::rollout::{self, SampleRequest, SampledAnswer, Sampling, Stream};
 use longstraw::step::{capture, score};
 use longstraw::world::World;
 use serde_json::json;
@@ -18,31 +18,38 @@ use crate::fixture::{Group, HEAD, How, Model, PLAIN, config, run, work};
 const ENDS: [i64; 2] = [3, 17];
 const LONGEST: Tokens = Tokens(40);
 
-fn ask(pages_on_device: bool) -> Ask<'static> {
+fn ask(pages_on_device: bool) -> SampleRequest<'static> {
     let sampling = Sampling { top_p: 0.95, top_k: 30 };
     let stream = Stream::of_seed(7).part(4);
-    Ask { answers: 5, longest: LONGEST, ends: &ENDS, sampling, stream, pages_on_device }
+    SampleRequest { answers: 5, longest: LONGEST, ends: &ENDS, sampling, stream, pages_on_device }
 }
 
 /// A group's answers as they are drawn, and the score pass's log-probabilities of them, in order.
-fn drawn(world: &World, model: &Model, prompt: usize, how: How, ask: &Ask) -> (Vec<Drawn>, Vec<Tensor>) {
+fn drawn(
+    world: &World,
+    model: &Model,
+    prompt: usize,
+    how: How,
+    ask: &SampleRequest,
+) -> (Vec<SampledAnswer>, Vec<Tensor>) {
     let ledger = Ledger::default();
-    let seat = Seat { axis: &world.cp, ledger: &ledger };
-    let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(how.micro_block) };
+    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+    let pass =
+        Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(how.micro_block) };
     let group = Group::random(2, 61, prompt, &[1]);
     let prompt_work = work(world, &group, how);
-    let captured = run(capture::run(&pass, &prompt_work, how.keeping, world.board()));
-    let drawn = run(rollout::run(&pass, &HEAD, &prompt_work.layout, &captured, ask, world.board()));
+    let captured = run(capture::run(&pass, &prompt_work, how.keeping, world.tracker()));
+    let drawn = run(rollout::run(&pass, &HEAD, &prompt_work.layout, &captured, ask, world.tracker()));
     let answers: Vec<Vec<i64>> = drawn.iter().map(|answer| answer.ids.clone()).collect();
-    let scored = Work::new(prompt_work.layout.clone(), group.prompt_ids, answers);
-    let scores = run(score::run(&pass, &HEAD, &scored, &captured, world.board()));
+    let scored = PlacedGroup::new(prompt_work.layout.clone(), group.prompt_ids, answers);
+    let scores = run(score::run(&pass, &HEAD, &scored, &captured, world.tracker()));
     let whole = scores.0.iter().zip(&scored.answers).map(|(one, answer)| whole(world, one, &scored, answer));
     let whole = whole.collect();
     (drawn, whole)
 }
 
 /// All ranks' log-probabilities of an answer, in the order of its tokens.
-fn whole(world: &World, one: &Logprobs, work: &Work, answer: &longstraw::prompt::handoff::Answer) -> Tensor {
+fn whole(world: &World, one: &Logprobs, work: &PlacedGroup, answer: &longstraw::prompt::handoff::Answer) -> Tensor {
     let first = one.first.as_ref().map_or_else(|| one.rows.narrow(0, 0, 0), Tensor::shallow_clone);
     let owner = work.layout.last_row_owner();
     let ranks = 0..world.cp.size();
@@ -53,7 +60,7 @@ fn whole(world: &World, one: &Logprobs, work: &Work, answer: &longstraw::prompt:
     Tensor::cat(&[first, rows], 0)
 }
 
-fn worst_gap(drawn: &[Drawn], scores: &[Tensor]) -> f64 {
+fn worst_gap(drawn: &[SampledAnswer], scores: &[Tensor]) -> f64 {
     drawn.iter().zip(scores).map(|(answer, scored)| rollout::gap(&answer.logprobs, scored)).fold(0.0, f64::max)
 }
 
@@ -73,7 +80,7 @@ pub(crate) fn as_scored(world: &mut World) {
                 world.cut(1).expect("every rank by itself");
                 let (alone, _) = drawn(world, &model, prompt, how, &ask(true));
                 world.cut(ranks).expect("all of them");
-                let ids = |drawn: &[Drawn]| drawn.iter().map(|answer| answer.ids.clone()).collect::<Vec<_>>();
+                let ids = |drawn: &[SampledAnswer]| drawn.iter().map(|answer| answer.ids.clone()).collect::<Vec<_>>();
                 assert_eq!(ids(&all), ids(&alone), "{family} {kind:?} prompt {prompt}");
                 let told = world.all.gather_texts(&format!("{:?}", ids(&all)));
                 assert!(told.iter().all(|other| *other == told[0]), "all ranks have the same answers");
@@ -109,7 +116,7 @@ pub(crate) fn as_conventional(world: &mut World) {
 pub(crate) fn ends(world: &mut World) {
     let model = Model::random(&config("llama", &json!({})), Kind::Float);
     let longest = Tokens(12);
-    let (drawn, _) = drawn(world, &model, 50, PLAIN, &Ask { longest, ..ask(true) });
+    let (drawn, _) = drawn(world, &model, 50, PLAIN, &SampleRequest { longest, ..ask(true) });
     for answer in &drawn {
         let end = answer.ids.iter().position(|id| ENDS.contains(id));
         let length = from_index(answer.ids.len());
@@ -123,7 +130,7 @@ pub(crate) fn ends(world: &mut World) {
     assert!(drawn.iter().any(|answer| answer.truncated) && drawn.iter().any(|answer| !answer.truncated), "{drawn:?}");
     let different: std::collections::BTreeSet<_> = drawn.iter().map(|answer| &answer.ids).collect();
     assert_eq!(different.len(), drawn.len(), "answers of a group have noise of their own");
-    let one = Ask { longest: Tokens(1), ..ask(true) };
+    let one = SampleRequest { longest: Tokens(1), ..ask(true) };
     let (short, scores) = self::drawn(world, &model, 50, PLAIN, &one);
     assert!(short.iter().all(|answer| answer.ids.len() == 1) && worst_gap(&short, &scores) <= 1e-4);
 }

@@ -8,17 +8,17 @@ use longstraw::config::DeviceChoice;
 use longstraw::model::decoder::Decoder;
 use longstraw::model::head::Head;
 use longstraw::model::lora::{Adapter, Adapters};
-use longstraw::model::mixer::Seat;
+use longstraw::model::mixer::CpGroup;
 use longstraw::model::pass::Pass;
 use longstraw::model::spec::Spec;
 use longstraw::model::weights::Weights;
-use longstraw::prompt::handoff::{Captured, Keeping, ReducedGrads, Scores, Work};
+use longstraw::prompt::handoff::{Captured, Keeping, PlacedGroup, ReducedGrads, Scores};
 use longstraw::prompt::layout::PromptLayout;
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Tokens, from_index};
 use longstraw::step::conventional;
-use longstraw::step::objective::{Aggregation, Batch, Counted, Terms};
-use longstraw::step::replay::{self, Goal, Replayed};
+use longstraw::step::objective::{Aggregation, Batch, Counted, Objective};
+use longstraw::step::replay::{self, ReplayTargets, Replayed};
 use longstraw::step::{capture, finalize, score};
 use longstraw::tensor::accumulation;
 use longstraw::world::World;
@@ -26,8 +26,8 @@ use longstraw::world::devices;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-pub(crate) const TERMS: Terms =
-    Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
+pub(crate) const TERMS: Objective =
+    Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
 
 /// Where claims compute: the CPU, or with `CLAIMS_DEVICE=cuda` a GPU, which ranks share.
 static DEVICE: OnceLock<Device> = OnceLock::new();
@@ -134,27 +134,28 @@ pub(crate) struct Done {
 pub(crate) fn step(world: &World, model: &Model, group: &Group, how: How, batch: &Batch) -> Done {
     let ledger = Ledger::default();
     let work = work(world, group, how);
-    let seat = Seat { axis: &world.cp, ledger: &ledger };
-    let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(how.micro_block) };
-    let captured = run(capture::run(&pass, &work, how.keeping, world.board()));
+    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+    let pass =
+        Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(how.micro_block) };
+    let captured = run(capture::run(&pass, &work, how.keeping, world.tracker()));
     let pages_have_graph = captured.pages.has_graph();
-    let frozen = run(score::run(&pass, &HEAD, &work, &captured, world.board()));
+    let frozen = run(score::run(&pass, &HEAD, &work, &captured, world.tracker()));
     let replayed = replay(world, &pass, group, &work, &captured, &frozen, batch);
     Done { replayed, ledger, pages_have_graph }
 }
 
-pub(crate) fn work(world: &World, group: &Group, how: How) -> Work {
+pub(crate) fn work(world: &World, group: &Group, how: How) -> PlacedGroup {
     let prompt = Tokens(from_index(group.prompt_ids.len()));
     let tail = Tokens(how.tail.min(prompt.0));
     let layout = PromptLayout::new(prompt, Tokens(how.page_size), world.cp.size(), tail);
-    Work::new(layout, group.prompt_ids.clone(), group.answers.clone()).masked(group.masks.clone())
+    PlacedGroup::new(layout, group.prompt_ids.clone(), group.answers.clone()).masked(group.masks.clone())
 }
 
 fn replay(
     world: &World,
     pass: &Pass,
     group: &Group,
-    work: &Work,
+    work: &PlacedGroup,
     captured: &Captured,
     frozen: &Scores,
     batch: &Batch,
@@ -169,14 +170,14 @@ fn replay(
     let (old, reference) = (shifted(OLD), shifted(REFERENCE));
     let weights: Vec<f64> =
         group.answers.iter().map(|answer| batch.weight(TERMS.aggregation, from_index(answer.len()))).collect();
-    let goal = Goal {
+    let goal = ReplayTargets {
         old: &old,
         reference: Some(&reference),
         advantages: &group.advantages,
         weights: &weights,
         terms: &TERMS,
     };
-    run(replay::run(pass, &HEAD, work, captured, goal, world.board()))
+    run(replay::run(pass, &HEAD, work, captured, goal, world.tracker()))
 }
 
 const OLD: f64 = 0.05;

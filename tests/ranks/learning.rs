@@ -1,12 +1,12 @@
 //! Updates, and what must be the same after them.
 
-use longstraw::model::mixer::Seat;
+use longstraw::model::mixer::CpGroup;
 use longstraw::model::pass::Pass;
 use longstraw::prompt::handoff::{Keeping, Scores};
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Tokens, from_index};
 use longstraw::step::optimizer::{AdamW, Settings};
-use longstraw::step::replay::{self, Goal};
+use longstraw::step::replay::{self, ReplayTargets};
 use longstraw::step::{capture, score};
 use longstraw::world::World;
 use serde_json::json;
@@ -32,15 +32,16 @@ pub(crate) fn equal_rewards(world: &mut World) {
 /// Captures, scores and replays against the step's own scores; returns the range of the ratio on this rank.
 fn one_update(world: &World, model: &Model, group: &Group, kl_coef: f64) -> Option<(f64, f64)> {
     let (ledger, work) = (Ledger::default(), work(world, group, PLAIN));
-    let seat = Seat { axis: &world.cp, ledger: &ledger };
-    let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
-    let captured = run(capture::run(&pass, &work, Keeping::HOST, world.board()));
-    let old = run(score::run(&pass, &HEAD, &work, &captured, world.board()));
+    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+    let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(5) };
+    let captured = run(capture::run(&pass, &work, Keeping::HOST, world.tracker()));
+    let old = run(score::run(&pass, &HEAD, &work, &captured, world.tracker()));
     let weights: Vec<f64> =
         group.answers.iter().map(|answer| group.batch().weight(TERMS.aggregation, from_index(answer.len()))).collect();
-    let terms = longstraw::step::objective::Terms { kl_coef, ..TERMS };
-    let goal = Goal { old: &old, reference: None, advantages: &group.advantages, weights: &weights, terms: &terms };
-    run(replay::run(&pass, &HEAD, &work, &captured, goal, world.board())).ratio
+    let terms = longstraw::step::objective::Objective { kl_coef, ..TERMS };
+    let goal =
+        ReplayTargets { old: &old, reference: None, advantages: &group.advantages, weights: &weights, terms: &terms };
+    run(replay::run(&pass, &HEAD, &work, &captured, goal, world.tracker())).ratio
 }
 
 pub(crate) fn ten_updates(world: &mut World) {
@@ -78,16 +79,16 @@ pub(crate) fn stale_pages(world: &mut World) {
     let group = Group::random(5, 61, 50, &[9, 2]);
     let (ledger, work) = (Ledger::default(), work(world, &group, PLAIN));
     let captured = {
-        let seat = Seat { axis: &world.cp, ledger: &ledger };
-        let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
-        run(capture::run(&pass, &work, Keeping::HOST, world.board()))
+        let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+        let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(5) };
+        run(capture::run(&pass, &work, Keeping::HOST, world.tracker()))
     };
     step(world, &model, &group, PLAIN, &group.batch());
     let gradients = reduced(world, &model.adapters);
     AdamW::new(&model.adapters, SETTINGS).update(&mut model.adapters, &gradients, 1e-3);
-    let seat = Seat { axis: &world.cp, ledger: &ledger };
-    let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
-    let refused = score::run(&pass, &HEAD, &work, &captured, world.board());
+    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+    let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(5) };
+    let refused = score::run(&pass, &HEAD, &work, &captured, world.tracker());
     let words = refused.err().map(|failure| failure.to_string()).unwrap_or_default();
     assert!(words.contains("policy version 0") && words.contains("policy version 1"), "{words}");
 }
@@ -99,10 +100,10 @@ pub(crate) fn reference_policy(world: &mut World) {
     let reference = model.adapters.frozen("reference");
     let scored = |model: &Model, adapters: &longstraw::model::lora::Adapters| -> Scores {
         let (ledger, work) = (Ledger::default(), work(world, &group, PLAIN));
-        let seat = Seat { axis: &world.cp, ledger: &ledger };
-        let pass = Pass { decoder: &*model.decoder, adapters, seat, micro_block: Tokens(5) };
-        let captured = run(capture::run(&pass, &work, Keeping::HOST, world.board()));
-        run(score::run(&pass, &HEAD, &work, &captured, world.board()))
+        let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+        let pass = Pass { decoder: &*model.decoder, adapters, cp_group, micro_block: Tokens(5) };
+        let captured = run(capture::run(&pass, &work, Keeping::HOST, world.tracker()));
+        run(score::run(&pass, &HEAD, &work, &captured, world.tracker()))
     };
     let before = scored(&model, &model.adapters);
     step(world, &model, &group, PLAIN, &group.batch());

@@ -1,13 +1,13 @@
 //! How long tensors live, and how many bytes they take.
 
-use longstraw::model::mixer::Seat;
+use longstraw::model::mixer::CpGroup;
 use longstraw::model::pass::Pass;
 use longstraw::prompt::handoff::Keeping;
 use longstraw::prompt::pages::{PlaneRow, Residency};
 use longstraw::runtime::memory::{Ledger, Purpose};
 use longstraw::runtime::units::{Bytes, LayerIndex, Rank, Tokens};
 use longstraw::step::capture;
-use longstraw::tensor::boundary::{Purse, counted, forget_peaks};
+use longstraw::tensor::boundary::{MemorySpace, counted, forget_peaks};
 use longstraw::world::World;
 use serde_json::json;
 use tch::{Device, Kind};
@@ -61,9 +61,9 @@ pub(crate) fn exact_pages(world: &mut World) {
             let group = Group::random(3, 61, prompt, &[3]);
             let how = How { page_size, ..PLAIN };
             let (ledger, work) = (Ledger::default(), work(world, &group, how));
-            let seat = Seat { axis: &world.cp, ledger: &ledger };
-            let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
-            let captured = run(capture::run(&pass, &work, Keeping::HOST, world.board()));
+            let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+            let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(5) };
+            let captured = run(capture::run(&pass, &work, Keeping::HOST, world.tracker()));
             assert!(!captured.pages.has_graph(), "pages carry no graph");
             let rows = model.decoder.mixer(LayerIndex(0)).planes();
             let row_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0;
@@ -86,15 +86,15 @@ pub(crate) fn falling_pages(world: &mut World) {
     let how = How { page_size: 3, ..PLAIN };
     let row_bytes = model.decoder.mixer(LayerIndex(0)).planes().iter().map(PlaneRow::bytes).sum::<Bytes>().0;
     let page_bytes = 3 * row_bytes * 3;
-    let alive = || counted(Purse::Device).live.0 + counted(Purse::Host).live.0;
+    let alive = || counted(MemorySpace::Device).live.0 + counted(MemorySpace::Host).live.0;
     let all = world.all.size();
     for ranks in (1..=all).filter(|ranks| all.is_multiple_of(*ranks)) {
         world.cut(ranks).expect("a divisor of the world");
         let (ledger, work) = (Ledger::default(), work(world, &group, how));
-        let seat = Seat { axis: &world.cp, ledger: &ledger };
-        let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, seat, micro_block: Tokens(5) };
+        let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+        let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(5) };
         let before = alive();
-        let captured = run(capture::run(&pass, &work, Keeping::HOST, world.board()));
+        let captured = run(capture::run(&pass, &work, Keeping::HOST, world.tracker()));
         let kept = alive() - before;
         let held = captured.pages.audit(&model.decoder.mixer(LayerIndex(0)).planes()).expect("exact").0;
         let all_held = world.cp.gather_numbers(held);
@@ -133,10 +133,10 @@ pub(crate) fn flat_in_group(world: &mut World) {
         .map(|answers| {
             let lengths = vec![65; usize::try_from(answers).expect("few")];
             let group = Group::random(3, 61, 100, &lengths);
-            let before = counted(Purse::Device).live;
+            let before = counted(MemorySpace::Device).live;
             forget_peaks();
             let done = step(world, &model, &group, how, &group.batch());
-            let peak = Bytes(counted(Purse::Device).peak.0 - before.0);
+            let peak = Bytes(counted(MemorySpace::Device).peak.0 - before.0);
             let _ = own(&model.adapters);
             (answers, peak, done.replayed.pool_bytes)
         })

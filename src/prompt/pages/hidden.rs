@@ -11,7 +11,7 @@ use tch::{Device, Tensor};
 
 use super::Residency;
 use super::transit::{self, Arrival, Outbox};
-use crate::runtime::memory::{Held, Ledger, Purpose, Purse};
+use crate::runtime::memory::{Held, Ledger, MemorySpace, Purpose};
 use crate::runtime::units::{Bytes, LayerIndex};
 use crate::tensor;
 use crate::tensor::boundary::storage_bytes;
@@ -84,7 +84,7 @@ impl HiddenPool {
             Residency::Host => outbox.send(x_tw, None)?,
             Residency::Device => x_tw.detach().contiguous().copy(),
         };
-        let held = self.ledger.hold(self.purpose, self.residency.purse(), storage_bytes(&kept));
+        let held = self.ledger.hold(self.purpose, self.residency.space(), storage_bytes(&kept));
         self.slots.insert(slot, (kept, held));
         Ok(())
     }
@@ -121,7 +121,7 @@ impl HiddenPool {
 
     fn fetch(&self, waiting: &Tensor) -> Result<Coming, tensor::Error> {
         let (x, arrival) = transit::fetch(waiting, self.device)?;
-        let held = self.ledger.hold(Purpose::Stage, Purse::Device, storage_bytes(&x));
+        let held = self.ledger.hold(Purpose::Stage, MemorySpace::Device, storage_bytes(&x));
         Ok(Coming { arrival, x, held })
     }
 

@@ -27,7 +27,7 @@ use transit::{Arrival, Outbox};
 
 use crate::prompt::layout::{PromptLayout, Run};
 use crate::runtime::failure::{Classified, Exit};
-use crate::runtime::memory::{Held, Ledger, Purpose, Purse};
+use crate::runtime::memory::{Held, Ledger, MemorySpace, Purpose};
 use crate::runtime::units::{Bytes, LayerIndex, Pages, Rank, Tokens, from_dim};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{self, element_bytes};
@@ -97,10 +97,10 @@ pub enum Residency {
 impl Residency {
     /// Where what waits there is counted.
     #[must_use]
-    pub fn purse(self) -> Purse {
+    pub fn space(self) -> MemorySpace {
         match self {
-            Residency::Host => Purse::Host,
-            Residency::Device => Purse::Device,
+            Residency::Host => MemorySpace::Host,
+            Residency::Device => MemorySpace::Device,
         }
     }
 }
@@ -210,7 +210,7 @@ impl PagePool {
             Residency::Host => self.to_host(slabs)?,
         };
         let bytes = kept.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-        self.held.push(self.ledger.hold(Purpose::Pages, self.residency.purse(), bytes));
+        self.held.push(self.ledger.hold(Purpose::Pages, self.residency.space(), bytes));
         self.layers.push(kept);
         Ok(())
     }
@@ -283,7 +283,7 @@ impl PagePool {
             slabs.push(Slab { run: slab.run, planes });
         }
         let bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-        Ok(Coming { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, Purse::Device, bytes) })
+        Ok(Coming { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, MemorySpace::Device, bytes) })
     }
 
     /// Compares real storage with pages × page bytes, layer by layer, and returns the sum.

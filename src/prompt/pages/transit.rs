@@ -8,7 +8,7 @@ use std::cell::Cell;
 use tch::{Device, Tensor};
 
 use crate::runtime::units::from_index;
-use crate::tensor::boundary::{Purse, within};
+use crate::tensor::boundary::{MemorySpace, within};
 use crate::tensor::gpu::{self, Event};
 use crate::tensor::{self};
 
@@ -29,7 +29,7 @@ impl Outbox {
                     place.shallow_clone().copy_(&x);
                     place.shallow_clone()
                 }
-                None => within(Purse::Host, || x.copy()),
+                None => within(MemorySpace::Host, || x.copy()),
             });
         }
         let kept = place.map_or_else(|| gpu::pinned_like(&x), |place| Ok(place.shallow_clone()))?;

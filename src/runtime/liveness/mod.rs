@@ -143,19 +143,19 @@ pub type Question = Rc<dyn Fn() -> Result<(), Failure>>;
 
 /// Where this rank writes where it is; clones share all of it.
 #[derive(Clone, Default)]
-pub struct Board {
+pub struct Tracker {
     place: Place,
     recorders: Rc<RefCell<Vec<Box<dyn Recorder>>>>,
     question: Rc<RefCell<Option<Question>>>,
 }
 
-impl Debug for Board {
+impl Debug for Tracker {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Board").field("place", &self.place).finish_non_exhaustive()
+        f.debug_struct("Tracker").field("place", &self.place).finish_non_exhaustive()
     }
 }
 
-impl Board {
+impl Tracker {
     /// Names the rank; done once, when the world is known.
     pub fn set_rank(&self, rank: Rank) {
         self.place.0.rank.store(rank.0, Ordering::Relaxed);
@@ -269,38 +269,38 @@ mod tests {
 
     #[test]
     fn a_site_names_rank_phase_and_layer() {
-        let board = Board::default();
-        board.set_rank(Rank(5));
-        board.enter(Phase::Replay);
-        board.layer(LayerIndex(17)).expect("nothing is asked");
-        assert_eq!(board.site().to_string(), "rank 5, replay, layer 17");
-        board.enter(Phase::Finalize);
-        assert_eq!(board.site().to_string(), "rank 5, finalize");
+        let tracker = Tracker::default();
+        tracker.set_rank(Rank(5));
+        tracker.enter(Phase::Replay);
+        tracker.layer(LayerIndex(17)).expect("nothing is asked");
+        assert_eq!(tracker.site().to_string(), "rank 5, replay, layer 17");
+        tracker.enter(Phase::Finalize);
+        assert_eq!(tracker.site().to_string(), "rank 5, finalize");
     }
 
     #[test]
     fn every_border_moves_a_rank_and_waits_may_lie_in_one_another() {
-        let board = Board::default();
-        let borders = || board.place().moment().borders;
+        let tracker = Tracker::default();
+        let borders = || tracker.place().moment().borders;
         assert_eq!(borders(), 0);
-        board.enter(Phase::Capture);
-        board.layer(LayerIndex(0)).expect("nothing is asked");
-        board.rest();
+        tracker.enter(Phase::Capture);
+        tracker.layer(LayerIndex(0)).expect("nothing is asked");
+        tracker.rest();
         assert_eq!(borders(), 3);
-        let outer = board.place().waits();
-        drop(board.place().waits());
-        assert!(board.place().moment().waits);
+        let outer = tracker.place().waits();
+        drop(tracker.place().waits());
+        assert!(tracker.place().moment().waits);
         drop(outer);
-        assert!(!board.place().moment().waits);
+        assert!(!tracker.place().moment().waits);
     }
 
     #[test]
     fn a_rank_whose_gpu_is_linked_stays_so_and_waits_no_more_than_before() {
-        let board = Board::default();
-        assert!(!board.place().moment().linked);
-        board.place().link();
-        board.enter(Phase::Capture);
-        assert_eq!((board.place().moment().linked, board.place().moment().waits), (true, false));
+        let tracker = Tracker::default();
+        assert!(!tracker.place().moment().linked);
+        tracker.place().link();
+        tracker.enter(Phase::Capture);
+        assert_eq!((tracker.place().moment().linked, tracker.place().moment().waits), (true, false));
     }
 
     #[derive(Debug, Default)]
@@ -314,26 +314,26 @@ mod tests {
 
     #[test]
     fn recorders_hear_every_border_until_others_take_their_place() {
-        let (board, heard) = (Board::default(), Rc::new(RefCell::new(Ears::default())));
-        board.enter(Phase::Start);
-        board.followed_by(vec![Box::new(heard.clone())]);
-        board.enter(Phase::Score);
-        board.layer(LayerIndex(1)).expect("nothing is asked");
-        board.rest();
-        board.followed_by(Vec::new());
-        board.enter(Phase::Save);
+        let (tracker, heard) = (Tracker::default(), Rc::new(RefCell::new(Ears::default())));
+        tracker.enter(Phase::Start);
+        tracker.followed_by(vec![Box::new(heard.clone())]);
+        tracker.enter(Phase::Score);
+        tracker.layer(LayerIndex(1)).expect("nothing is asked");
+        tracker.rest();
+        tracker.followed_by(Vec::new());
+        tracker.enter(Phase::Save);
         let borders = [Border::Phase(Phase::Score), Border::Layer(LayerIndex(1)), Border::Rest];
         assert_eq!(heard.borrow().0, borders);
     }
 
     #[test]
     fn the_top_layer_is_the_last_of_the_model() {
-        let board = Board::default();
-        assert!(!board.place().in_top_layer(), "no layer is current");
-        board.set_layers(3);
-        board.layer(LayerIndex(1)).expect("nothing is asked");
-        assert!(!board.place().in_top_layer());
-        board.layer(LayerIndex(2)).expect("nothing is asked");
-        assert!(board.place().in_top_layer());
+        let tracker = Tracker::default();
+        assert!(!tracker.place().in_top_layer(), "no layer is current");
+        tracker.set_layers(3);
+        tracker.layer(LayerIndex(1)).expect("nothing is asked");
+        assert!(!tracker.place().in_top_layer());
+        tracker.layer(LayerIndex(2)).expect("nothing is asked");
+        assert!(tracker.place().in_top_layer());
     }
 }

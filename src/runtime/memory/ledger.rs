@@ -1,29 +1,29 @@
-//! The ledger: bytes by kind and by purse, now and at the most, beside what the allocator says.
+//! The ledger: bytes by kind and by memory space, now and at the most, beside what the allocator says.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::runtime::units::Bytes;
 
-/// Which memory bytes are counted in. Without a GPU both are the machine's own, and only the purses keep them apart.
+/// Which memory bytes are counted in. Without a GPU both are the machine's own, and only the memory spaces keep them apart.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Purse {
+pub enum MemorySpace {
     /// Graphs, scratch, stages, weights: what lies on the device.
     Device = 0,
     /// What waits in host memory: pages, saved hidden states.
     Host = 1,
 }
 
-impl Purse {
+impl MemorySpace {
     /// Both.
-    pub const ALL: [Purse; 2] = [Purse::Device, Purse::Host];
+    pub const ALL: [MemorySpace; 2] = [MemorySpace::Device, MemorySpace::Host];
 
     /// The name in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Purse::Device => "device",
-            Purse::Host => "host",
+            MemorySpace::Device => "device",
+            MemorySpace::Host => "host",
         }
     }
 }
@@ -83,7 +83,7 @@ impl Purpose {
     }
 }
 
-/// What an allocator says of one purse.
+/// What an allocator says of one memory space.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Measured {
     /// Bytes alive now.
@@ -95,7 +95,7 @@ pub struct Measured {
 }
 
 /// Asks the allocator. The ledger stands above the tensor library, so it is told whom to ask.
-pub type Meter = fn(Purse) -> Measured;
+pub type Meter = fn(MemorySpace) -> Measured;
 
 #[derive(Debug, Default)]
 struct Count {
@@ -128,27 +128,27 @@ impl Count {
 
 #[derive(Debug, Default)]
 struct Counts {
-    kinds: [[Count; Purse::ALL.len()]; Purpose::ALL.len()],
+    kinds: [[Count; MemorySpace::ALL.len()]; Purpose::ALL.len()],
     /// All kinds together: their peaks need not come at one moment.
-    all: [Count; Purse::ALL.len()],
+    all: [Count; MemorySpace::ALL.len()],
     meter: OnceLock<Meter>,
 }
 
-/// Bytes by purpose and purse, now and at the most; clones share the same counts, also across threads.
+/// Bytes by purpose and memory space, now and at the most; clones share the same counts, also across threads.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger(Arc<Counts>);
 
 impl Ledger {
     /// Counts bytes in; they are counted out when the entry is dropped.
     #[must_use]
-    pub fn hold(&self, purpose: Purpose, purse: Purse, bytes: Bytes) -> Held {
-        self.of(purpose, purse).add(bytes);
-        self.0.all[purse as usize].add(bytes);
-        Held { ledger: self.clone(), purpose, purse, bytes }
+    pub fn hold(&self, purpose: Purpose, space: MemorySpace, bytes: Bytes) -> Held {
+        self.of(purpose, space).add(bytes);
+        self.0.all[space as usize].add(bytes);
+        Held { ledger: self.clone(), purpose, space, bytes }
     }
 
-    fn of(&self, purpose: Purpose, purse: Purse) -> &Count {
-        &self.0.kinds[purpose as usize][purse as usize]
+    fn of(&self, purpose: Purpose, space: MemorySpace) -> &Count {
+        &self.0.kinds[purpose as usize][space as usize]
     }
 
     /// Whom to ask what is alive; the first answer to that stays.
@@ -157,28 +157,28 @@ impl Ledger {
         let _ = self.0.meter.set(meter);
     }
 
-    /// Bytes held now, in both purses.
+    /// Bytes held now, in both memory spaces.
     #[must_use]
     pub fn now(&self, purpose: Purpose) -> Bytes {
-        Purse::ALL.into_iter().map(|purse| self.of(purpose, purse).now()).sum()
+        MemorySpace::ALL.into_iter().map(|space| self.of(purpose, space).now()).sum()
     }
 
-    /// The most that was held since the last [`Ledger::forget_peaks`], in each purse, added up.
+    /// The most that was held since the last [`Ledger::forget_peaks`], in each memory space, added up.
     #[must_use]
     pub fn peak(&self, purpose: Purpose) -> Bytes {
-        Purse::ALL.into_iter().map(|purse| self.peak_in(purpose, purse)).sum()
+        MemorySpace::ALL.into_iter().map(|space| self.peak_in(purpose, space)).sum()
     }
 
-    /// The most that was held in one purse since the last [`Ledger::forget_peaks`].
+    /// The most that was held in one memory space since the last [`Ledger::forget_peaks`].
     #[must_use]
-    pub fn peak_in(&self, purpose: Purpose, purse: Purse) -> Bytes {
-        self.of(purpose, purse).most()
+    pub fn peak_in(&self, purpose: Purpose, space: MemorySpace) -> Bytes {
+        self.of(purpose, space).most()
     }
 
-    /// The most that all kinds held together in one purse since the last [`Ledger::forget_peaks`].
+    /// The most that all kinds held together in one memory space since the last [`Ledger::forget_peaks`].
     #[must_use]
-    pub fn peak_of_all(&self, purse: Purse) -> Bytes {
-        self.0.all[purse as usize].most()
+    pub fn peak_of_all(&self, space: MemorySpace) -> Bytes {
+        self.0.all[space as usize].most()
     }
 
     /// Starts peaks anew from what is held now.
@@ -201,17 +201,17 @@ impl Ledger {
 
     fn listed(&self, of: fn(&Count) -> Bytes, alive: fn(&Measured) -> Bytes) -> Holdings {
         let mut parts = Vec::new();
-        for purse in Purse::ALL {
+        for space in MemorySpace::ALL {
             for purpose in Purpose::ALL {
-                parts.push(Holding { part: Part::Kind(purpose), purse, bytes: of(self.of(purpose, purse)) });
+                parts.push(Holding { part: Part::Kind(purpose), space, bytes: of(self.of(purpose, space)) });
             }
-            let live = self.0.meter.get().map_or(Bytes(0), |meter| alive(&meter(purse)));
-            let scratch = Bytes(live.0.saturating_sub(of(&self.0.all[purse as usize]).0));
-            parts.push(Holding { part: Part::Scratch, purse, bytes: scratch });
+            let live = self.0.meter.get().map_or(Bytes(0), |meter| alive(&meter(space)));
+            let scratch = Bytes(live.0.saturating_sub(of(&self.0.all[space as usize]).0));
+            parts.push(Holding { part: Part::Scratch, space, bytes: scratch });
         }
         parts.retain(|holding| holding.bytes > Bytes(0));
         parts.sort_by_key(|holding| std::cmp::Reverse(holding.bytes));
-        let device = self.0.meter.get().map(|meter| meter(Purse::Device)).unwrap_or_default();
+        let device = self.0.meter.get().map(|meter| meter(MemorySpace::Device)).unwrap_or_default();
         Holdings { parts, live: alive(&device), reserved: device.reserved }
     }
 }
@@ -236,13 +236,13 @@ impl Part {
     }
 }
 
-/// Bytes of one part in one purse.
+/// Bytes of one part in one memory space.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Holding {
     /// What.
     pub part: Part,
     /// Where.
-    pub purse: Purse,
+    pub space: MemorySpace,
     /// How much.
     pub bytes: Bytes,
 }
@@ -263,14 +263,14 @@ pub struct Holdings {
 pub struct Held {
     ledger: Ledger,
     purpose: Purpose,
-    purse: Purse,
+    space: MemorySpace,
     bytes: Bytes,
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.ledger.of(self.purpose, self.purse).take(self.bytes);
-        self.ledger.0.all[self.purse as usize].take(self.bytes);
+        self.ledger.of(self.purpose, self.space).take(self.bytes);
+        self.ledger.0.all[self.space as usize].take(self.bytes);
     }
 }
 
@@ -281,8 +281,8 @@ mod tests {
     #[test]
     fn the_ledger_counts_out_what_is_dropped_and_remembers_the_peak() {
         let ledger = Ledger::default();
-        let first = ledger.hold(Purpose::Foreign, Purse::Device, Bytes(3));
-        let second = ledger.hold(Purpose::Foreign, Purse::Device, Bytes(4));
+        let first = ledger.hold(Purpose::Foreign, MemorySpace::Device, Bytes(3));
+        let second = ledger.hold(Purpose::Foreign, MemorySpace::Device, Bytes(4));
         drop(first);
         assert_eq!((ledger.now(Purpose::Foreign), ledger.peak(Purpose::Foreign)), (Bytes(4), Bytes(7)));
         drop(second);
@@ -293,12 +293,15 @@ mod tests {
     #[test]
     fn purses_are_counted_apart_and_the_peak_of_all_is_not_the_sum_of_peaks() {
         let ledger = Ledger::default();
-        drop(ledger.hold(Purpose::Stage, Purse::Device, Bytes(10)));
-        let pages = ledger.hold(Purpose::Pages, Purse::Device, Bytes(7));
-        let waiting = ledger.hold(Purpose::Pages, Purse::Host, Bytes(5));
+        drop(ledger.hold(Purpose::Stage, MemorySpace::Device, Bytes(10)));
+        let pages = ledger.hold(Purpose::Pages, MemorySpace::Device, Bytes(7));
+        let waiting = ledger.hold(Purpose::Pages, MemorySpace::Host, Bytes(5));
         assert_eq!(ledger.now(Purpose::Pages), Bytes(12));
-        assert_eq!(ledger.peak_in(Purpose::Pages, Purse::Host), Bytes(5));
-        assert_eq!((ledger.peak_of_all(Purse::Device), ledger.peak_of_all(Purse::Host)), (Bytes(10), Bytes(5)));
+        assert_eq!(ledger.peak_in(Purpose::Pages, MemorySpace::Host), Bytes(5));
+        assert_eq!(
+            (ledger.peak_of_all(MemorySpace::Device), ledger.peak_of_all(MemorySpace::Host)),
+            (Bytes(10), Bytes(5))
+        );
         drop((pages, waiting));
         assert_eq!(ledger.holdings(), Holdings::default());
     }
@@ -306,20 +309,24 @@ mod tests {
     #[test]
     fn scratch_is_what_is_alive_beyond_the_ledger() {
         let ledger = Ledger::default();
-        ledger.measure_with(|purse| match purse {
-            Purse::Device => Measured { live: Bytes(100), peak: Bytes(300), reserved: Some(Bytes(400)) },
-            Purse::Host => Measured { live: Bytes(20), peak: Bytes(20), reserved: None },
+        ledger.measure_with(|space| match space {
+            MemorySpace::Device => Measured { live: Bytes(100), peak: Bytes(300), reserved: Some(Bytes(400)) },
+            MemorySpace::Host => Measured { live: Bytes(20), peak: Bytes(20), reserved: None },
         });
-        let _weights = ledger.hold(Purpose::Weights, Purse::Device, Bytes(30));
-        let _pages = ledger.hold(Purpose::Pages, Purse::Host, Bytes(20));
-        let of = |part, purse, bytes| Holding { part, purse, bytes: Bytes(bytes) };
+        let _weights = ledger.hold(Purpose::Weights, MemorySpace::Device, Bytes(30));
+        let _pages = ledger.hold(Purpose::Pages, MemorySpace::Host, Bytes(20));
+        let of = |part, space, bytes| Holding { part, space, bytes: Bytes(bytes) };
         let (weights, pages) = (Part::Kind(Purpose::Weights), Part::Kind(Purpose::Pages));
         let now = ledger.holdings();
         assert_eq!(
             now.parts,
-            [of(Part::Scratch, Purse::Device, 70), of(weights, Purse::Device, 30), of(pages, Purse::Host, 20)]
+            [
+                of(Part::Scratch, MemorySpace::Device, 70),
+                of(weights, MemorySpace::Device, 30),
+                of(pages, MemorySpace::Host, 20)
+            ]
         );
         assert_eq!((now.live, now.reserved), (Bytes(100), Some(Bytes(400))));
-        assert_eq!(ledger.holdings_at_most().parts[0], of(Part::Scratch, Purse::Device, 270));
+        assert_eq!(ledger.holdings_at_most().parts[0], of(Part::Scratch, MemorySpace::Device, 270));
     }
 }

@@ -5,5 +5,5 @@ mod ledger;
 mod shortage;
 
 pub use cgroup::job_memory;
-pub use ledger::{Held, Holding, Holdings, Ledger, Measured, Meter, Part, Purpose, Purse};
+pub use ledger::{Held, Holding, Holdings, Ledger, Measured, MemorySpace, Meter, Part, Purpose};
 pub use shortage::{Shortage, available_memory};

@@ -6,7 +6,7 @@
 use std::fmt::Write as _;
 
 use super::cgroup::job_memory;
-use super::ledger::{Holding, Holdings, Part, Purpose, Purse};
+use super::ledger::{Holding, Holdings, MemorySpace, Part, Purpose};
 use crate::runtime::failure::{Phase, Site};
 use crate::runtime::liveness::Place;
 use crate::runtime::units::Bytes;
@@ -70,7 +70,7 @@ pub struct Shortage {
     /// Whether the device's memory is another than the host's.
     apart: bool,
     /// Which memory has run out.
-    purse: Purse,
+    space: MemorySpace,
     held: Holdings,
 }
 
@@ -81,22 +81,22 @@ impl Shortage {
         let mut asked = Asked::of(words);
         let of_host = ["can't allocate memory", "host memory"].iter().any(|told| words.contains(told));
         let apart = held.reserved.is_some() || words.contains("CUDA");
-        let purse = if of_host || !apart { Purse::Host } else { Purse::Device };
-        if purse == Purse::Host {
+        let space = if of_host || !apart { MemorySpace::Host } else { MemorySpace::Device };
+        if space == MemorySpace::Host {
             asked.free = asked.free.or_else(available_memory);
         }
-        Shortage { site: place.site(), in_top_layer: place.in_top_layer(), asked, apart, purse, held }
+        Shortage { site: place.site(), in_top_layer: place.in_top_layer(), asked, apart, space, held }
     }
 
     /// The largest part in the memory that has run out. What was being asked for is scratch, as far as anybody knows.
     fn largest(&self) -> Holding {
         let asked = self.asked.bytes.unwrap_or_default();
-        let purse = if self.apart { self.purse } else { Purse::Device };
-        let scratch = Holding { part: Part::Scratch, purse, bytes: asked };
-        let here = |holding: &&Holding| !self.apart || holding.purse == self.purse;
+        let space = if self.apart { self.space } else { MemorySpace::Device };
+        let scratch = Holding { part: Part::Scratch, space, bytes: asked };
+        let here = |holding: &&Holding| !self.apart || holding.space == self.space;
         let parts = self.held.parts.iter().filter(here).copied();
         let parts = parts.map(|holding| match holding.part {
-            Part::Scratch if holding.purse == purse => Holding { bytes: holding.bytes + asked, ..holding },
+            Part::Scratch if holding.space == space => Holding { bytes: holding.bytes + asked, ..holding },
             _ => holding,
         });
         parts.chain([scratch]).max_by_key(|holding| holding.bytes).unwrap_or(scratch)
@@ -106,7 +106,7 @@ impl Shortage {
     fn setting(&self, holding: &Holding) -> &'static str {
         const MODEL: &str = "model.dtype = \"bfloat16\", or a smaller model";
         const RANKS: &str = "more ranks to a prompt (parallel.cp_size)";
-        let movable = self.apart && holding.purse == Purse::Device;
+        let movable = self.apart && holding.space == MemorySpace::Device;
         match holding.part {
             Part::Kind(Purpose::Weights) => MODEL,
             Part::Kind(Purpose::Adapters | Purpose::Optimizer) => "lora.rank smaller",
@@ -130,14 +130,14 @@ impl Shortage {
         let reserved = self.held.reserved?;
         let idle = Bytes(reserved.0.saturating_sub(self.held.live.0));
         let enough = self.asked.bytes.is_some_and(|asked| idle >= asked);
-        (self.purse == Purse::Device && (enough || idle.0 > reserved.0 / 8)).then_some(idle)
+        (self.space == MemorySpace::Device && (enough || idle.0 > reserved.0 / 8)).then_some(idle)
     }
 
     /// Several lines; the first says all that one line can.
     #[must_use]
     pub fn report(&self) -> String {
         let Asked { bytes, free, capacity } = self.asked;
-        let memory = if self.apart { self.purse.name() } else { "host" };
+        let memory = if self.apart { self.space.name() } else { "host" };
         let asked = bytes.map_or_else(|| "more was asked for than there is".into(), |b| format!("{b} were asked for"));
         let free = match (free, capacity) {
             (Some(free), Some(capacity)) => format!(", {free} of {capacity} were free"),
@@ -157,8 +157,8 @@ impl Shortage {
                 "; {idle} are reserved and hold nothing: set the variable PYTORCH_ALLOC_CONF=expandable_segments:True"
             );
         }
-        for Holding { part, purse, bytes } in &self.held.parts {
-            let _ = write!(text, "\n  {:>12}  {:<11}  {}", bytes.to_string(), part.name(), purse.name());
+        for Holding { part, space, bytes } in &self.held.parts {
+            let _ = write!(text, "\n  {:>12}  {:<11}  {}", bytes.to_string(), part.name(), space.name());
         }
         if let Some(reserved) = self.held.reserved {
             let _ = write!(
@@ -175,7 +175,7 @@ impl Shortage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::liveness::Board;
+    use crate::runtime::liveness::Tracker;
     use crate::runtime::units::{LayerIndex, Rank};
 
     const CUDA: &str = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of \
@@ -184,32 +184,32 @@ mod tests {
                        allocate 536870912 bytes. Error code 12 (Cannot allocate memory)";
     const GIB: u64 = 1 << 30;
 
-    fn held(parts: &[(Part, Purse, u64)], reserved: Option<u64>) -> Holdings {
-        let parts = parts.iter().map(|&(part, purse, gib)| Holding { part, purse, bytes: Bytes(gib * GIB) });
+    fn held(parts: &[(Part, MemorySpace, u64)], reserved: Option<u64>) -> Holdings {
+        let parts = parts.iter().map(|&(part, space, gib)| Holding { part, space, bytes: Bytes(gib * GIB) });
         let parts: Vec<Holding> = parts.collect();
-        let on_device = parts.iter().filter(|holding| holding.purse == Purse::Device);
+        let on_device = parts.iter().filter(|holding| holding.space == MemorySpace::Device);
         let live = on_device.map(|holding| holding.bytes).sum();
         Holdings { parts, live, reserved: reserved.map(|gib| Bytes(gib * GIB)) }
     }
 
-    fn at(phase: Phase, layer: usize) -> Board {
-        let board = Board::default();
-        board.set_rank(Rank(3));
-        board.set_layers(8);
-        board.enter(phase);
-        board.layer(LayerIndex(layer)).expect("nothing is asked");
-        board
+    fn at(phase: Phase, layer: usize) -> Tracker {
+        let tracker = Tracker::default();
+        tracker.set_rank(Rank(3));
+        tracker.set_layers(8);
+        tracker.enter(phase);
+        tracker.layer(LayerIndex(layer)).expect("nothing is asked");
+        tracker
     }
 
     /// The report of a GPU on which `part` is by far the largest.
-    fn of(part: Part, purse: Purse, phase: Phase, layer: usize) -> String {
-        let words = if purse == Purse::Device { CUDA } else { "out of memory: pinning host memory" };
-        Shortage::of(words, at(phase, layer).place(), held(&[(part, purse, 90)], Some(90))).report()
+    fn of(part: Part, space: MemorySpace, phase: Phase, layer: usize) -> String {
+        let words = if space == MemorySpace::Device { CUDA } else { "out of memory: pinning host memory" };
+        Shortage::of(words, at(phase, layer).place(), held(&[(part, space, 90)], Some(90))).report()
     }
 
     #[test]
     fn a_gpu_is_known_by_its_allocators_words_too() {
-        let held = held(&[(Part::Kind(Purpose::Pages), Purse::Device, 90)], None);
+        let held = held(&[(Part::Kind(Purpose::Pages), MemorySpace::Device, 90)], None);
         let report = Shortage::of(CUDA, at(Phase::Score, 2).place(), held).report();
         assert!(report.contains("out of device memory") && report.contains("memory.cpu_offload_pages"), "{report}");
     }
@@ -241,12 +241,12 @@ mod tests {
             (Part::Scratch, "set memory.micro_block smaller"),
         ];
         for (part, words) in device {
-            let report = of(part, Purse::Device, Phase::Capture, 7);
+            let report = of(part, MemorySpace::Device, Phase::Capture, 7);
             assert!(report.contains(words) && report.contains(&format!("largest is {}", part.name())), "{report}");
         }
-        let checkpoints = of(Part::Kind(Purpose::Checkpoints), Purse::Host, Phase::Capture, 1);
+        let checkpoints = of(Part::Kind(Purpose::Checkpoints), MemorySpace::Host, Phase::Capture, 1);
         assert!(checkpoints.contains("set memory.inputs_every higher"), "what waits there already: {checkpoints}");
-        assert!(of(Part::Kind(Purpose::Pages), Purse::Host, Phase::Capture, 1).contains("parallel.cp_size"));
+        assert!(of(Part::Kind(Purpose::Pages), MemorySpace::Host, Phase::Capture, 1).contains("parallel.cp_size"));
     }
 
     #[test]
@@ -260,7 +260,7 @@ mod tests {
             (Phase::Finalize, 7, "lora.rank"),
             (Phase::Start, 7, "model.dtype"),
         ] {
-            let report = of(Part::Scratch, Purse::Device, phase, layer);
+            let report = of(Part::Scratch, MemorySpace::Device, phase, layer);
             assert!(report.contains(words), "{phase}: {report}");
         }
     }
@@ -268,7 +268,11 @@ mod tests {
     #[test]
     fn the_report_names_rank_phase_layer_the_bytes_and_who_holds_the_rest() {
         let (weights, pages) = (Part::Kind(Purpose::Weights), Part::Kind(Purpose::Pages));
-        let parts = [(pages, Purse::Host, 300), (Part::Scratch, Purse::Device, 100), (weights, Purse::Device, 15)];
+        let parts = [
+            (pages, MemorySpace::Host, 300),
+            (Part::Scratch, MemorySpace::Device, 100),
+            (weights, MemorySpace::Device, 15),
+        ];
         let report = Shortage::of(CUDA, at(Phase::Sweep, 4).place(), held(&parts, Some(138))).report();
         assert_eq!(
             report,
@@ -284,7 +288,7 @@ mod tests {
 
     #[test]
     fn the_memory_that_has_run_out_is_the_gpus_unless_the_words_name_the_hosts() {
-        let pages = (Part::Kind(Purpose::Pages), Purse::Host, 90);
+        let pages = (Part::Kind(Purpose::Pages), MemorySpace::Host, 90);
         let said = |words| Shortage::of(words, at(Phase::Replay, 0).place(), held(&[pages], Some(8))).report();
         assert!(said("CUDA error: out of memory").contains("out of device memory"));
         assert!(said(CUDA).contains("out of device memory"));
@@ -294,7 +298,7 @@ mod tests {
 
     #[test]
     fn without_a_gpu_all_that_is_held_is_the_machines_and_what_was_asked_counts_as_scratch() {
-        let pages = (Part::Kind(Purpose::Pages), Purse::Host, 2);
+        let pages = (Part::Kind(Purpose::Pages), MemorySpace::Host, 2);
         let report = Shortage::of(CPU, at(Phase::Capture, 0).place(), held(&[pages], None)).report();
         assert!(
             report.starts_with("rank 3, capture, layer 0: out of host memory: 512.00 MiB were asked for"),

@@ -26,7 +26,7 @@ use crate::prompt::handoff::Captured;
 use crate::prompt::layout::PromptLayout;
 use crate::prompt::pages::Staged;
 use crate::runtime::failure::{Classified, Exit, Failure};
-use crate::runtime::liveness::Board;
+use crate::runtime::liveness::Tracker;
 use crate::runtime::units::{LayerIndex, Rank, Tokens, as_dim, from_index};
 use crate::world::exchange::gather_rows;
 
@@ -57,7 +57,7 @@ impl Classified for Error {
 
 /// What is drawn.
 #[derive(Clone, Copy, Debug)]
-pub struct Ask<'a> {
+pub struct SampleRequest<'a> {
     /// How many answers.
     pub answers: usize,
     /// Tokens of an answer, at most; at least 1.
@@ -74,7 +74,7 @@ pub struct Ask<'a> {
 
 /// One answer.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Drawn {
+pub struct SampledAnswer {
     /// Its tokens, at least one; the last is an end unless it was cut off.
     pub ids: Vec<i64>,
     /// Log-probability of each token when it was drawn, under the whole distribution at the head's temperature.
@@ -94,13 +94,13 @@ pub fn run(
     head: &Head,
     layout: &PromptLayout,
     captured: &Captured,
-    ask: &Ask,
-    board: &Board,
-) -> Result<Vec<Drawn>, Failure> {
+    ask: &SampleRequest,
+    tracker: &Tracker,
+) -> Result<Vec<SampledAnswer>, Failure> {
     tch::no_grad(|| {
         let adapters = pass.adapters.applied(pass.decoder.kind());
         let pass = Pass { adapters: &adapters, ..*pass };
-        Rollout::begin(&pass, head, layout, captured, ask)?.all(board)
+        Rollout::begin(&pass, head, layout, captured, ask)?.all(tracker)
     })
 }
 
@@ -109,13 +109,13 @@ struct Rollout<'a> {
     head: &'a Head,
     layout: &'a PromptLayout,
     captured: &'a Captured,
-    ask: &'a Ask<'a>,
+    ask: &'a SampleRequest<'a>,
     /// All layers' pages, where they stay.
     staged: Vec<Staged>,
     states: Vec<AnswerState>,
     /// Answers that have not ended, in order: the rows of every tensor here.
     live: Vec<usize>,
-    drawn: Vec<Drawn>,
+    drawn: Vec<SampledAnswer>,
 }
 
 impl<'a> Rollout<'a> {
@@ -124,13 +124,13 @@ impl<'a> Rollout<'a> {
         head: &'a Head,
         layout: &'a PromptLayout,
         captured: &'a Captured,
-        ask: &'a Ask<'a>,
+        ask: &'a SampleRequest<'a>,
     ) -> Result<Self, Failure> {
-        let seat = (pass.seat.axis.rank(), pass.seat.axis.size());
+        let cp_group = (pass.cp_group.axis.rank(), pass.cp_group.axis.size());
         let device = pass.decoder.device();
         let state = |layer: usize| {
             let planes = pass.decoder.mixer(LayerIndex(layer)).planes();
-            AnswerState::new(ask.answers, &planes, (layout.end(), ask.longest), seat, device, pass.seat.ledger)
+            AnswerState::new(ask.answers, &planes, (layout.end(), ask.longest), cp_group, device, pass.cp_group.ledger)
         };
         let mut rollout = Rollout {
             pass,
@@ -141,7 +141,7 @@ impl<'a> Rollout<'a> {
             staged: Vec::new(),
             states: (0..pass.decoder.layers()).map(state).collect(),
             live: (0..ask.answers).collect(),
-            drawn: vec![Drawn::default(); ask.answers],
+            drawn: vec![SampledAnswer::default(); ask.answers],
         };
         if ask.pages_on_device {
             let layers = pass.decoder.layers();
@@ -156,7 +156,7 @@ impl<'a> Rollout<'a> {
         Ok(self.captured.pages.stage(LayerIndex(layer), then.map(LayerIndex), stamp)?)
     }
 
-    fn all(mut self, board: &Board) -> Result<Vec<Drawn>, Failure> {
+    fn all(mut self, tracker: &Tracker) -> Result<Vec<SampledAnswer>, Failure> {
         let x_1w = self.last_row();
         let mut logprobs_av =
             self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
@@ -165,14 +165,14 @@ impl<'a> Rollout<'a> {
             if self.live.is_empty() {
                 return Ok(self.drawn);
             }
-            let x_aw = self.rows(&tokens, board)?;
+            let x_aw = self.rows(&tokens, tracker)?;
             logprobs_av = self.head.log_softmax(self.pass.decoder, &x_aw);
         }
     }
 
     /// The last hidden state of row P−1 on every rank.
     fn last_row(&self) -> Tensor {
-        let (axis, decoder) = (self.pass.seat.axis, self.pass.decoder);
+        let (axis, decoder) = (self.pass.cp_group.axis, self.pass.decoder);
         let none = || Tensor::zeros([0, decoder.width()], (decoder.kind(), decoder.device()));
         let own = self.captured.last_row.as_ref().map_or_else(none, Tensor::shallow_clone);
         gather_rows(axis, &own, &self.layout.last_row_counts())
@@ -182,7 +182,7 @@ impl<'a> Rollout<'a> {
     fn draw(&mut self, logprobs_av: &Tensor) -> Result<Vec<i64>, Failure> {
         let length = self.drawn[self.live[0]].ids.len();
         let mut bytes = vec![0; self.live.len() * sampling::TOKEN_BYTES];
-        if self.pass.seat.axis.rank() == Rank(0) {
+        if self.pass.cp_group.axis.rank() == Rank(0) {
             let streams: Vec<Stream> = self
                 .live
                 .iter()
@@ -190,7 +190,7 @@ impl<'a> Rollout<'a> {
                 .collect();
             bytes = sampling::draw(logprobs_av, &streams, &self.ask.sampling);
         }
-        self.pass.seat.axis.broadcast(&mut bytes);
+        self.pass.cp_group.axis.broadcast(&mut bytes);
         let (mut rows, mut tokens) = (Vec::new(), Vec::new());
         for (row, token) in sampling::tokens(&bytes).into_iter().enumerate() {
             let answer = self.live[row];
@@ -218,8 +218,8 @@ impl<'a> Rollout<'a> {
     }
 
     /// The answers' next rows through all layers, from the tokens that they read: last hidden states, [answers, w].
-    fn rows(&mut self, tokens: &[i64], board: &Board) -> Result<Tensor, Failure> {
-        let Pass { decoder, adapters, seat, .. } = *self.pass;
+    fn rows(&mut self, tokens: &[i64], tracker: &Tracker) -> Result<Tensor, Failure> {
+        let Pass { decoder, adapters, cp_group, .. } = *self.pass;
         let mut x_aw = decoder.embed(tokens);
         let layers = decoder.layers();
         for layer in 0..layers {
@@ -231,14 +231,14 @@ impl<'a> Rollout<'a> {
             let length = from_index(self.drawn[self.live[0]].ids.len()) - 1;
             // Who watches sees every token, and a stop is heard there; every layer of each would cost a message of its own.
             if length == 0 || layer == 0 {
-                board.layer(index)?;
+                tracker.layer(index)?;
             }
             // One position for all rows: the tables of one row serve every answer.
             let position = as_dim(self.layout.end().plus(Tokens(length)).0);
             let projected = decoder.project(index, &x_aw, position..position + 1, adapters);
             let (mix, state) = mixer.split(projected.mix);
             self.states[layer].push(&state);
-            let mixed = mixer.draw(&seat, &mix, &past, &self.states[layer]);
+            let mixed = mixer.draw(&cp_group, &mix, &past, &self.states[layer]);
             x_aw = decoder.finish(index, &x_aw, &mixed, &projected.keep, adapters);
         }
         Ok(x_aw)

@@ -16,18 +16,18 @@ use tch::{Device, Kind, Tensor};
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
 use crate::model::lora::{Adapter, Adapters};
-use crate::model::mixer::Seat;
+use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
-use crate::prompt::handoff::{Keeping, Work};
+use crate::prompt::handoff::{Keeping, PlacedGroup};
 use crate::prompt::layout::PromptLayout;
 use crate::runtime::failure::{Classified, Exit, Failure, Phase};
-use crate::runtime::memory::{Purpose, Purse};
+use crate::runtime::memory::{MemorySpace, Purpose};
 use crate::runtime::units::{Bytes, Tokens, as_dim};
 use crate::step::conventional;
-use crate::step::objective::{Aggregation, Batch, Counted, Terms};
-use crate::step::replay::{self, Goal};
+use crate::step::objective::{Aggregation, Batch, Counted, Objective};
+use crate::step::replay::{self, ReplayTargets};
 use crate::step::{capture, finalize, score};
 use crate::tensor::boundary::{counted, forget_peaks, storage_bytes};
 use crate::tensor::kernels::Kernel;
@@ -239,7 +239,8 @@ struct Bench<'a> {
     work: rates::Work,
 }
 
-const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
+const TERMS: Objective =
+    Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
 
 /// Runs everything that was asked for.
 ///
@@ -252,8 +253,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let spec = world.agree(Spec::read(&options.model, None).map_err(Failure::from))?;
     let weights = world.agree(Weights::random(&spec, 0, options.kind, options.device).map_err(Failure::from))?;
     let ledger = world.ledger();
-    let held_weights = ledger.hold(Purpose::Weights, Purse::Device, weights.bytes());
-    world.board().set_layers(spec.layers);
+    let held_weights = ledger.hold(Purpose::Weights, MemorySpace::Device, weights.bytes());
+    world.tracker().set_layers(spec.layers);
     let weights = Rc::new(weights);
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
@@ -263,7 +264,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let short = spec.family.decoder(&two, weights, options.kind);
     let adapters = random_adapters(&spec, accumulation(options.kind), options.device);
     let masters = adapters.tensors().map(storage_bytes).sum::<Bytes>();
-    let held_adapters = ledger.hold(Purpose::Adapters, Purse::Device, masters);
+    let held_adapters = ledger.hold(Purpose::Adapters, MemorySpace::Device, masters);
     let head = Head { rows_max: 512, temperature: 1.0 };
     let work = rates::Work::of(&spec, options.prompt);
     let bench = Bench { world, options, decoder, short, adapters, head, work };
@@ -335,7 +336,7 @@ impl Meter {
         gpu::empty_cache();
         forget_peaks();
         let waited = gpu::stage_wait_seconds();
-        Ok(Meter { on, start: Instant::now(), device: counted(Purse::Device).live, waited, moved: gpu::moved() })
+        Ok(Meter { on, start: Instant::now(), device: counted(MemorySpace::Device).live, waited, moved: gpu::moved() })
     }
 
     /// Since the start, with all that was asked of the device done.
@@ -355,7 +356,7 @@ impl Meter {
     }
 
     fn device(&self) -> Bytes {
-        Bytes(counted(Purse::Device).peak.0.saturating_sub(self.device.0))
+        Bytes(counted(MemorySpace::Device).peak.0.saturating_sub(self.device.0))
     }
 }
 
@@ -406,24 +407,25 @@ impl Bench<'_> {
         let (advantages, weight) = self.goal(group);
         let tail = Tokens(gradient.tail(prompt).0.min(prompt.0));
         let layout = PromptLayout::new(prompt, self.options.page_size, self.world.cp.size(), tail);
-        let work = Work::new(layout, prompt_ids, answers);
-        let seat = Seat { axis: &self.world.cp, ledger: self.world.ledger() };
-        let pass = Pass { decoder, adapters: &self.adapters, seat, micro_block: self.options.micro_block };
-        let board = self.world.board();
+        let work = PlacedGroup::new(layout, prompt_ids, answers);
+        let cp_group = CpGroup { axis: &self.world.cp, ledger: self.world.ledger() };
+        let pass = Pass { decoder, adapters: &self.adapters, cp_group, micro_block: self.options.micro_block };
+        let tracker = self.world.tracker();
         let pinning = Instant::now();
         capture::make_room(&pass, &work, self.options.keeping)?;
         let pinning_seconds = pinning.elapsed().as_secs_f64();
         let meter = Meter::start(self.options.device)?;
-        board.enter(Phase::Capture);
-        let captured = capture::run(&pass, &work, self.options.keeping, board)?;
+        tracker.enter(Phase::Capture);
+        let captured = capture::run(&pass, &work, self.options.keeping, tracker)?;
         let capture_seconds = meter.seconds()?;
-        board.enter(Phase::Score);
-        let frozen = score::run(&pass, &self.head, &work, &captured, board)?;
+        tracker.enter(Phase::Score);
+        let frozen = score::run(&pass, &self.head, &work, &captured, tracker)?;
         let score_seconds = meter.seconds()? - capture_seconds;
         let weights = vec![weight; work.answers.len()];
-        let goal = Goal { old: &frozen, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
-        board.enter(Phase::Replay);
-        let done = replay::run(&pass, &self.head, &work, &captured, goal, board)?;
+        let goal =
+            ReplayTargets { old: &frozen, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
+        tracker.enter(Phase::Replay);
+        let done = replay::run(&pass, &self.head, &work, &captured, goal, tracker)?;
         let tail_seconds = done.seconds.tail;
         Ok(Run {
             schedule: "paged",
@@ -440,8 +442,8 @@ impl Bench<'_> {
             pinning_seconds,
             capture_rate: (self.work.linear_tera + self.work.attention_tera) / capture_seconds,
             device_bytes: meter.device(),
-            peak_device_bytes: counted(Purse::Device).peak,
-            host_bytes: counted(Purse::Host).peak,
+            peak_device_bytes: counted(MemorySpace::Device).peak,
+            host_bytes: counted(MemorySpace::Host).peak,
             loss: done.loss,
             gradients: self.taken(),
         })
@@ -487,7 +489,7 @@ impl Bench<'_> {
             pinning_seconds: 0.0,
             capture_rate: 0.0,
             device_bytes: meter.device(),
-            peak_device_bytes: counted(Purse::Device).peak,
+            peak_device_bytes: counted(MemorySpace::Device).peak,
             host_bytes: Bytes(0),
             loss,
             gradients: self.taken(),

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use super::devices::Gpu;
-use super::{Finding, Seat};
+use super::{CpGroup, Finding};
 use crate::config::{Environment, Error, Loaded, RunConfig, When};
 use crate::model::shards::Checkpoint;
 use crate::model::spec::Spec;
@@ -64,28 +64,28 @@ pub(super) fn memory_alone() -> Finding {
 }
 
 /// What the plan needs beside what there is.
-pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, seat: Seat) -> Finding {
+pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, cp_group: CpGroup) -> Finding {
     let run = &loaded.run;
-    let Some(spec) = spec.filter(|_| run.check(Some(seat.ranks)).is_empty()) else { return memory_alone() };
+    let Some(spec) = spec.filter(|_| run.check(Some(cp_group.ranks)).is_empty()) else { return memory_alone() };
     let host = available_memory();
     let device = gpu.map(|gpu| {
         // As a run reckons: some goes to what libraries load later, and to the gaps between tensors.
-        Bytes((gpu.free.0 - gpu.free.0 / 32) / seat.sharers)
+        Bytes((gpu.free.0 - gpu.free.0 / 32) / cp_group.sharers)
     });
-    let room = Room { ranks_here: seat.here, device, host_only: gpu.is_none(), host };
+    let room = Room { ranks_here: cp_group.here, device, host_only: gpu.is_none(), host };
     let mut run = run.clone();
-    // Messages take host memory where a run will find no road from GPU to GPU.
-    if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || seat.sharers > 1) {
+    // Messages take host memory where a run will find no transport from GPU to GPU.
+    if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || cp_group.sharers > 1) {
         run.run.direct = When::Never;
     }
-    let plan = plan::of(&run, seat.ranks, Some(spec), &room);
+    let plan = plan::of(&run, cp_group.ranks, Some(spec), &room);
     if let Err(error) = plan.refuse(&room) {
         return Finding::failed("memory", &Failure::from(error));
     }
     let there = host.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
     let (on_device, on_host) = (plan.sum(Place::Device), plan.sum(Place::Host));
-    let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(seat.here));
-    let (host, here) = (if device.is_none() { all(on_device + on_host) } else { all(on_host) }, seat.here);
+    let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(cp_group.here));
+    let (host, here) = (if device.is_none() { all(on_device + on_host) } else { all(on_host) }, cp_group.here);
     let device = device.map(|free| format!("{on_device} of {free} on each device, ")).unwrap_or_default();
     let detail = format!("{device}{host} of {there} of host memory; ranks on this machine: {here}");
     Finding::ok("memory", format!("the plan takes {detail}"))

@@ -1,4 +1,4 @@
-//! By which road tensors will go between ranks that share a prompt, as a run will find it.
+//! By which transport tensors will go between ranks that share a prompt, as a run will find it.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::config::{RunConfig, When};
 use crate::runtime::failure::Failure;
 use crate::world::devices;
 
-/// What one rank knows of the road.
+/// What one rank knows of the transport.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Road {
     /// `run.direct`; nothing stands for "auto".
@@ -32,18 +32,18 @@ impl Road {
     }
 }
 
-/// The road of all ranks, where they have GPUs and share prompts.
+/// The transport of all ranks, where they have GPUs and share prompts.
 pub(super) fn finding(all: &[Facts]) -> Option<Finding> {
-    let roads: Vec<&Road> = all.iter().filter_map(|facts| facts.road.as_ref()).collect();
-    let road = roads.first().filter(|road| road.sharers > 1)?;
-    if roads.len() < all.len() || all.iter().any(|facts| facts.gpu.is_none()) {
+    let transports: Vec<&Road> = all.iter().filter_map(|facts| facts.transport.as_ref()).collect();
+    let transport = transports.first().filter(|transport| transport.sharers > 1)?;
+    if transports.len() < all.len() || all.iter().any(|facts| facts.gpu.is_none()) {
         return None;
     }
-    if road.wanted == Some(false) {
+    if transport.wanted == Some(false) {
         return Some(Finding::ok("messages", "through host memory, as run.direct = false asks"));
     }
-    let missing = roads.iter().position(|road| !road.nccl);
-    let (obstacle, fix) = match (missing, shared(all, road.sharers)) {
+    let missing = transports.iter().position(|transport| !transport.nccl);
+    let (obstacle, fix) = match (missing, shared(all, transport.sharers)) {
         (Some(rank), _) => {
             let fix = "put libnccl.so.2 where libtorch's GPU build finds it (make gpu, or LD_LIBRARY_PATH); or plan with \
                        --set run.direct=false, which counts messages";
@@ -55,8 +55,8 @@ pub(super) fn finding(all: &[Facts]) -> Option<Finding> {
         }
         (None, None) => return Some(Finding::ok("messages", "from GPU to GPU, by NCCL")),
     };
-    Some(match road.wanted {
-        Some(true) => Finding::failed("messages", &Failure::from(devices::Error::NoRoad)),
+    Some(match transport.wanted {
+        Some(true) => Finding::failed("messages", &Failure::from(devices::Error::NoTransport)),
         _ => Finding::warn("messages", format!("{obstacle}: through host memory, which is several times slower"), fix),
     })
 }
@@ -77,8 +77,8 @@ mod tests {
     use super::*;
 
     fn rank(gpu: &str) -> Facts {
-        let road = Road { wanted: None, sharers: 2, nccl: true };
-        Facts { road: Some(road), ..crate::tools::doctor::together::tests::rank("a", Some(gpu)) }
+        let transport = Road { wanted: None, sharers: 2, nccl: true };
+        Facts { transport: Some(transport), ..crate::tools::doctor::together::tests::rank("a", Some(gpu)) }
     }
 
     fn told(all: &[Facts]) -> String {
@@ -87,8 +87,8 @@ mod tests {
 
     fn with(mut all: Vec<Facts>, change: impl Fn(usize, &mut Road)) -> Vec<Facts> {
         for (rank, facts) in all.iter_mut().enumerate() {
-            if let Some(road) = &mut facts.road {
-                change(rank, road);
+            if let Some(transport) = &mut facts.transport {
+                change(rank, transport);
             }
         }
         all
@@ -97,10 +97,10 @@ mod tests {
     #[test]
     fn the_road_from_gpu_to_gpu_is_told_with_what_stands_in_its_way() {
         assert_eq!(told(&[rank("1"), rank("2")]), "ok    messages        from GPU to GPU, by NCCL");
-        let lacking = with(vec![rank("1"), rank("2")], |rank, road| road.nccl = rank == 0);
+        let lacking = with(vec![rank("1"), rank("2")], |rank, transport| transport.nccl = rank == 0);
         assert!(told(&lacking).starts_with("warn  messages        NCCL is missing on rank 1: through host memory"));
-        let wanted = with(lacking, |_, road| road.wanted = Some(true));
-        assert!(told(&wanted).starts_with("FAIL  messages        run.direct = true and there is no road"));
+        let wanted = with(lacking, |_, transport| transport.wanted = Some(true));
+        assert!(told(&wanted).starts_with("FAIL  messages        run.direct = true and there is no transport"));
         let crowded = told(&[rank("1"), rank("2"), rank("3"), rank("3")]);
         assert!(crowded.starts_with("warn  messages        ranks 2 and 3 share a GPU: through host"), "{crowded}");
         // Ranks of different prompts send each other no tensors.
@@ -109,9 +109,9 @@ mod tests {
 
     #[test]
     fn a_road_that_is_not_wanted_or_not_needed_is_no_warning() {
-        let refused = with(vec![rank("1"), rank("1")], |_, road| road.wanted = Some(false));
+        let refused = with(vec![rank("1"), rank("1")], |_, transport| transport.wanted = Some(false));
         assert_eq!(told(&refused), "ok    messages        through host memory, as run.direct = false asks");
-        let alone = with(vec![rank("1"), rank("1")], |_, road| road.sharers = 1);
+        let alone = with(vec![rank("1"), rank("1")], |_, transport| transport.sharers = 1);
         assert_eq!(finding(&alone), None);
         let mut uneven = vec![rank("1"), rank("2")];
         uneven[1].gpu = None;

@@ -52,13 +52,13 @@ struct Facts {
     gpu: Option<String>,
     share_device: bool,
     /// How its tensors would reach other ranks; unknown where the configuration is refused.
-    road: Option<messages::Road>,
+    transport: Option<messages::Road>,
     findings: Vec<Finding>,
 }
 
 /// A rank's place.
 #[derive(Clone, Copy, Debug)]
-struct Seat {
+struct CpGroup {
     ranks: u64,
     /// Ranks of this machine.
     here: u64,
@@ -80,8 +80,8 @@ pub fn examine(loaded: &Result<Loaded, Error>, environment: &Environment, world:
     let (device, gpu) = devices::look(wanted, index);
     let address = gpu.as_ref().map(|gpu| gpu.address.as_str());
     let sharers = sharers(address, &machine.gather_texts(address.unwrap_or_default()));
-    let seat = Seat { ranks: from_index(world.all.size()), here: from_index(machine.size()), sharers };
-    let mut facts = look(loaded.as_ref(), environment, seat, (device, gpu));
+    let cp_group = CpGroup { ranks: from_index(world.all.size()), here: from_index(machine.size()), sharers };
+    let mut facts = look(loaded.as_ref(), environment, cp_group, (device, gpu));
     // The clocks of ranks that leave a barrier together are read together.
     world.all.barrier();
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -89,18 +89,18 @@ pub fn examine(loaded: &Result<Loaded, Error>, environment: &Environment, world:
     let told = serde_json::to_string(&facts).unwrap_or_default();
     let all: Vec<Facts> =
         world.all.gather_texts(&told).iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
-    Report::of(seat.ranks, together::findings(&all))
+    Report::of(cp_group.ranks, together::findings(&all))
 }
 
 /// What one rank finds by itself.
 fn look(
     loaded: Result<&Loaded, &Error>,
     environment: &Environment,
-    seat: Seat,
+    cp_group: CpGroup,
     (device, gpu): (Vec<Finding>, Option<devices::Gpu>),
 ) -> Facts {
     let run = loaded.ok().map(|loaded| &loaded.run);
-    let mut findings = vec![inputs::configuration(loaded, seat.ranks)];
+    let mut findings = vec![inputs::configuration(loaded, cp_group.ranks)];
     findings.push(machine::libtorch());
     findings.extend(device);
     findings.push(machine::pinned(gpu.is_some(), machine::locked_memory()));
@@ -108,7 +108,7 @@ fn look(
         Ok(loaded) => {
             let (model, spec) = inputs::model(loaded);
             findings.push(model);
-            findings.push(inputs::memory(loaded, spec.as_ref(), gpu.as_ref(), seat));
+            findings.push(inputs::memory(loaded, spec.as_ref(), gpu.as_ref(), cp_group));
             findings.push(inputs::run_folder(&loaded.rank.dir));
             findings.push(inputs::key(&loaded.run, environment));
         }
@@ -122,17 +122,17 @@ fn look(
         cores: machine::cores(),
         threads: u64::try_from(tch::get_num_threads()).unwrap_or(1),
         digest: run.map(RunConfig::digest),
-        road: road(run, seat, gpu.as_ref()),
+        transport: transport(run, cp_group, gpu.as_ref()),
         gpu: gpu.map(|gpu| gpu.address),
         share_device: loaded.is_ok_and(|loaded| loaded.rank.share_device),
         findings,
     }
 }
 
-/// The road of a rank whose configuration fits the ranks that there are.
-fn road(run: Option<&RunConfig>, seat: Seat, gpu: Option<&devices::Gpu>) -> Option<messages::Road> {
-    let run = run.filter(|run| run.check(Some(seat.ranks)).is_empty())?;
-    Some(messages::Road::of(run, seat.ranks, gpu.is_some_and(|gpu| gpu.nccl)))
+/// The transport of a rank whose configuration fits the ranks that there are.
+fn transport(run: Option<&RunConfig>, cp_group: CpGroup, gpu: Option<&devices::Gpu>) -> Option<messages::Road> {
+    let run = run.filter(|run| run.check(Some(cp_group.ranks)).is_empty())?;
+    Some(messages::Road::of(run, cp_group.ranks, gpu.is_some_and(|gpu| gpu.nccl)))
 }
 
 impl Report {

@@ -152,7 +152,7 @@ pub(super) mod tests {
             digest: Some("a".into()),
             gpu: gpu.map(Into::into),
             share_device: false,
-            road: None,
+            transport: None,
             findings: vec![Finding::ok("model", "there")],
         }
     }

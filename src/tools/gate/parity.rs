@@ -20,25 +20,26 @@ use crate::data::Group;
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
 use crate::model::lora::{Adapter, Adapters};
-use crate::model::mixer::Seat;
+use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::plan;
-use crate::prompt::handoff::{Keeping, Work};
+use crate::prompt::handoff::{Keeping, PlacedGroup};
 use crate::prompt::layout::PromptLayout;
 use crate::report::Check;
 use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::liveness::Board;
+use crate::runtime::liveness::Tracker;
 use crate::runtime::units::{Bytes, Rank, Tokens, as_dim, as_index, float, from_index};
 use crate::step::conventional::{self, Target};
-use crate::step::objective::{self, Aggregation, Counted, Terms};
-use crate::step::replay::{self, Goal};
+use crate::step::objective::{self, Aggregation, Counted, Objective};
+use crate::step::replay::{self, ReplayTargets};
 use crate::step::{capture, finalize, score};
 use crate::tensor::{accumulation, gpu};
 use crate::train::Session;
 use crate::world::World;
 
-const TERMS: Terms = Terms { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
+const TERMS: Objective =
+    Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
 
 /// Most tokens of an answer that are compared.
 const ANSWER_TOKENS_MAX: usize = 512;
@@ -83,21 +84,21 @@ struct Extent {
 
 /// Runs both gradient modes both ways; every rank takes part, and rank 0's checks are the outcome.
 pub(super) fn checks(session: &Session, config: &RunConfig, world: &World) -> Result<Vec<Check>, Failure> {
-    world.board().enter(Phase::Evaluate);
+    world.tracker().enter(Phase::Evaluate);
     let case = Case::of(session, config, world)?;
     let mut checks = Vec::new();
     for (gradient, tail) in [("response", Tokens(1)), ("exact", Tokens(from_index(case.group.prompt_ids.len())))] {
         let paged = case.paged(&*case.decoder, tail, world)?;
         // Plain autograd has no borders of its own: each of its passes is one place, and the paged step's last layer is none.
-        world.board().enter(Phase::Evaluate);
+        world.tracker().enter(Phase::Evaluate);
         let judged = match world.all.rank() {
-            Rank(0) => case.judged(gradient, tail, &paged, world.board()).map(Some),
+            Rank(0) => case.judged(gradient, tail, &paged, world.tracker()).map(Some),
             _ => Ok(None),
         };
         let outcome = world.agree(judged)?;
         checks.extend(outcome.map(|outcome| told(&outcome, case.kind, case.extent)));
     }
-    world.board().rest();
+    world.tracker().rest();
     Ok(checks)
 }
 
@@ -180,14 +181,14 @@ impl<'a> Case<'a> {
     fn paged(&self, decoder: &dyn Decoder, tail: Tokens, world: &World) -> Result<Vec<Tensor>, Failure> {
         let prompt = Tokens(from_index(self.group.prompt_ids.len()));
         let layout = PromptLayout::new(prompt, self.page_size, world.cp.size(), tail);
-        let work = Work::new(layout, self.group.prompt_ids.clone(), self.answers());
-        let seat = Seat { axis: &world.cp, ledger: world.ledger() };
-        let pass = Pass { decoder, adapters: &self.adapters, seat, micro_block: self.micro_block };
-        let captured = capture::run(&pass, &work, Keeping::HOST, world.board())?;
-        let old = score::run(&pass, &self.head, &work, &captured, world.board())?;
+        let work = PlacedGroup::new(layout, self.group.prompt_ids.clone(), self.answers());
+        let cp_group = CpGroup { axis: &world.cp, ledger: world.ledger() };
+        let pass = Pass { decoder, adapters: &self.adapters, cp_group, micro_block: self.micro_block };
+        let captured = capture::run(&pass, &work, Keeping::HOST, world.tracker())?;
+        let old = score::run(&pass, &self.head, &work, &captured, world.tracker())?;
         let (advantages, weights) = (&self.advantages, &self.weights);
-        let goal = Goal { old: &old, reference: None, advantages, weights, terms: &TERMS };
-        let _done = replay::run(&pass, &self.head, &work, &captured, goal, world.board())?;
+        let goal = ReplayTargets { old: &old, reference: None, advantages, weights, terms: &TERMS };
+        let _done = replay::run(&pass, &self.head, &work, &captured, goal, world.tracker())?;
         // One prompt's ranks have the whole gradient among them; no clip, so that lengths are compared too.
         let reduced = finalize::run(&world.cp, finalize::take(&self.adapters), &self.adapters, 0.0)?;
         Ok(reduced.gradients().iter().map(Tensor::copy).collect())
@@ -199,28 +200,28 @@ impl<'a> Case<'a> {
         gradient: &'static str,
         tail: Tokens,
         paged: &[Tensor],
-        board: &Board,
+        tracker: &Tracker,
     ) -> Result<Outcome, Failure> {
-        let own = || self.plain(&*self.decoder, tail, board);
+        let own = || self.plain(&*self.decoder, tail, tracker);
         if accumulation(self.kind) == self.kind {
             return Ok(Outcome { gradient, paged: self.apart(paged, &own()?), plain: None });
         }
         let plain = own()?;
         let kind = accumulation(self.kind);
         let weights = Rc::new(self.session.weights().part(&self.spec, kind));
-        let reference = self.plain(&*self.spec.family.decoder(&self.spec, weights, kind), tail, board)?;
+        let reference = self.plain(&*self.spec.family.decoder(&self.spec, weights, kind), tail, tracker)?;
         let plain = Some(self.apart(&plain, &reference));
         Ok(Outcome { gradient, paged: self.apart(paged, &reference), plain })
     }
 
-    fn plain(&self, decoder: &dyn Decoder, tail: Tokens, board: &Board) -> Result<Vec<Tensor>, Failure> {
+    fn plain(&self, decoder: &dyn Decoder, tail: Tokens, tracker: &Tracker) -> Result<Vec<Tensor>, Failure> {
         let answers = self.answers();
         let (prompt_ids, temperature) = (&self.group.prompt_ids, self.head.temperature);
         let group = conventional::Group { prompt_ids, answers: &answers, tail, temperature };
         let exact = tail == Tokens(from_index(prompt_ids.len()));
         let targets: Vec<Target> = (0..answers.len())
             .map(|index| {
-                board.enter(Phase::Evaluate);
+                tracker.enter(Phase::Evaluate);
                 let old = if exact {
                     group.score(decoder, &self.adapters, index)
                 } else {
@@ -230,7 +231,7 @@ impl<'a> Case<'a> {
                 Target { reference: old.shallow_clone(), old, advantage, weight, trained: None }
             })
             .collect();
-        board.enter(Phase::Evaluate);
+        tracker.enter(Phase::Evaluate);
         if exact {
             let _loss = group.backward_checkpointed(decoder, &self.adapters, &targets, &TERMS)?;
         } else {

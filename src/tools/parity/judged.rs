@@ -5,7 +5,7 @@ use tch::{Device, Tensor};
 use super::{Case, Error, Gradient};
 use crate::model::head::Head;
 use crate::model::pass::Pass;
-use crate::prompt::handoff::Work;
+use crate::prompt::handoff::PlacedGroup;
 use crate::step::conventional::{Group, Target};
 use crate::step::finalize;
 use crate::tensor::accumulation;
@@ -15,7 +15,7 @@ pub(super) fn gradients(
     case: &Case,
     pass: &Pass,
     head: &Head,
-    work: &Work,
+    work: &PlacedGroup,
     gradient: Gradient,
     kl_coef: f64,
 ) -> Result<Vec<Option<Tensor>>, Error> {

@@ -18,19 +18,19 @@ use tch::{Device, Kind, Tensor};
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
 use crate::model::lora::{Adapter, Adapters};
-use crate::model::mixer::Seat;
+use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
-use crate::prompt::handoff::{Captured, Keeping, Logprobs, ReducedGrads, Scores, Work};
+use crate::prompt::handoff::{Captured, Keeping, Logprobs, PlacedGroup, ReducedGrads, Scores};
 use crate::prompt::layout::PromptLayout;
 use crate::prompt::pages::Slot;
 use crate::runtime::failure::{Classified, Exit, Failure};
-use crate::runtime::liveness::Board;
+use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Ledger;
 use crate::runtime::units::{LayerIndex, Tokens, as_dim, float, from_index};
-use crate::step::objective::{Aggregation, Batch, Counted, Terms};
-use crate::step::replay::{self, Goal};
+use crate::step::objective::{Aggregation, Batch, Counted, Objective};
+use crate::step::replay::{self, ReplayTargets};
 use crate::step::{capture, finalize, score};
 use crate::tensor::accumulation;
 use crate::world::World;
@@ -159,7 +159,7 @@ struct Case {
 }
 
 /// The objective, the advantage of each answer, and the weight of each answer's tokens.
-type CaseGoal = (Terms, Vec<Option<f64>>, Vec<f64>);
+type CaseGoal = (Objective, Vec<Option<f64>>, Vec<f64>);
 
 impl Case {
     fn read(folder: &Path) -> Result<Case, Error> {
@@ -197,9 +197,9 @@ impl Case {
     }
 
     /// The objective, the advantage of each answer, and the weight of each answer's tokens.
-    fn goal(&self, work: &Work, kl_coef: f64) -> Result<CaseGoal, Error> {
+    fn goal(&self, work: &PlacedGroup, kl_coef: f64) -> Result<CaseGoal, Error> {
         let aggregation = Aggregation::SequenceMean;
-        let terms = Terms { clip_low: self.about.clip, clip_high: self.about.clip, kl_coef, aggregation };
+        let terms = Objective { clip_low: self.about.clip, clip_high: self.about.clip, kl_coef, aggregation };
         let given = self.get("advantages")?.to_kind(Kind::Double);
         let advantages = (0..given.size()[0]).map(|index| Some(given.double_value(&[index]))).collect();
         let counts = work.answers.iter().map(|answer| from_index(answer.ids.len()));
@@ -226,20 +226,20 @@ impl Case {
 /// When the case or its checkpoint cannot be read, or a phase fails.
 pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Failure> {
     let (case, decoder, adapters, work) = world.agree(open(folder, options, world.cp.size()))?;
-    let board = world.board();
+    let tracker = world.tracker();
     let ledger = Ledger::default();
-    let seat = Seat { axis: &world.cp, ledger: &ledger };
-    let pass = Pass { decoder: &*decoder, adapters: &adapters, seat, micro_block: options.micro_block };
-    let captured = capture::run(&pass, &work, Keeping::HOST, board)?;
+    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+    let pass = Pass { decoder: &*decoder, adapters: &adapters, cp_group, micro_block: options.micro_block };
+    let captured = capture::run(&pass, &work, Keeping::HOST, tracker)?;
     let mut compare = Compare { world, errors: Vec::new() };
     compare_logits(&mut compare, &case, &pass, &work, &captured)?;
     let head = Head { rows_max: 5, temperature: 1.0 };
-    let frozen = score::run(&pass, &head, &work, &captured, board)?;
+    let frozen = score::run(&pass, &head, &work, &captured, tracker)?;
     let given = given_scores(&case, &pass, &work)?;
     let mut ratio_is_one = true;
     let mut gradients = Vec::new();
     for (name, kl_coef) in [("grpo", 0.0), ("grpo_kl", case.about.kl_beta)] {
-        let done = replayed(&case, &pass, &head, &work, &captured, &given, kl_coef, board)?;
+        let done = replayed(&case, &pass, &head, &work, &captured, &given, kl_coef, tracker)?;
         ratio_is_one &= same_bits(world, &done.logprobs, &frozen);
         compare_logprobs(&mut compare, &case, &work, world, &done.logprobs)?;
         let loss = sum_number(&world.cp, done.loss);
@@ -258,7 +258,11 @@ pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Fa
 }
 
 /// The case with everything that can be wrong with it: what fails here fails on all ranks with one message.
-fn open(folder: &Path, options: &Options, ranks: usize) -> Result<(Case, Box<dyn Decoder>, Adapters, Work), Failure> {
+fn open(
+    folder: &Path,
+    options: &Options,
+    ranks: usize,
+) -> Result<(Case, Box<dyn Decoder>, Adapters, PlacedGroup), Failure> {
     let case = Case::read(folder)?;
     case.check()?;
     let prompt_ids = case.ids("prompt_ids")?;
@@ -269,7 +273,7 @@ fn open(folder: &Path, options: &Options, ranks: usize) -> Result<(Case, Box<dyn
     }
     let layout = PromptLayout::new(prompt, options.page_size, ranks, last);
     let answers = (0..case.about.answer_lens.len()).map(|index| case.ids(&format!("answer_ids.{index}")));
-    let work = Work::new(layout, prompt_ids, answers.collect::<Result<_, _>>()?);
+    let work = PlacedGroup::new(layout, prompt_ids, answers.collect::<Result<_, _>>()?);
     let spec = Spec::read(folder, None)?;
     let weights = Rc::new(Weights::load(folder, &spec, options.kind, options.device)?);
     let adapters = case.adapters(&spec, accumulation(options.kind), options.device);
@@ -277,8 +281,8 @@ fn open(folder: &Path, options: &Options, ranks: usize) -> Result<(Case, Box<dyn
 }
 
 /// The case's old and reference log-probabilities, cut to this rank's tokens.
-fn given_scores(case: &Case, pass: &Pass, work: &Work) -> Result<[Scores; 2], Error> {
-    let rank = pass.seat.axis.rank();
+fn given_scores(case: &Case, pass: &Pass, work: &PlacedGroup) -> Result<[Scores; 2], Error> {
+    let rank = pass.cp_group.axis.rank();
     let acc = accumulation(pass.decoder.kind());
     let cut = |prefix: &str| -> Result<Scores, Error> {
         let answers = work.answers.iter().enumerate().map(|(index, answer)| {
@@ -302,16 +306,16 @@ fn replayed(
     case: &Case,
     pass: &Pass,
     head: &Head,
-    work: &Work,
+    work: &PlacedGroup,
     captured: &Captured,
     given: &[Scores; 2],
     kl_coef: f64,
-    board: &Board,
+    tracker: &Tracker,
 ) -> Result<replay::Replayed, Failure> {
     let (terms, advantages, weights) = case.goal(work, kl_coef)?;
     let reference = (kl_coef > 0.0).then_some(&given[1]);
-    let goal = Goal { old: &given[0], reference, advantages: &advantages, weights: &weights, terms: &terms };
-    replay::run(pass, head, work, captured, goal, board)
+    let goal = ReplayTargets { old: &given[0], reference, advantages: &advantages, weights: &weights, terms: &terms };
+    replay::run(pass, head, work, captured, goal, tracker)
 }
 
 /// Whether two sets of log-probabilities are the same bits on every rank.
@@ -349,11 +353,11 @@ fn compare_logits(
     compare: &mut Compare,
     case: &Case,
     pass: &Pass,
-    work: &Work,
+    work: &PlacedGroup,
     captured: &Captured,
 ) -> Result<(), Failure> {
-    let rank = pass.seat.axis.rank();
-    let pool = score::hidden(pass, work, captured, compare.world.board())?;
+    let rank = pass.cp_group.axis.rank();
+    let pool = score::hidden(pass, work, captured, compare.world.tracker())?;
     for (index, answer) in work.answers.iter().enumerate() {
         let expected = case.get(&format!("logits.{index}"))?;
         let mut parts = Vec::new();
@@ -376,7 +380,7 @@ fn compare_logits(
 fn compare_logprobs(
     compare: &mut Compare,
     case: &Case,
-    work: &Work,
+    work: &PlacedGroup,
     world: &World,
     got: &Scores,
 ) -> Result<(), Failure> {

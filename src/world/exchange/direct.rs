@@ -1,4 +1,4 @@
-//! The road from GPU to GPU: opened once for an axis, taken by every exchange of tensors that lie on GPUs.
+//! The transport from GPU to GPU: opened once for an axis, taken by every exchange of tensors that lie on GPUs.
 
 use std::collections::BTreeSet;
 
@@ -37,7 +37,7 @@ pub fn connect(axis: &Axis, device: Device) -> Result<bool, tensor::Error> {
 /// Whether tensors on `device` go from GPU to GPU between the ranks of the axis.
 #[must_use]
 pub fn is_direct(axis: &Axis, device: Device) -> bool {
-    road(axis, device).is_some()
+    transport(axis, device).is_some()
 }
 
 /// What no two machines have in common.
@@ -45,9 +45,9 @@ fn machine() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
 
-/// The road for tensors on `device`, if there is one.
-pub(crate) fn road(axis: &Axis, device: Device) -> Option<&Link> {
-    axis.road().filter(|_| device != Device::Cpu)
+/// The transport for tensors on `device`, if there is one.
+pub(crate) fn transport(axis: &Axis, device: Device) -> Option<&Link> {
+    axis.transport().filter(|_| device != Device::Cpu)
 }
 
 /// What a failed exchange means: the peers wait for messages that will not come.

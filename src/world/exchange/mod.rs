@@ -2,7 +2,7 @@
 //!
 //! Every function is entered by every rank of the axis, with zero rows where it has none. Sums and merges go in rank
 //! order, page runs in ring order, never in order of arrival, so results repeat bit for bit. Tensors on GPUs go from one
-//! to the other where [`connect`] has found a road, else through host memory; the bits are the same.
+//! to the other where [`connect`] has found a transport, else through host memory; the bits are the same.
 
 pub(crate) mod direct;
 
@@ -39,7 +39,7 @@ pub fn gather_rows(axis: &Axis, x: &Tensor, counts: &[Tokens]) -> Tensor {
     if axis.size() == 1 {
         return x.detach();
     }
-    if let Some(link) = direct::road(axis, x.device()) {
+    if let Some(link) = direct::transport(axis, x.device()) {
         return direct::gather_rows(link, axis, x, counts);
     }
     let row = row_bytes(x);
@@ -56,7 +56,7 @@ pub fn return_rows(axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor
     if axis.size() == 1 {
         return vec![parts.detach()];
     }
-    if let Some(link) = direct::road(axis, parts.device()) {
+    if let Some(link) = direct::transport(axis, parts.device()) {
         return direct::return_rows(link, axis, parts, counts);
     }
     let row = row_bytes(parts);
