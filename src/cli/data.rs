@@ -10,7 +10,7 @@ use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::runtime::units::Tokens;
 use longstraw::tools::generate::{self, ChunkSize, Options, PARALLEL_MAX, Ready, Summary};
-use longstraw::world::heed_signals;
+use longstraw::world::install_signal_handlers;
 
 use super::arguments::depth;
 use super::{ConfigFlags, overrides, print_json};
@@ -150,7 +150,7 @@ pub(super) fn generate(config: ConfigFlags, flags: GenerateFlags) -> Result<Exit
         say("nothing was sent");
         return Ok(Exit::Done);
     }
-    heed_signals()?;
+    install_signal_handlers()?;
     let mut summary = ready.run(&loaded.run, &environment)?;
     tell(&summary, json);
     summary.error.take().map_or(Ok(Exit::Done), Err)

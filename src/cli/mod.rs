@@ -21,7 +21,7 @@ use longstraw::tools::convert::{self, convert};
 use longstraw::tools::gate;
 use longstraw::tools::review::{self, Ended};
 use longstraw::train;
-use longstraw::world::{Launcher, World, heed_signals, time_left};
+use longstraw::world::{Launcher, World, install_signal_handlers, time_left};
 
 use arguments::gate_name;
 pub(crate) use arguments::hoist;
@@ -191,7 +191,7 @@ fn world(environment: &Environment) -> Result<World, Failure> {
     let launcher = environment.launcher_tasks().map(|told| Launcher { variable: told.variable, tasks: told.tasks });
     let world = World::start(launcher, Tracker::default())?;
     // Asked on every rank, since it is a collective; variables may differ from host to host.
-    let (_, here) = world.on_this_machine();
+    let here = world.machine().size();
     if environment.omp_num_threads().is_none() {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         tch::set_num_threads(i32::try_from((cores / here).max(1)).unwrap_or(1));
@@ -214,7 +214,7 @@ pub(crate) fn say_once(usage: &clap::Error) {
 }
 
 fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit, Failure> {
-    heed_signals()?;
+    install_signal_handlers()?;
     let environment = Environment::process();
     let mut world = world(&environment)?;
     let loaded = match world.agree(config::load(&overrides(flags)).map_err(Failure::from)) {
@@ -254,7 +254,7 @@ fn review(loaded: &Loaded, environment: &Environment, world: &World, ended: Ende
 
 /// Signals end a gate at once: it has nothing to save, and is run again from its start.
 fn pass(flags: ConfigFlags, gate: Gate, force: bool, json: bool) -> Result<Exit, Failure> {
-    heed_signals()?;
+    install_signal_handlers()?;
     let environment = Environment::process();
     let mut world = world(&environment)?;
     let loaded = world.agree(config::load_gate(&overrides(flags), gate).map_err(Failure::from));

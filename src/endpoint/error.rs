@@ -23,7 +23,7 @@ pub enum Fault {
     },
     /// Nothing is there.
     #[error("nothing is there (HTTP {status}{said})")]
-    NotThere {
+    NotFound {
         /// The HTTP status.
         status: u16,
         /// What the service says.
@@ -93,16 +93,16 @@ pub enum Fault {
     },
     /// The host is not known.
     #[error("the host is not known ({said})")]
-    NoHost {
+    UnknownHost {
         /// The system's words.
         said: String,
     },
     /// Nobody listens.
     #[error("the connection is refused: nobody listens there")]
-    NobodyThere,
+    ConnectionRefused,
     /// The deadline has passed.
     #[error("no answer within {seconds} s (endpoint.timeout_sec)")]
-    TimeOut {
+    Timeout {
         /// Seconds that a request may take.
         seconds: u64,
     },
@@ -114,7 +114,7 @@ pub enum Fault {
     },
     /// The connection broke.
     #[error("the connection broke before the answer was whole ({said})")]
-    Cut {
+    ConnectionBroken {
         /// The client's words.
         said: String,
     },
@@ -147,18 +147,22 @@ impl Fault {
     pub fn passes(&self) -> bool {
         matches!(
             self,
-            Fault::Busy { .. } | Fault::NoHost { .. } | Fault::NobodyThere | Fault::TimeOut { .. } | Fault::Cut { .. }
+            Fault::Busy { .. }
+                | Fault::UnknownHost { .. }
+                | Fault::ConnectionRefused
+                | Fault::Timeout { .. }
+                | Fault::ConnectionBroken { .. }
         )
     }
 
     /// Whether every further request to the service would end in the same, whatever it asks for: the key, the model, the
     /// address or the way there is wrong.
     #[must_use]
-    pub fn is_of_all(&self) -> bool {
+    pub fn affects_every_request(&self) -> bool {
         matches!(
             self,
             Fault::KeyRefused { .. }
-                | Fault::NotThere { .. }
+                | Fault::NotFound { .. }
                 | Fault::NoModel { .. }
                 | Fault::Redirect { .. }
                 | Fault::Address { .. }
@@ -171,7 +175,7 @@ impl Fault {
     pub fn kind(&self) -> &'static str {
         match self {
             Fault::KeyRefused { .. } => "key_refused",
-            Fault::NotThere { .. } => "not_there",
+            Fault::NotFound { .. } => "not_there",
             Fault::NoModel { .. } => "no_model",
             Fault::Rejected { .. } => "rejected",
             Fault::Redirect { .. } => "redirect",
@@ -180,10 +184,10 @@ impl Fault {
             Fault::NoJson { .. } => "no_json",
             Fault::OtherJson { .. } => "other_json",
             Fault::TooLong { .. } => "too_long",
-            Fault::NoHost { .. } => "no_host",
-            Fault::NobodyThere => "nobody_there",
-            Fault::TimeOut { .. } | Fault::Late { .. } => "time_out",
-            Fault::Cut { .. } => "cut",
+            Fault::UnknownHost { .. } => "no_host",
+            Fault::ConnectionRefused => "nobody_there",
+            Fault::Timeout { .. } | Fault::Late { .. } => "time_out",
+            Fault::ConnectionBroken { .. } => "cut",
             Fault::Encryption { .. } => "encryption",
             Fault::Address { .. } => "address",
             Fault::Proxy { .. } => "proxy",
@@ -203,12 +207,12 @@ impl Fault {
     fn is_of_address(&self) -> bool {
         matches!(
             self,
-            Fault::NotThere { .. }
+            Fault::NotFound { .. }
                 | Fault::WebPage
                 | Fault::NoJson { .. }
                 | Fault::OtherJson { .. }
-                | Fault::NoHost { .. }
-                | Fault::NobodyThere
+                | Fault::UnknownHost { .. }
+                | Fault::ConnectionRefused
                 | Fault::Address { .. }
         )
     }
@@ -246,7 +250,7 @@ impl Error {
 
     /// The same of a request that names a model, which may be what is not there.
     pub(super) fn of_model(mut self, model: &str) -> Error {
-        if let Fault::NotThere { status, said } = self.fault.as_ref()
+        if let Fault::NotFound { status, said } = self.fault.as_ref()
             && said.contains("model")
         {
             *self.fault = Fault::NoModel { status: *status, model: model.to_owned(), said: said.clone() };

@@ -69,7 +69,7 @@ pub struct Answered<T> {
 
 /// Bounds of a caller's own, where they are narrower than the configuration's.
 #[derive(Clone, Copy, Debug)]
-pub struct Bound {
+pub struct CallerLimits {
     /// All requests together, waits included, end in this time from now.
     pub within: Option<Duration>,
     /// Further attempts after a failed one, at most.
@@ -173,7 +173,7 @@ impl Endpoint {
 
     /// The same service for a caller that has bounds of its own; what is waited for begins now.
     #[must_use]
-    pub fn bounded(mut self, bound: &Bound) -> Endpoint {
+    pub fn with_limits(mut self, bound: &CallerLimits) -> Endpoint {
         let patience = &mut self.patience;
         patience.end = bound.within.map(|within| (Instant::now() + within, within));
         patience.retries = patience.retries.min(bound.retries_max);
@@ -317,19 +317,19 @@ impl Endpoint {
         let said = self.veil.plain(&error.to_string());
         match error {
             ureq::Error::Timeout(_) => self.patience.late(),
-            ureq::Error::HostNotFound => Fault::NoHost { said },
+            ureq::Error::HostNotFound => Fault::UnknownHost { said },
             ureq::Error::BodyExceedsLimit(_) => Fault::TooLong { bytes_max: ANSWER_BYTES_MAX },
             ureq::Error::Rustls(_) | ureq::Error::Tls(_) | ureq::Error::TlsRequired => Fault::Encryption { said },
             ureq::Error::BadUri(_) | ureq::Error::Http(_) => Fault::Address { said },
             ureq::Error::ConnectProxyFailed(_) | ureq::Error::InvalidProxyUrl => Fault::Proxy { said },
             ureq::Error::Io(error) => match error.kind() {
-                ErrorKind::ConnectionRefused => Fault::NobodyThere,
+                ErrorKind::ConnectionRefused => Fault::ConnectionRefused,
                 ErrorKind::TimedOut => self.patience.late(),
                 ErrorKind::InvalidData => Fault::Encryption { said },
-                _ if said.contains("lookup address") => Fault::NoHost { said },
-                _ => Fault::Cut { said },
+                _ if said.contains("lookup address") => Fault::UnknownHost { said },
+                _ => Fault::ConnectionBroken { said },
             },
-            _ => Fault::Cut { said },
+            _ => Fault::ConnectionBroken { said },
         }
     }
 
@@ -347,7 +347,7 @@ impl Endpoint {
                 Fault::Redirect { status, target: self.veil.plain(target) }
             }
             401 | 403 => Fault::KeyRefused { status, variable: self.variable.clone(), said },
-            404 | 405 => Fault::NotThere { status, said },
+            404 | 405 => Fault::NotFound { status, said },
             408 | 409 | 429 | 500..=599 => {
                 Fault::Busy { status, said, wait: text(header::RETRY_AFTER).and_then(retry_after) }
             }

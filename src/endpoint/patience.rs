@@ -71,7 +71,7 @@ impl Patience {
     pub(super) fn late(&self) -> Fault {
         match self.end {
             Some((end, whole)) if Instant::now() >= end => Fault::Late { seconds: whole.as_secs_f64() },
-            _ => Fault::TimeOut { seconds: self.timeout.as_secs() },
+            _ => Fault::Timeout { seconds: self.timeout.as_secs() },
         }
     }
 
@@ -142,7 +142,7 @@ mod tests {
         assert!(hurried.attempt() <= whole && hurried.longest() <= whole);
         assert!(hurried.wait(1, &busy(None)).is_some());
         assert_eq!(hurried.wait(1, &busy(Some(60))), None, "the service asks for more than there is");
-        assert_eq!(hurried.late(), Fault::TimeOut { seconds: 10 });
+        assert_eq!(hurried.late(), Fault::Timeout { seconds: 10 });
         let late = Patience { end: Some((Instant::now(), whole)), ..PATIENCE };
         assert_eq!(late.wait(1, &busy(None)), None);
         assert_eq!(late.late(), Fault::Late { seconds: 5.0 });

@@ -90,7 +90,7 @@ pub fn run(endpoint: &Endpoint, model: &str) -> Ping {
 
 /// Whether a fault of the list says that a message would end in the same. Some services have no list, and answer.
 fn ends_all(fault: &Fault) -> bool {
-    !matches!(fault, Fault::NotThere { .. } | Fault::OtherJson { .. } | Fault::Rejected { .. })
+    !matches!(fault, Fault::NotFound { .. } | Fault::OtherJson { .. } | Fault::Rejected { .. })
 }
 
 impl Ping {
@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn a_list_that_is_missing_is_a_note_where_a_message_answers() {
         let other = Fault::OtherJson { wanted: "a list of models", said: "{}".into() };
-        for fault in [Fault::NotThere { status: 404, said: String::new() }, other] {
+        for fault in [Fault::NotFound { status: 404, said: String::new() }, other] {
             let mut ping = Ping::of("http://x", "judge-large");
             ping.models(Err(Error { attempts: 1, ..Error::before("http://x", fault) }));
             assert!(ping.error.is_some() && ping.text().contains("\nFAIL  models_listed"), "{}", ping.text());
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn the_first_fault_is_the_one_that_is_told() {
-        let fault = |status| Fault::NotThere { status, said: String::new() };
+        let fault = |status| Fault::NotFound { status, said: String::new() };
         let error = |status| Error { attempts: 1, ..Error::before("http://x", fault(status)) };
         let mut ping = Ping::of("http://x", "judge-large");
         ping.fail("models_listed", error(404));

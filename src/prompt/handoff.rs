@@ -188,8 +188,8 @@ impl MixedPool {
     ///
     /// # Errors
     /// When a copy cannot be made.
-    pub fn expect(&self, layer: LayerIndex) -> Result<(), tensor::Error> {
-        (0..self.blocks * self.planes).try_for_each(|span| self.pool.expect(Slot { span, layer }))
+    pub fn prefetch(&self, layer: LayerIndex) -> Result<(), tensor::Error> {
+        (0..self.blocks * self.planes).try_for_each(|span| self.pool.prefetch(Slot { span, layer }))
     }
 
     /// Output and saved tensors of stretch `block` on the device; `None` where nothing was kept.

@@ -115,7 +115,7 @@ fn page_locked(like: &Tensor) -> Tensor {
 ///
 /// # Errors
 /// The first error of `visit`; the ring has been completed by then, so that no rank is left waiting.
-pub fn ring<E>(
+pub fn visit_runs<E>(
     axis: &Axis,
     ledger: &Ledger,
     own: Vec<Tensor>,
@@ -147,16 +147,16 @@ pub fn ring<E>(
     outcome
 }
 
-/// As [`ring`], with sums that travel with their run and come home: `home` are this rank's sums for its own run, one
+/// As [`visit_runs`], with sums that travel with their run and come home: `home` are this rank's sums for its own run, one
 /// tensor a plane, contiguous on CPU, and `sum_rows` tells how many rows those of a rank's run have. Each rank adds its
 /// share while the run is there; one hop more brings them back to their owner, who gets them complete. Sums of a run are
 /// formed in ring order from its owner on, the same in every run of the program.
-pub fn ring_home(
+pub fn visit_runs_with_sums(
     axis: &Axis,
     ledger: &Ledger,
     own: Vec<Tensor>,
     home: Vec<Tensor>,
-    shape: &Travel,
+    shape: &RingRuns,
     mut visit: impl FnMut(&Run, &[Tensor], &[Tensor]),
 ) -> Vec<Tensor> {
     let (me, size) = (axis.rank().0, axis.size());
@@ -196,8 +196,8 @@ pub fn ring_home(
     sums
 }
 
-/// Which runs travel in [`ring_home`], and how many rows their sums have.
-pub struct Travel<'a> {
+/// Which runs travel in [`visit_runs_with_sums`], and how many rows their sums have.
+pub struct RingRuns<'a> {
     /// The run of a rank.
     pub run_of: &'a dyn Fn(Rank) -> Run,
     /// Rows of the sums of a rank's run.

@@ -58,7 +58,7 @@ impl Exit {
 
     /// The exit that has this code; a code that none has is a bug's.
     #[must_use]
-    pub fn of_code(code: i32) -> Exit {
+    pub fn from_code(code: i32) -> Exit {
         Exit::ALL.into_iter().find(|exit| exit.code() == code).unwrap_or(Exit::Bug)
     }
 }

@@ -89,7 +89,7 @@ pub fn open(folder: &Path) -> Result<usize, Error> {
 ///
 /// # Errors
 /// When the GPU cannot be used.
-pub fn drive(index: usize, deterministic: bool) -> Result<Device, Error> {
+pub fn select(index: usize, deterministic: bool) -> Result<Device, Error> {
     let number = c_int::try_from(index).unwrap_or(c_int::MAX);
     let deterministic = c_int::from(deterministic);
     // SAFETY: plain numbers.
@@ -97,7 +97,7 @@ pub fn drive(index: usize, deterministic: bool) -> Result<Device, Error> {
     Ok(Device::Cuda(index))
 }
 
-/// Whether [`drive`] was asked for kernels that repeat bit for bit.
+/// Whether [`select`] was asked for kernels that repeat bit for bit.
 #[must_use]
 pub fn repeats() -> bool {
     // SAFETY: no arguments; no exception comes out.
@@ -157,7 +157,7 @@ pub fn synchronize(device: Device) -> Result<(), Error> {
 
 /// Bytes copied to the device and back to host memory so far; 0 without a GPU.
 #[must_use]
-pub fn moved() -> (Bytes, Bytes) {
+pub fn copied_bytes() -> (Bytes, Bytes) {
     let (mut into, mut out) = (0, 0);
     // SAFETY: two numbers that outlive the call.
     unsafe { longstraw_moved(&raw mut into, &raw mut out) };

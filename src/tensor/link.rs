@@ -45,7 +45,7 @@ pub const NAME_BYTES: usize = 128;
 
 /// Whether NCCL is there; only asked once a GPU is driven.
 #[must_use]
-pub fn there() -> bool {
+pub fn nccl_available() -> bool {
     // SAFETY: no arguments; no exception comes out.
     unsafe { longstraw_link_there() != 0 }
 }

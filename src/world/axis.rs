@@ -49,7 +49,7 @@ impl Axis {
 
     /// The same ranks on a communicator of their own; every rank takes part.
     #[must_use]
-    pub fn twin(&self) -> Axis {
+    pub fn duplicate(&self) -> Axis {
         self.split(0)
     }
 
@@ -89,7 +89,7 @@ impl Axis {
     }
 
     /// Keeps another transport between these ranks' GPUs, for [`Axis::transport`]; the first one stays.
-    pub fn open_road<R: 'static>(&self, transport: R) {
+    pub fn set_transport<R: 'static>(&self, transport: R) {
         self.place.link();
         let _ = self.transport.set(Box::new(transport));
     }
@@ -122,12 +122,12 @@ impl Axis {
 
     /// Sleeps until rank 0 calls [`Axis::wake`], without a core at work as in a collective; `alive` is called every few
     /// seconds.
-    pub(super) fn sleep(&self, alive: impl Fn(), asked_to_stop: impl Fn() -> bool) {
+    pub(super) fn sleep(&self, alive: impl Fn(), stop_requested: impl Fn() -> bool) {
         let _waiting = self.place.waits();
         let first = self.communicator.process_at_rank(0);
         let (mut nap, mut told, mut passed_on) = (NAP_LEAST, Instant::now(), false);
         while first.immediate_probe_with_tag(WAKE).is_none() {
-            if !passed_on && asked_to_stop() {
+            if !passed_on && stop_requested() {
                 first.send_with_tag(&[1u8][..], HURRY);
                 passed_on = true;
             }

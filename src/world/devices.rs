@@ -82,7 +82,7 @@ pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> R
         return match (wanted, with) {
             (Wanted::Cuda, 0) => world.agree(Err(Error::None { why: none }.into())),
             (Wanted::Auto, 0) if driver() => {
-                world.remark(&format!("this machine has a GPU driver, and the CPU is used: {none}"));
+                world.warn_user(&format!("this machine has a GPU driver, and the CPU is used: {none}"));
                 Ok(Device::Cpu)
             }
             (_, 0) => Ok(Device::Cpu),
@@ -91,7 +91,7 @@ pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> R
     }
     let machine = world.machine();
     let index = machine.rank().0 % count;
-    let device = world.agree(gpu::drive(index, repeatable).map_err(Failure::from))?;
+    let device = world.agree(gpu::select(index, repeatable).map_err(Failure::from))?;
     let here = gpu::identity(index).unwrap_or_else(|| format!("GPU {index}"));
     let taken = machine.gather_texts(&here);
     let apart = match taken.iter().position(|other| *other == here) {

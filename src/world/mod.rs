@@ -25,7 +25,7 @@ use mpi::traits::CommunicatorCollectives;
 
 pub use about::{host, library};
 pub use axis::Axis;
-pub use stop::{asked_to_stop, heed_signals, time_left};
+pub use stop::{install_signal_handlers, stop_requested, time_left};
 
 use crate::runtime::failure::{Classified, Exit, Failure, out_of_memory};
 use crate::runtime::liveness::{Hearts, Patience, Place, Tracker};
@@ -192,7 +192,7 @@ impl World {
         let watchdog = Watchdog::start(watch, deaf.is_none());
         self.watchdog = Some(self.agree(watchdog.map_err(wrong))?);
         if let Some(rank) = deaf {
-            self.remark(&format!(
+            self.warn_user(&format!(
                 "rank {rank} does not share rank 0's run directory {}: no rank will notice when another falls silent; \
                  each watches its own deadline alone",
                 folder.display()
@@ -238,7 +238,7 @@ impl World {
         self.speaker.set(Some(Rank(rank)));
         match attempt {
             Err(failure) if rank == self.all.rank().0 => Err(failure.at(self.tracker.site())),
-            _ => Err(Error::Elsewhere { rank: Rank(rank), exit: Exit::of_code(codes[rank]) }.into()),
+            _ => Err(Error::Elsewhere { rank: Rank(rank), exit: Exit::from_code(codes[rank]) }.into()),
         }
     }
 
@@ -248,22 +248,22 @@ impl World {
     ///
     /// # Errors
     /// When it failed.
-    pub fn alone<T: Default>(&self, work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+    pub fn on_root_long<T: Default>(&self, work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
         let done = if self.all.rank() == Rank(0) {
             let done = work();
             self.all.wake();
             done
         } else {
-            self.all.sleep(|| self.tracker.alive(), asked_to_stop);
+            self.all.sleep(|| self.tracker.report_alive(), stop_requested);
             Ok(T::default())
         };
         self.agree(done)
     }
 
-    /// To be called on rank 0 every few seconds while it works [`World::alone`]: it is alive, and hears whether another rank
+    /// To be called on rank 0 every few seconds while it works [`World::on_root_long`]: it is alive, and hears whether another rank
     /// was asked to stop.
-    pub fn alive(&self) {
-        self.tracker.alive();
+    pub fn report_alive(&self) {
+        self.tracker.report_alive();
         if self.all.is_hurried() {
             stop::asked_elsewhere();
         }
@@ -279,7 +279,7 @@ impl World {
     ///
     /// # Errors
     /// On every rank, when any rank's text differs from rank 0's.
-    pub fn same(&self, what: &'static str, value: &str) -> Result<(), Failure> {
+    pub fn require_equal(&self, what: &'static str, value: &str) -> Result<(), Failure> {
         let all = self.all.gather_texts(value);
         match all.iter().position(|other| *other != all[0]) {
             None => Ok(()),
@@ -330,7 +330,7 @@ impl World {
     }
 
     /// Rank 0 says something that a user should know before the first step.
-    pub fn remark(&self, line: &str) {
+    pub fn warn_user(&self, line: &str) {
         tracing::warn!("{line}");
         if self.all.rank() == Rank(0) {
             say(&format!("longstraw: {line}"));
@@ -359,13 +359,6 @@ impl World {
     #[must_use]
     pub fn machine(&self) -> Axis {
         self.all.split_by_machine()
-    }
-
-    /// Ranks on this machine, for the share of cores a rank may use, and this rank's index among them.
-    #[must_use]
-    pub fn on_this_machine(&self) -> (Rank, usize) {
-        let machine = self.machine();
-        (machine.rank(), machine.size())
     }
 }
 

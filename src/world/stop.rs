@@ -37,7 +37,7 @@ fn now_ms() -> u64 {
 ///
 /// # Errors
 /// When the system refuses a handler.
-pub fn heed_signals() -> Result<(), Error> {
+pub fn install_signal_handlers() -> Result<(), Error> {
     answer((ask as *const ()).addr())
 }
 
@@ -68,7 +68,7 @@ fn answer(handler: libc::sighandler_t) -> Result<(), Error> {
 
 /// Whether a signal has asked this rank to stop.
 #[must_use]
-pub fn asked_to_stop() -> bool {
+pub fn stop_requested() -> bool {
     [&ASKED_MS, &HURRIED_MS].iter().any(|when| when.load(Ordering::Relaxed) > 0)
 }
 

@@ -108,7 +108,7 @@ impl HiddenPool {
     ///
     /// # Errors
     /// When the copy cannot be made.
-    pub fn expect(&self, slot: Slot) -> Result<(), tensor::Error> {
+    pub fn prefetch(&self, slot: Slot) -> Result<(), tensor::Error> {
         let Some((held, _)) = self.slots.get(&slot) else { return Ok(()) };
         if self.residency == Residency::Device || !transit::beside(self.device) {
             return Ok(());

@@ -123,7 +123,7 @@ pub enum Border {
     /// A layer of the current phase begins; the one before has ended.
     Layer(LayerIndex),
     /// Phase and layer have ended, and none follows at once.
-    Rest,
+    StepEnd,
 }
 
 /// What follows a rank through its steps: a trace, peaks by phase. Told of a border before anything runs behind it.
@@ -139,14 +139,14 @@ impl<R: Recorder> Recorder for Rc<RefCell<R>> {
 }
 
 /// What a rank asks before each layer: whether to go on.
-pub type Question = Rc<dyn Fn() -> Result<(), Failure>>;
+pub type LayerCheck = Rc<dyn Fn() -> Result<(), Failure>>;
 
 /// Where this rank writes where it is; clones share all of it.
 #[derive(Clone, Default)]
 pub struct Tracker {
     place: Place,
     recorders: Rc<RefCell<Vec<Box<dyn Recorder>>>>,
-    question: Rc<RefCell<Option<Question>>>,
+    layer_check: Rc<RefCell<Option<LayerCheck>>>,
 }
 
 impl Debug for Tracker {
@@ -167,17 +167,17 @@ impl Tracker {
     }
 
     /// Who is told of every border from here on, in the place of those before.
-    pub fn followed_by(&self, recorders: Vec<Box<dyn Recorder>>) {
+    pub fn set_recorders(&self, recorders: Vec<Box<dyn Recorder>>) {
         self.recorders.replace(recorders);
     }
 
-    fn tell(&self, border: Border) {
+    fn notify(&self, border: Border) {
         self.recorders.borrow_mut().iter_mut().for_each(|recorder| recorder.pass(border));
     }
 
     /// Enters a phase; no layer is current any more.
     pub fn enter(&self, phase: Phase) {
-        self.tell(Border::Phase(phase));
+        self.notify(Border::Phase(phase));
         self.place.0.layer.store(-1, Ordering::Relaxed);
         self.place.0.phase.store(phase.index(), Ordering::Relaxed);
         self.pass();
@@ -185,9 +185,9 @@ impl Tracker {
     }
 
     /// What is asked before each layer from here on. All ranks that share a prompt go through the same layers in the same
-    /// order, so it may be a question to all of them.
-    pub fn ask_at_layers(&self, question: Option<Question>) {
-        self.question.replace(question);
+    /// order, so it may be a layer_check to all of them.
+    pub fn set_layer_check(&self, layer_check: Option<LayerCheck>) {
+        self.layer_check.replace(layer_check);
     }
 
     /// Enters a layer of the current phase.
@@ -195,9 +195,9 @@ impl Tracker {
     /// # Errors
     /// When the answer to what is asked before a layer is not to go on.
     pub fn layer(&self, layer: LayerIndex) -> Result<(), Failure> {
-        let question = self.question.borrow().clone();
-        question.map_or(Ok(()), |question| question())?;
-        self.tell(Border::Layer(layer));
+        let layer_check = self.layer_check.borrow().clone();
+        layer_check.map_or(Ok(()), |layer_check| layer_check())?;
+        self.notify(Border::Layer(layer));
         self.place.0.layer.store(i64::try_from(layer.0).unwrap_or(-1), Ordering::Relaxed);
         self.pass();
         tracing::debug!("{}, layer {layer}", self.site().phase);
@@ -205,13 +205,13 @@ impl Tracker {
     }
 
     /// The rank is where it was, and goes on: it waits for something that has an end of its own.
-    pub fn alive(&self) {
+    pub fn report_alive(&self) {
         self.pass();
     }
 
     /// A step has ended, and what comes next is no part of one. Failures still name the last phase.
-    pub fn rest(&self) {
-        self.tell(Border::Rest);
+    pub fn end_step(&self) {
+        self.notify(Border::StepEnd);
         self.pass();
     }
 
@@ -285,7 +285,7 @@ mod tests {
         assert_eq!(borders(), 0);
         tracker.enter(Phase::Capture);
         tracker.layer(LayerIndex(0)).expect("nothing is asked");
-        tracker.rest();
+        tracker.end_step();
         assert_eq!(borders(), 3);
         let outer = tracker.place().waits();
         drop(tracker.place().waits());
@@ -316,13 +316,13 @@ mod tests {
     fn recorders_hear_every_border_until_others_take_their_place() {
         let (tracker, heard) = (Tracker::default(), Rc::new(RefCell::new(Ears::default())));
         tracker.enter(Phase::Start);
-        tracker.followed_by(vec![Box::new(heard.clone())]);
+        tracker.set_recorders(vec![Box::new(heard.clone())]);
         tracker.enter(Phase::Score);
         tracker.layer(LayerIndex(1)).expect("nothing is asked");
-        tracker.rest();
-        tracker.followed_by(Vec::new());
+        tracker.end_step();
+        tracker.set_recorders(Vec::new());
         tracker.enter(Phase::Save);
-        let borders = [Border::Phase(Phase::Score), Border::Layer(LayerIndex(1)), Border::Rest];
+        let borders = [Border::Phase(Phase::Score), Border::Layer(LayerIndex(1)), Border::StepEnd];
         assert_eq!(heard.borrow().0, borders);
     }
 

@@ -17,7 +17,9 @@ use crate::world::Axis;
 /// When NCCL cannot connect the ranks.
 pub fn connect(axis: &Axis, device: Device) -> Result<bool, tensor::Error> {
     let here = match device {
-        Device::Cuda(index) if link::there() => gpu::identity(index).map(|address| format!("{}{address}", machine())),
+        Device::Cuda(index) if link::nccl_available() => {
+            gpu::identity(index).map(|address| format!("{}{address}", machine()))
+        }
         _ => None,
     };
     let all = axis.gather_texts(&here.unwrap_or_default());
@@ -30,7 +32,7 @@ pub fn connect(axis: &Axis, device: Device) -> Result<bool, tensor::Error> {
     let waiting = axis.waits();
     let link = Link::open(&name, axis.size(), axis.rank())?;
     drop(waiting);
-    axis.open_road(link);
+    axis.set_transport(link);
     Ok(true)
 }
 
