@@ -13,7 +13,8 @@ use longstraw::tools::generate::{self, ChunkSize, Options, PARALLEL_MAX, Ready, 
 use longstraw::world::install_signal_handlers;
 
 use super::arguments::depth;
-use super::{ConfigFlags, overrides, print_json};
+use super::output::print_json;
+use super::start::ConfigFlags;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum DataVerb {
@@ -131,10 +132,10 @@ pub(super) fn keychain(flags: KeychainFlags) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Says what it will cost, and then asks; what ended it comes after what it has come to.
+/// Prints the estimated cost, asks for consent at a terminal, and generates. A fault is reported after the summary.
 pub(super) fn generate(config: ConfigFlags, flags: GenerateFlags) -> Result<Exit, Failure> {
     let environment = Environment::process();
-    let loaded = config::load(&overrides(config))?;
+    let loaded = config::load(&config.overrides())?;
     let (dry_run, yes, json) = (flags.dry_run, flags.yes, flags.json);
     if !dry_run {
         generate::allow(&loaded.run, &environment)?;
@@ -142,17 +143,17 @@ pub(super) fn generate(config: ConfigFlags, flags: GenerateFlags) -> Result<Exit
     let ready = Ready::of(flags.options(), &loaded.run)?;
     say(&ready.estimate().text());
     if dry_run {
-        tell(&ready.dry_run(), json);
+        print_summary(&ready.dry_run(), json);
         return Ok(Exit::Done);
     }
-    let asks = stdin().is_terminal() && stderr().is_terminal() && ready.estimate().requests > 0;
-    if asks && !yes && !agreed() {
+    let needs_consent = stdin().is_terminal() && stderr().is_terminal() && ready.estimate().requests > 0;
+    if needs_consent && !yes && !consents() {
         say("nothing was sent");
         return Ok(Exit::Done);
     }
     install_signal_handlers()?;
     let mut summary = ready.run(&loaded.run, &environment)?;
-    tell(&summary, json);
+    print_summary(&summary, json);
     summary.error.take().map_or(Ok(Exit::Done), Err)
 }
 
@@ -174,7 +175,7 @@ impl GenerateFlags {
     }
 }
 
-fn tell(summary: &Summary, json: bool) {
+fn print_summary(summary: &Summary, json: bool) {
     match (json, summary.dry_run) {
         (true, _) => print_json(summary),
         (false, true) => {}
@@ -182,8 +183,8 @@ fn tell(summary: &Summary, json: bool) {
     }
 }
 
-/// Whether the person at the terminal says yes.
-fn agreed() -> bool {
+/// Whether the user at the terminal agrees.
+fn consents() -> bool {
     say("go on? [y/N]");
     let mut line = String::new();
     stdin().read_line(&mut line).is_ok() && ["y", "yes"].contains(&line.trim().to_lowercase().as_str())

@@ -17,9 +17,10 @@ use longstraw::world::exchange;
 use tch::Device;
 
 use super::arguments::{at_least_one, device, dtype, gradient, length, residency, start};
-use super::{print_report, world};
+use super::output::print_report;
+use super::start::start_world;
 
-/// How rows are cut.
+/// Sizes in which rows are processed.
 #[derive(Args, Debug)]
 struct Cut {
     /// Positions in a page
@@ -30,7 +31,6 @@ struct Cut {
     micro_block: u64,
 }
 
-/// Where the model computes.
 #[derive(Args, Clone, Copy, Debug)]
 struct Place {
     /// auto, cpu or cuda; auto takes GPUs where every rank has one
@@ -141,22 +141,22 @@ pub(super) struct StudyFlags {
     json: bool,
 }
 
-/// Starts MPI, finds this rank's device and measures; a failure anywhere leaves with its own exit code.
-fn measured<R>(
+/// Starts MPI, selects this rank's device, measures, and prints the report.
+fn measure_and_report<R>(
     place: Place,
     measure: impl FnOnce(&World, Device) -> Result<R, Failure>,
-    told: impl FnOnce(&World, &R) -> Exit,
+    report: impl FnOnce(&World, &R) -> Exit,
 ) -> Result<Exit, Failure> {
-    let world = world(&Environment::process())?;
+    let world = start_world(&Environment::process())?;
     let device = devices::choose(&world, place.device, place.share_device, false);
-    let linked = device.and_then(|device| {
+    let connected = device.and_then(|device| {
         if !place.through_host {
             exchange::connect(&world.cp, device)?;
         }
         Ok(device)
     });
-    Ok(match linked.and_then(|device| measure(&world, device)) {
-        Ok(report) => told(&world, &report),
+    Ok(match connected.and_then(|device| measure(&world, device)) {
+        Ok(measured) => report(&world, &measured),
         Err(failure) => world.leave(failure),
     })
 }
@@ -170,7 +170,7 @@ pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
         device,
     };
     let measure = |world: &World, device| parity::run(world, &flags.case_dir, &options(device));
-    measured(flags.place, measure, |world, report| {
+    measure_and_report(flags.place, measure, |world, report| {
         print_report(world, flags.json, report, &report.text());
         if report.passed { Exit::Done } else { Exit::Gate }
     })
@@ -197,7 +197,7 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         device,
     };
     let measure = |world: &World, device| bench::run(world, &options(device));
-    measured(place, measure, |world, report| {
+    measure_and_report(place, measure, |world, report| {
         print_report(world, json, report, &report.text());
         Exit::Done
     })
@@ -219,7 +219,7 @@ pub(super) fn study(flags: StudyFlags) -> Result<Exit, Failure> {
         device,
     };
     let measure = |world: &World, device| study::run(world, &options(device));
-    measured(place, measure, |world, report| {
+    measure_and_report(place, measure, |world, report| {
         print_report(world, json, report, &report.text());
         Exit::Done
     })

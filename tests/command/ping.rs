@@ -128,7 +128,7 @@ fn a_wrong_base_address_is_told_by_what_answers_there() {
     let page = "<!DOCTYPE html><html><body>Welcome</body></html>";
     let html = || Turn::Say(200, "content-type: text/html; charset=utf-8\r\n", page.into());
     let (said, heard) = answered(vec![html()]);
-    said.refused(7, &["a web page (HTML) answers where JSON should", "endpoint.api_base (http://127.0.0.1:"]);
+    said.refused(7, &["the answer is a web page (HTML) and not JSON", "endpoint.api_base (http://127.0.0.1:"]);
     assert_eq!(heard.len(), 1);
     let (said, heard) = answered(vec![json(404, r#"{"error": "no route"}"#)]);
     said.refused(7, &["/v1/models: nothing is there (HTTP 404: no route)", "endpoint.api_base", "(/v1/models)"]);
@@ -172,7 +172,7 @@ fn a_redirect_is_not_followed_with_the_key() {
     let other = Service::of(vec![models()]);
     let location: &'static str = format!("location: {}/v1/models?key={SENTINEL}\r\n", other.base()).leak();
     let (said, heard) = answered(vec![Turn::Say(302, location, String::new())]);
-    said.refused(7, &["sends on to", &format!("{}/v1/models (HTTP 302)", other.base()), "make it endpoint.api_base"]);
+    said.refused(7, &["redirects to", &format!("{}/v1/models (HTTP 302)", other.base()), "set endpoint.api_base to it"]);
     assert_eq!((heard.len(), other.heard().len()), (1, 0));
 }
 

@@ -34,7 +34,7 @@ impl Outbox {
         }
         let kept = place.map_or_else(|| gpu::pinned_like(&x), |place| Ok(place.shallow_clone()))?;
         if small(&x) {
-            gpu::copy_near(&kept, &x)?;
+            gpu::copy_by_kernel(&kept, &x)?;
         } else if x.numel() > 0 {
             let left = gpu::copy_out(&kept, &x)?;
             self.leaving.push((x, left));
@@ -63,7 +63,7 @@ impl Drop for Outbox {
 
 fn small(x: &Tensor) -> bool {
     let bytes = x.numel() * x.kind().elt_size_in_bytes();
-    (1..=gpu::NEAR_BYTES).contains(&from_index(bytes))
+    (1..=gpu::KERNEL_COPY_BYTES_MAX).contains(&from_index(bytes))
 }
 
 /// Whether copies to this device run beside the computation.
@@ -103,7 +103,7 @@ pub(super) fn fetch(held: &Tensor, device: Device) -> Result<(Tensor, Arrival), 
     }
     let here = Tensor::empty(held.size(), (held.kind(), device));
     if small(held) {
-        gpu::copy_near(&here, held)?;
+        gpu::copy_by_kernel(&here, held)?;
         return Ok((here, Arrival { event: None, awaited: Cell::new(true) }));
     }
     let event = gpu::copy_in(&here, held)?;
