@@ -26,7 +26,7 @@ struct Cut {
     /// Positions in a page
     #[arg(long, default_value = "64", value_parser = at_least_one)]
     page_size: u64,
-    /// Most rows of a segment at one time
+    /// Maximum number of rows of a segment
     #[arg(long, default_value = "2048", value_parser = at_least_one)]
     micro_block: u64,
 }
@@ -39,7 +39,7 @@ struct Place {
     /// Let several ranks use one GPU
     #[arg(long)]
     share_device: bool,
-    /// Send tensors between GPUs through host memory even where there is a transport from GPU to GPU
+    /// Send tensors between GPUs through host memory even if there is a transport from GPU to GPU
     #[arg(long)]
     through_host: bool,
 }
@@ -67,7 +67,7 @@ pub(super) struct ParityFlags {
 pub(super) struct BenchFlags {
     /// An HF folder, or just its config.json: only the shape is read
     model: PathBuf,
-    /// Prompt positions
+    /// Number of prompt positions
     #[arg(long, default_value = "4096", value_parser = at_least_one)]
     prompt: u64,
     /// Tokens of an answer
@@ -92,13 +92,13 @@ pub(super) struct BenchFlags {
     /// Where pages wait between phases: host or device
     #[arg(long, default_value = "host", value_parser = residency)]
     pages: Residency,
-    /// Where what is kept of the tail waits: host or device
+    /// Where the saved state of the tail waits: host or device
     #[arg(long, default_value = "host", value_parser = residency)]
     tail: Residency,
-    /// Keep the tail's attention outputs too, instead of computing them again
+    /// Keep the tail's attention outputs too, instead of recomputing them
     #[arg(long)]
     keep_attention: bool,
-    /// Keep the tail's block inputs of every so many layers, and compute those between again
+    /// Keep the tail's block inputs of every N-th layer, and recompute the others
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     inputs_every: u64,
     /// Print one JSON object
@@ -120,7 +120,7 @@ pub(super) struct StudyFlags {
     /// start (B zero), drawn (B random) or a folder of saved adapters; may be given again
     #[arg(long, value_name = "start|drawn|FOLDER", default_values = ["drawn", "start"], value_parser = start)]
     adapters: Vec<study::Start>,
-    /// Folders of text (default: texts that stand on any Debian machine)
+    /// Folders of text (default: texts that every Debian machine has)
     #[arg(long, value_name = "FOLDER")]
     text: Vec<PathBuf>,
     /// Answers of a prompt, one of them right

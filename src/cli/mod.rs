@@ -86,7 +86,7 @@ enum Verb {
     Report(ReportFlags),
     /// Convert a GGUF file, with its tokenizer, to an HF folder
     Convert(ConvertFlags),
-    /// Make datasets
+    /// Make data sets for training
     Data {
         #[command(subcommand)]
         kind: DataVerb,

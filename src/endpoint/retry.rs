@@ -96,7 +96,8 @@ impl RetryPolicy {
 
     /// The sum of all attempts and all waits at their longest.
     pub(super) fn time_max(&self) -> Duration {
-        let waits = (1..=self.retries_max).map(|attempt| self.backoff_wait(attempt, 1.0 + JITTER).max(REQUESTED_WAIT_MAX));
+        let waits =
+            (1..=self.retries_max).map(|attempt| self.backoff_wait(attempt, 1.0 + JITTER).max(REQUESTED_WAIT_MAX));
         let tries = u32::try_from(self.retries_max.saturating_add(1)).unwrap_or(u32::MAX);
         let longest = waits.fold(self.timeout.saturating_mul(tries), Duration::saturating_add);
         self.left().map_or(longest, |left| longest.min(left))
@@ -124,8 +125,13 @@ pub(super) fn retry_after(text: &str) -> Option<Duration> {
 mod tests {
     use super::*;
 
-    const POLICY: RetryPolicy =
-        RetryPolicy { timeout: Duration::from_secs(10), retries_max: 3, backoff: 2.0, deadline: None, given_up: || false };
+    const POLICY: RetryPolicy = RetryPolicy {
+        timeout: Duration::from_secs(10),
+        retries_max: 3,
+        backoff: 2.0,
+        deadline: None,
+        given_up: || false,
+    };
 
     fn busy(wait: Option<u64>) -> Fault {
         Fault::Busy { status: 429, said: String::new(), wait: wait.map(Duration::from_secs) }

@@ -99,7 +99,7 @@ pub enum Phase {
     Update,
     /// A checkpoint is written.
     Save,
-    /// Held-out evaluation.
+    /// Evaluation on held-out prompts.
     Evaluate,
 }
 
@@ -248,7 +248,10 @@ mod tests {
     #[test]
     fn a_source_is_printed_once() {
         let source = || std::io::Error::other("the disk is gone");
-        assert_eq!(Failure::from(ReadError::WithSource { source: source() }).to_string(), "a.txt: the disk is gone; look again");
+        assert_eq!(
+            Failure::from(ReadError::WithSource { source: source() }).to_string(),
+            "a.txt: the disk is gone; look again"
+        );
         assert_eq!(
             Failure::from(ReadError::WithoutSource { source: source() }).to_string(),
             "a.txt cannot be read: the disk is gone"

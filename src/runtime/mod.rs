@@ -1,4 +1,4 @@
-//! What everything stands on: units, failures, the memory ledger, and where a rank is. Knows no MPI and no tensor.
+//! What every other room uses: units, failures, digests, the memory ledger, and where a rank is. Contains no MPI and no tensors.
 
 pub mod digest;
 pub mod failure;

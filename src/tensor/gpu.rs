@@ -178,7 +178,9 @@ pub fn stage_wait_seconds() -> f64 {
 pub fn pinned_like(like: &Tensor) -> Result<Tensor, Error> {
     let mut made = null_mut();
     // SAFETY: a live tensor, and a place for one pointer.
-    call("pinning host memory", |message, capacity| unsafe { longstraw_pinned_like(raw(like), &raw mut made, message, capacity) })?;
+    call("pinning host memory", |message, capacity| unsafe {
+        longstraw_pinned_like(raw(like), &raw mut made, message, capacity)
+    })?;
     // SAFETY: the callee has made a tensor and hands it over.
     Ok(unsafe { Tensor::from_ptr(made.cast()) })
 }

@@ -63,9 +63,9 @@ pub enum Kernel {
 /// Heads and dtype that a kernel has to serve.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
-    /// Query heads.
+    /// Number of query heads.
     pub query: i64,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv: i64,
     /// Width of a head.
     pub dim: i64,

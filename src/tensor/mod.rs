@@ -2,6 +2,8 @@
 //!
 //! `unsafe` is permitted here and in `world` only.
 
+#![expect(unsafe_code, reason = "calls into libtorch, CUDA and NCCL")]
+
 pub mod attention;
 pub mod boundary;
 pub mod bytes;
@@ -29,9 +31,9 @@ pub enum Error {
     /// Bytes and tensor differ in size.
     #[error("{bytes} bytes cannot fill a tensor of {wanted} bytes")]
     Size {
-        /// Bytes given.
+        /// Number of bytes given.
         bytes: u64,
-        /// Bytes of the tensor.
+        /// Number of bytes of the tensor.
         wanted: u64,
     },
 }

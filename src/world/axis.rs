@@ -185,7 +185,13 @@ impl Axis {
     /// # Panics
     /// When the counts do not add up to the bytes.
     #[must_use]
-    pub fn all_to_all(&self, send: &[u8], send_counts: &[usize], receive_counts: &[usize], bytes_max: usize) -> Vec<u8> {
+    pub fn all_to_all(
+        &self,
+        send: &[u8],
+        send_counts: &[usize],
+        receive_counts: &[usize],
+        bytes_max: usize,
+    ) -> Vec<u8> {
         assert_eq!(send.len(), send_counts.iter().sum::<usize>(), "this rank sends what it announced");
         let send_ends = ends(send_counts);
         let receive_ends = ends(receive_counts);

@@ -36,7 +36,7 @@ use watchdog::{Watch, Watchdog};
 
 /// All ranks of the run, and this process's place among them.
 pub struct World {
-    /// All ranks.
+    /// All ranks of the job.
     pub all: Axis,
     /// The ranks that share this rank's prompt (context parallel).
     pub cp: Axis,

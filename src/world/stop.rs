@@ -1,5 +1,7 @@
 //! Signals that request a stop: SIGUSR1 early, with a configured time to leave; SIGUSR2 and SIGTERM shortly before the end.
 
+#![expect(unsafe_code, reason = "a signal handler may only do what is safe in one")]
+
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -8,7 +8,15 @@ use crate::source::Source;
 /// Circles that are still there, each as the list of its files. The list may only shrink.
 const ALLOWED: [&[&str]; 10] = [
     &["data/keychain/fit", "data/keychain/mod", "data/keychain/notes", "data/keychain/prompts"],
-    &["model/decoder", "model/family/mod", "model/lora", "model/shape/mod", "model/shards/mod", "model/spec", "model/weights"],
+    &[
+        "model/decoder",
+        "model/family/mod",
+        "model/lora",
+        "model/shape/mod",
+        "model/shards/mod",
+        "model/spec",
+        "model/weights",
+    ],
     &["plan/mod", "plan/seconds", "plan/sizes", "plan/special", "plan/work"],
     &["report/events", "report/mod"],
     &["report/page/mod", "report/page/read"],
@@ -16,7 +24,16 @@ const ALLOWED: [&[&str]; 10] = [
     &["tools/gate/checks", "tools/gate/mod", "tools/gate/order"],
     &["tools/generate/error", "tools/generate/questions", "tools/generate/texts"],
     &["tools/review/answers", "tools/review/mod"],
-    &["train/mod", "train/records", "train/rewards", "train/round", "train/saves", "train/step", "train/tally", "train/whole"],
+    &[
+        "train/mod",
+        "train/records",
+        "train/rewards",
+        "train/round",
+        "train/saves",
+        "train/step",
+        "train/tally",
+        "train/whole",
+    ],
 ];
 
 /// Circles, and entries of `ALLOWED` that no longer are one.
@@ -30,7 +47,8 @@ pub(crate) fn faults(sources: &[Source]) -> Vec<String> {
     });
     let is_tree = sources.len() > 100;
     let stale = ALLOWED.iter().filter(|files| is_tree && !there(files));
-    let stale = stale.map(|files| format!("tests/tidy/circles.rs:1: no circle any more, remove it: {}", files.join(", ")));
+    let stale =
+        stale.map(|files| format!("tests/tidy/circles.rs:1: no circle any more, remove it: {}", files.join(", ")));
     new.chain(stale).collect()
 }
 

@@ -20,7 +20,10 @@ pub(crate) fn short_docs(sources: &[Source]) -> Vec<String> {
         each_level(&source.tokens(), &mut |level| {
             for comment in docs(level) {
                 if comment.text.split_whitespace().count() <= 2 {
-                    faults.push(source.fault_at(comment.line, &format!("`{}` says nothing: unit, range, reason, or no comment", comment.text.trim())));
+                    faults.push(source.fault_at(
+                        comment.line,
+                        &format!("`{}` says nothing: unit, range, reason, or no comment", comment.text.trim()),
+                    ));
                 }
             }
         });

@@ -67,7 +67,8 @@ pub(crate) fn faults(sources: &[Source]) -> Vec<String> {
     for source in sources {
         let Some(own) = source.module_path().filter(|path| path[0] != "lib") else { continue };
         let Some(here) = place(&own) else {
-            faults.push(source.fault_at(1, &format!("`{}` is in no row of the table in tests/tidy/imports.rs", own[0])));
+            faults
+                .push(source.fault_at(1, &format!("`{}` is in no row of the table in tests/tidy/imports.rs", own[0])));
             continue;
         };
         if !ANYHOW.contains(&own[0]) && source.text.contains("anyhow::") {
@@ -85,10 +86,9 @@ pub(crate) fn faults(sources: &[Source]) -> Vec<String> {
                 Some(there) if there.entry == PHASES && here.entry == PHASES => format!(
                     "`{module}` imports `{other}`: phases never import each other, `prompt::handoff` carries what they share"
                 ),
-                Some(there) => format!(
-                    "`{module}` (row {}) imports `{other}` (row {}): only rows above it",
-                    here.row, there.row
-                ),
+                Some(there) => {
+                    format!("`{module}` (row {}) imports `{other}` (row {}): only rows above it", here.row, there.row)
+                }
                 None => format!("`{module}` imports `{other}`, and `{other}` is in no row of the table"),
             };
             faults.push(source.fault_at(path.line, &message));

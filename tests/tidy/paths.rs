@@ -53,8 +53,7 @@ fn follows_colon(level: &[TokenTree], at: usize) -> bool {
 
 /// `pub`, or the parentheses of `pub(crate)`.
 fn is_visibility(token: &TokenTree) -> bool {
-    is_word(token, &["pub"])
-        || matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Parenthesis)
+    is_word(token, &["pub"]) || matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Parenthesis)
 }
 
 /// Reads a path, with all members of a brace group at its end, and returns the index after it.
@@ -65,7 +64,8 @@ fn read_tree(level: &[TokenTree], mut at: usize, prefix: &[String], found: &mut 
         match token {
             TokenTree::Ident(ident) => segments.push(ident.to_string()),
             TokenTree::Group(group) if group.delimiter() == Delimiter::Brace => {
-                for member in members(group).split(|token| is_punct(Some(token), ',')).filter(|member| !member.is_empty())
+                for member in
+                    members(group).split(|token| is_punct(Some(token), ',')).filter(|member| !member.is_empty())
                 {
                     read_tree(member, 0, &segments, found);
                 }

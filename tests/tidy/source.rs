@@ -55,7 +55,9 @@ impl Source {
 
 /// Whether the last tokens are a module under `#[cfg(test)]`.
 fn ends_unit_tests(tokens: &[TokenTree]) -> bool {
-    let [.., _, TokenTree::Group(cfg), TokenTree::Ident(word), _, TokenTree::Group(body)] = tokens else { return false };
+    let [.., _, TokenTree::Group(cfg), TokenTree::Ident(word), _, TokenTree::Group(body)] = tokens else {
+        return false;
+    };
     word == "mod" && body.delimiter() == Delimiter::Brace && cfg.stream().to_string().replace(' ', "") == "cfg(test)"
 }
 

@@ -21,7 +21,7 @@ const SILENCE_SET_MAX: Duration = Duration::from_secs(30);
 /// Limits after which a rank that does not move counts as stalled.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct StallLimits {
-    /// `None`: computed.
+    /// `None`: the limit is computed.
     configured: Option<Duration>,
 }
 
@@ -92,7 +92,7 @@ impl StayKind {
 struct LongestStays {
     /// In one layer.
     layer: Duration,
-    /// Outside layers.
+    /// In the phase, outside its layers.
     phase: Duration,
 }
 

@@ -245,8 +245,16 @@ mod tests {
             "rank 2, capture, layer 1 (host node, process 102) has not moved for 64 s, since 2026-01-02T03:04:05Z; its \
              last heartbeat is 64 s old: it is stopped or dead, or its machine is"
         );
-        assert_eq!(after_rounds(29, true, RANK_1_COMPUTES).find_stall(&progress(seconds(61), true)), None, "58 s are no silence");
-        assert_eq!(after_rounds(99, false, RANK_1_COMPUTES).find_stall(&progress(seconds(500), true)), None, "all files beat");
+        assert_eq!(
+            after_rounds(29, true, RANK_1_COMPUTES).find_stall(&progress(seconds(61), true)),
+            None,
+            "58 s are no silence"
+        );
+        assert_eq!(
+            after_rounds(99, false, RANK_1_COMPUTES).find_stall(&progress(seconds(500), true)),
+            None,
+            "all files beat"
+        );
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Memory has run out: what was asked, what was free, what is held, and which setting to change.
+//! The report when memory has run out: bytes requested, free and held, and which setting to change.
 //!
-//! libtorch's allocators say in words what they could not give; the ledger says who has the rest. The setting is that of
-//! the largest part which a setting can move.
+//! libtorch's allocators state the request in their error messages; the ledger knows what uses the rest. The report suggests
+//! the setting of the largest part.
 
 use std::fmt::Write as _;
 
@@ -129,7 +129,7 @@ impl Shortage {
     fn idle(&self) -> Option<Bytes> {
         let reserved = self.held.reserved?;
         let idle = Bytes(reserved.0.saturating_sub(self.held.live.0));
-        let enough = self.request.bytes.is_some_and(|asked| idle >= asked);
+        let enough = self.request.bytes.is_some_and(|requested| idle >= requested);
         (self.space == MemorySpace::Device && (enough || idle.0 > reserved.0 / 8)).then_some(idle)
     }
 
@@ -138,7 +138,8 @@ impl Shortage {
     pub fn report(&self) -> String {
         let Request { bytes, free, capacity } = self.request;
         let memory = if self.gpu { self.space.name() } else { "host" };
-        let asked = bytes.map_or_else(|| "more was asked for than there is".into(), |b| format!("{b} were asked for"));
+        let requested =
+            bytes.map_or_else(|| "more was requested than is free".into(), |b| format!("{b} were requested"));
         let free = match (free, capacity) {
             (Some(free), Some(capacity)) => format!(", {free} of {capacity} were free"),
             (Some(free), None) => format!(", the system says that {free} were free"),
@@ -146,7 +147,7 @@ impl Shortage {
         };
         let largest = self.largest();
         let mut text = format!(
-            "{}: out of {memory} memory: {asked}{free}; largest is {}: set {}",
+            "{}: out of {memory} memory: {requested}{free}; largest is {}: set {}",
             self.site,
             largest.part.name(),
             self.setting(&largest)
@@ -154,7 +155,7 @@ impl Shortage {
         if let Some(idle) = self.idle() {
             let _ = write!(
                 text,
-                "; {idle} are reserved and hold nothing: set the variable PYTORCH_ALLOC_CONF=expandable_segments:True"
+                "; {idle} are reserved and unused: set the variable PYTORCH_ALLOC_CONF=expandable_segments:True"
             );
         }
         for Holding { part, space, bytes } in &self.held.parts {
@@ -204,14 +205,14 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_is_known_by_its_allocators_words_too() {
+    fn a_gpu_is_recognized_by_its_allocators_message_too() {
         let held = held(&[(Part::Kind(Purpose::Pages), MemorySpace::Device, 90)], None);
         let report = shortage(CUDA, Phase::Score, 2, held).report();
         assert!(report.contains("out of device memory") && report.contains("memory.cpu_offload_pages"), "{report}");
     }
 
     #[test]
-    fn the_allocators_words_are_read() {
+    fn the_allocators_message_is_parsed() {
         let request = Request::parse(CUDA);
         assert_eq!(request.bytes, Some(Bytes(2 * GIB)));
         assert_eq!(request.free, Some(Bytes(GIB + GIB / 4)));
@@ -262,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn the_report_names_rank_phase_layer_the_bytes_and_who_holds_the_rest() {
+    fn the_report_names_rank_phase_layer_the_request_and_all_held_parts() {
         let (weights, pages) = (Part::Kind(Purpose::Weights), Part::Kind(Purpose::Pages));
         let parts = [
             (pages, MemorySpace::Host, 300),
@@ -272,8 +273,8 @@ mod tests {
         let report = shortage(CUDA, Phase::Sweep, 4, held(&parts, Some(138))).report();
         assert_eq!(
             report,
-            "rank 3, sweep, layer 4: out of device memory: 2.00 GiB were asked for, 1.25 GiB of 139.80 GiB were free; \
-             largest is scratch: set memory.micro_block smaller; 23.00 GiB are reserved and hold nothing: set the \
+            "rank 3, sweep, layer 4: out of device memory: 2.00 GiB were requested, 1.25 GiB of 139.80 GiB were free; \
+             largest is scratch: set memory.micro_block smaller; 23.00 GiB are reserved and unused: set the \
              variable PYTORCH_ALLOC_CONF=expandable_segments:True\n\
              \x20   300.00 GiB  pages        host\n\
              \x20   100.00 GiB  scratch      device\n\
@@ -283,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_that_has_run_out_is_the_gpus_unless_the_words_name_the_hosts() {
+    fn the_gpus_memory_has_run_out_unless_the_message_names_the_hosts() {
         let pages = (Part::Kind(Purpose::Pages), MemorySpace::Host, 90);
         let said = |words| shortage(words, Phase::Replay, 0, held(&[pages], Some(8))).report();
         assert!(said("CUDA error: out of memory").contains("out of device memory"));
@@ -293,11 +294,11 @@ mod tests {
     }
 
     #[test]
-    fn without_a_gpu_all_that_is_held_is_the_machines_and_what_was_asked_counts_as_scratch() {
+    fn without_a_gpu_all_parts_are_host_memory_and_the_request_counts_as_scratch() {
         let pages = (Part::Kind(Purpose::Pages), MemorySpace::Host, 2);
         let report = shortage(CPU, Phase::Capture, 0, held(&[pages], None)).report();
         assert!(
-            report.starts_with("rank 3, capture, layer 0: out of host memory: 512.00 MiB were asked for"),
+            report.starts_with("rank 3, capture, layer 0: out of host memory: 512.00 MiB were requested"),
             "{report}"
         );
         assert!(report.contains("largest is pages: set more ranks to a prompt"), "{report}");
