@@ -3,8 +3,12 @@
 
 use std::path::{Path, PathBuf};
 
+const SOURCES: [&str; 3] = ["src/tensor/boundary.cpp", "src/tensor/gpu.cpp", "src/tensor/link.cpp"];
+const HEADERS: [&str; 2] = ["src/tensor/count.h", "src/tensor/gpu.h"];
+
+#[expect(clippy::disallowed_methods, reason = "a build script is configured by the environment")]
 fn main() {
-    for watched in ["src/tensor", "build.rs"] {
+    for watched in SOURCES.iter().chain(&HEADERS).chain(&["build.rs"]) {
         println!("cargo:rerun-if-changed={watched}");
     }
     println!("cargo:rerun-if-env-changed=LIBTORCH");
@@ -20,13 +24,11 @@ fn main() {
         .std("c++20")
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
-        .file("src/tensor/boundary.cpp")
-        .file("src/tensor/gpu.cpp")
-        .file("src/tensor/link.cpp")
+        .files(SOURCES)
         .opt_level(2)
         .warnings(false)
         .compile("longstraw_boundary");
-    // Both the folder of links and what the links point at: libraries that libtorch itself needs lie beside the latter.
+    // The real folder, not the one of symbolic links: libtorch finds its own dependencies next to its real files.
     for name in ["libtorch_cpu.so", "libc10.so", "libtorch.so"] {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder_of(&libtorch.join("lib").join(name)).display());
     }
@@ -34,15 +36,16 @@ fn main() {
     name_commit();
 }
 
-/// The commit that receipts name; `unknown` outside a checkout.
+/// Sets the commit that receipts name; `unknown` outside a checkout.
 fn name_commit() {
     for watched in [".git/HEAD", ".git/logs/HEAD"] {
         if Path::new(watched).exists() {
             println!("cargo:rerun-if-changed={watched}");
         }
     }
-    let said = std::process::Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
-    let commit = said.ok().filter(|said| said.status.success()).and_then(|said| String::from_utf8(said.stdout).ok());
+    let output = std::process::Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
+    let output = output.ok().filter(|output| output.status.success());
+    let commit = output.and_then(|output| String::from_utf8(output.stdout).ok());
     println!("cargo:rustc-env=LONGSTRAW_COMMIT={}", commit.as_deref().unwrap_or("unknown").trim());
 }
 

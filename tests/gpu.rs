@@ -31,6 +31,7 @@ const CLAIMS: &[Claim] = &[
     ("float32_equals_float32_autograd_and_bfloat16_errs_no_more_than_its_own", gradient::judged),
 ];
 
+#[expect(clippy::disallowed_methods, reason = "the arguments of a test program without a harness")]
 fn main() {
     let wanted: Vec<String> = std::env::args().skip(1).collect();
     if wanted.iter().any(|argument| argument == "--list") {

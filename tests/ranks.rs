@@ -59,6 +59,7 @@ const CLAIMS: &[Claim] = &[
     ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),
 ];
 
+#[expect(clippy::disallowed_methods, reason = "the arguments of a test program without a harness")]
 fn main() {
     let wanted: Vec<String> = std::env::args().skip(1).collect();
     if wanted.iter().any(|argument| argument == "--list") {

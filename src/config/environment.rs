@@ -69,6 +69,7 @@ impl fmt::Debug for Environment {
 impl Environment {
     /// The environment of this process. A variable whose name is not UTF-8 is left out.
     #[must_use]
+    #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
     pub fn process() -> Self {
         let pairs = std::env::vars_os();
         let text = pairs.filter_map(|(n, v)| Some((n.into_string().ok()?, v.to_string_lossy().into_owned())));

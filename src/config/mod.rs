@@ -21,12 +21,11 @@ mod source;
 mod supported;
 mod tables;
 
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::units::{Pages, Tokens};
 
 pub use choices::{
@@ -225,10 +224,7 @@ impl RunConfig {
     #[must_use]
     pub fn digest(&self) -> String {
         let canonical = serde_json::to_vec(self).expect("keys are texts, so there is a JSON form");
-        Sha256::digest(canonical).iter().fold(String::new(), |mut hex, byte| {
-            let _ = write!(hex, "{byte:02x}");
-            hex
-        })
+        sha256_hex(canonical)
     }
 
     /// The values but those that may be others when a run goes on from a checkpoint: how many updates it makes, and how long

@@ -30,6 +30,7 @@ pub use order::Random;
 pub use tokenizer::Tokenizer;
 
 use crate::config::TooLong;
+use crate::runtime::digest::hex;
 use crate::runtime::units::{Tokens, from_index};
 
 /// One candidate answer of a prompt.
@@ -180,7 +181,7 @@ impl Dataset {
                 part(&answer.mask.iter().flatten().map(|&trained| u8::from(trained)).collect::<Vec<u8>>());
             }
         }
-        format!("{:x}", hash.finalize())
+        hex(hash)
     }
 
     /// The longest prompt in the file.

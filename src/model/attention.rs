@@ -19,7 +19,7 @@ use super::answers::AnswerState;
 use super::mixer::{Backward, CpGroup, Mixed, Mixer, Past, PastGradient, Swept};
 use crate::prompt::layout::{Piece, PromptLayout, Run, Span, Tile, TileSizes, positions, tiles};
 use crate::prompt::pages::PlaneRow;
-use crate::prompt::ring::{Travel, ring, ring_home};
+use crate::prompt::ring::{RingRuns, visit_runs, visit_runs_with_sums};
 use crate::runtime::units::{Position, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::accumulation;
 use crate::tensor::attention::{self, Merged};
@@ -212,7 +212,7 @@ impl Mixer for Attention {
     ) -> Vec<Mixed> {
         let merged: Vec<_> = blocks.iter().map(|(_, mix)| self.unseen(mix[0].size()[0], &mix[0])).collect();
         for (pass, travelling) in own.into_iter().enumerate() {
-            let outcome: Result<(), Infallible> = ring(
+            let outcome: Result<(), Infallible> = visit_runs(
                 cp_group.axis,
                 cp_group.ledger,
                 travelling,
@@ -258,13 +258,13 @@ impl Mixer for Attention {
             .collect();
         let tail_of = |run: &Run| (run.start.max(layout.cut()), run.stop.since(run.start.max(layout.cut())).dim());
         for (pass, travelling) in own.into_iter().enumerate() {
-            let travel = Travel {
+            let travel = RingRuns {
                 run_of: &|rank| layout.chunks_of(rank)[pass],
                 sum_rows: &|rank| tail_of(&layout.chunks_of(rank)[pass]).1,
             };
             let home = std::mem::take(&mut own_gradient[pass]);
             own_gradient[pass] =
-                ring_home(cp_group.axis, cp_group.ledger, travelling, home, &travel, |run, planes, sums| {
+                visit_runs_with_sums(cp_group.axis, cp_group.ledger, travelling, home, &travel, |run, planes, sums| {
                     let (tail_start, tail_rows) = tail_of(run);
                     let constants = run.rows().dim() - tail_rows;
                     let before: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, 0, constants)).collect();

@@ -92,7 +92,7 @@ impl Recorder for Phases {
     fn pass(&mut self, border: Border) {
         match border {
             Border::Phase(phase) => self.0.set_prefix(format!("{phase}, ")),
-            Border::Rest => self.0.set_prefix(""),
+            Border::StepEnd => self.0.set_prefix(""),
             Border::Layer(_) => {}
         }
     }
@@ -117,7 +117,7 @@ mod tests {
         let mut phases = progress.phases().unwrap();
         phases.pass(Border::Phase(Phase::Capture));
         assert_eq!(bar.prefix(), "capture, ");
-        phases.pass(Border::Rest);
+        phases.pass(Border::StepEnd);
         assert_eq!(bar.prefix(), "");
         assert!(Progress::begin(false).phases().is_none());
     }

@@ -11,15 +11,15 @@ use std::thread;
 use std::time::Duration;
 
 use serde_json::Value;
-use sha2::{Digest as _, Sha256};
 
 use super::verdict::Reader;
 use super::{Asked, Error, Missing, text};
 use crate::config::{Environment, RewardConfig, RunConfig};
-use crate::endpoint::{self, Bound, Endpoint, Message};
+use crate::endpoint::{self, CallerLimits, Endpoint, Message};
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{as_index, from_index};
-use crate::world::asked_to_stop;
+use crate::world::stop_requested;
 
 /// What is judged where no rubric is given.
 const RUBRIC: &str = "You judge an answer to a question. The best score is for an answer that is right, says all that the \
@@ -51,10 +51,10 @@ impl Judge {
         let rubric = reward.rubric.as_deref().map_or_else(|| Ok(RUBRIC.to_owned()), rubric)?;
         Ok(Judge {
             // Whoever asks the run to stop does not wait for further attempts.
-            endpoint: Endpoint::open(config, environment)?.bounded(&Bound {
+            endpoint: Endpoint::open(config, environment)?.with_limits(&CallerLimits {
                 within: None,
                 retries_max: u64::MAX,
-                given_up: asked_to_stop,
+                given_up: stop_requested,
             }),
             model: config.default_model()?.to_owned(),
             system: system(&rubric, reward),
@@ -89,11 +89,11 @@ impl Judge {
         let (send, receive) = mpsc::channel();
         // A worker takes the next answer until none is left; one that waits as the service asks holds up no other.
         let work = &|send: Sender<(usize, Result<f64, Missing>)>| {
-            while !ended.load(Ordering::Relaxed) && !asked_to_stop() {
+            while !ended.load(Ordering::Relaxed) && !stop_requested() {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let (Some(asked), Some(text)) = (asked.get(index), texts.get(index)) else { break };
                 let score = self.one(asked, text);
-                if matches!(&score, Err(Missing::Service(error)) if error.fault.is_of_all()) {
+                if matches!(&score, Err(Missing::Service(error)) if error.fault.affects_every_request()) {
                     ended.store(true, Ordering::Relaxed);
                 }
                 if send.send((index, score)).is_err() {
@@ -125,7 +125,7 @@ impl Judge {
                 };
                 alive();
                 match score {
-                    Err(Missing::Service(error)) if error.fault.is_of_all() => {
+                    Err(Missing::Service(error)) if error.fault.affects_every_request() => {
                         end.get_or_insert(error);
                     }
                     score => scores[index] = Some(score),
@@ -201,7 +201,7 @@ fn user(asked: &Asked<'_>, answer: &str) -> String {
     if asked.truncated {
         part("NOTE", "The answer was cut off at the most tokens that it may have.");
     }
-    let code = format!("{:x}", Sha256::digest(answer.as_bytes()));
+    let code = sha256_hex(answer);
     let code = &code[..16];
     format!("{user}ANSWER {code}\n{answer}\nEND {code}")
 }

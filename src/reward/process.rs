@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
-use crate::world::asked_to_stop;
+use crate::world::stop_requested;
 
 /// The longest run that is asked for at all: a month.
 const TIME_MAX: Duration = Duration::from_hours(24 * 30);
@@ -127,7 +127,7 @@ impl<'a> Talk<'a> {
             if waitid(WaitId::Pid(program), look)?.is_some() {
                 return Ok(true);
             }
-            if Instant::now() >= deadline || self.is_too_long() || asked_to_stop() {
+            if Instant::now() >= deadline || self.is_too_long() || stop_requested() {
                 return Ok(false);
             }
         }

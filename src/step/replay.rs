@@ -262,9 +262,9 @@ impl Replay<'_> {
         let Some(layer) = layer else { return Ok(()) };
         let slot = Slot { span: 0, layer };
         for pool in [&self.again, &self.captured.tail] {
-            pool.expect(slot)?;
+            pool.prefetch(slot)?;
         }
-        Ok(self.captured.mixed.expect(layer)?)
+        Ok(self.captured.mixed.prefetch(layer)?)
     }
 
     /// Computes the tail's input of `layer` again, from the nearest layer below whose input was kept, and those of the

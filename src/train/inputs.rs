@@ -53,8 +53,8 @@ pub(super) fn read(
     let inputs = world.agree(open(config, spec))?;
     let sets = [Some(&inputs.data), inputs.held_out.as_ref()];
     let digests = sets.map(|data| data.map(Dataset::digest).unwrap_or_default());
-    world.same("the data (digest)", &digests[0])?;
-    world.same("the held-out data (digest)", &digests[1])?;
+    world.require_equal("the data (digest)", &digests[0])?;
+    world.require_equal("the held-out data (digest)", &digests[1])?;
     let scorer = world.agree(scorer(config, world, sets, inputs.tokenizer.is_some()))?;
     Ok((inputs, digests, scorer))
 }

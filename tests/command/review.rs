@@ -138,7 +138,7 @@ fn no_service_keeps_a_summary_waiting_beyond_its_bound() {
     let later = Turn::Say(429, "retry-after: 60\r\n", "{}".into());
     let page = Turn::Say(200, "content-type: text/html\r\n", "<html>".into());
     for (turn, words, attempts) in [
-        (Turn::Hang, "no answer within the 2 s that this is waited for", 1),
+        (Turn::Hang, "no answer within the 2 s that the caller waits", 1),
         (later, "HTTP 429", 1),
         (json(529, "{}"), "HTTP 529", 2),
         (Turn::Cut, "the connection broke", 2),

@@ -101,7 +101,7 @@ pub(crate) fn sum(world: &mut World) {
 
 pub(crate) fn alone(world: &mut World) {
     for round in 0..3u64 {
-        let done = world.alone(|| {
+        let done = world.on_root_long(|| {
             std::thread::sleep(std::time::Duration::from_millis(30 * round));
             Ok(round + 7)
         });

@@ -186,7 +186,7 @@ fn folders(options: &Options) -> Result<Vec<PathBuf>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
+    use std::collections::BTreeSet;
     use std::fs;
 
     use super::super::{Answers, Dataset, Limits, sample};
@@ -239,8 +239,8 @@ mod tests {
     }
 
     /// Codes of the notes, and the lines of the passage that are no notes.
-    fn parts(file: &Path) -> (HashSet<String>, HashSet<String>) {
-        let (mut codes, mut lines) = (HashSet::new(), HashSet::new());
+    fn parts(file: &Path) -> (BTreeSet<String>, BTreeSet<String>) {
+        let (mut codes, mut lines) = (BTreeSet::new(), BTreeSet::new());
         for record in records(file) {
             let prompt = record["prompt"].as_str().unwrap();
             for line in prompt.split("lines.\n\n").nth(1).unwrap().split("\nQuestion").next().unwrap().lines() {

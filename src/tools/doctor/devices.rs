@@ -49,7 +49,7 @@ pub(super) fn look(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option<
         }
     };
     let index = index % visible;
-    if let Err(error) = gpu::drive(index, false) {
+    if let Err(error) = gpu::select(index, false) {
         return (vec![Finding::failed("device", &Failure::from(error))], None);
     }
     let address = gpu::identity(index).unwrap_or_else(|| format!("GPU {index}"));
@@ -65,7 +65,7 @@ pub(super) fn look(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option<
         let fix = "pages need pinned host memory: raise the locked-memory limit (ulimit -l), or the job's memory";
         findings.push(Finding::fail("pinning", Exit::DoesNotFit, error.to_string(), fix));
     }
-    (findings, Some(Gpu { address, free, nccl: link::there() }))
+    (findings, Some(Gpu { address, free, nccl: link::nccl_available() }))
 }
 
 /// The GPU's name, as its driver tells it.

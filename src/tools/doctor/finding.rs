@@ -59,7 +59,7 @@ impl Finding {
     }
 
     pub(super) fn exit(&self) -> Exit {
-        Exit::of_code(self.exit)
+        Exit::from_code(self.exit)
     }
 }
 

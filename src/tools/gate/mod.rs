@@ -28,7 +28,7 @@ use crate::report::{self, Receipt, open_log, say, write_receipt};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Bytes, Rank, from_index};
 use crate::train::{Course, Finished, Run};
-use crate::world::{World, asked_to_stop};
+use crate::world::{World, stop_requested};
 use checks::Expected;
 use order::{Earlier, Now, Opened};
 
@@ -149,7 +149,7 @@ impl Passage<'_> {
         let found = match found {
             Err(refusal @ Error::Order { .. }) if self.force => {
                 if !self.forced {
-                    world.remark(&format!("out of order, as asked: {refusal}"));
+                    world.warn_user(&format!("out of order, as asked: {refusal}"));
                 }
                 Ok(None)
             }
@@ -160,10 +160,10 @@ impl Passage<'_> {
         if let Some(earlier) = below.filter(|_: &Earlier| run.is_some()) {
             let name = self.gate.below().map_or("", Gate::name);
             if earlier.commit != commit() {
-                world.remark(&format!("{name} passed with commit {}, this is {}", earlier.commit, commit()));
+                world.warn_user(&format!("{name} passed with commit {}, this is {}", earlier.commit, commit()));
             }
             if earlier.forced {
-                world.remark(&format!("{name} passed out of order: it was forced, and nothing below it counts"));
+                world.warn_user(&format!("{name} passed out of order: it was forced, and nothing below it counts"));
             }
         }
         Ok(())
@@ -281,7 +281,7 @@ impl Passage<'_> {
         receipt.passed = world.any(here && passed);
         receipt.finished = finished();
         // Asked to stop before its end, a gate has nothing to go on from: it begins anew, and no check has said anything.
-        receipt.stopped = !receipt.passed && world.any(asked_to_stop());
+        receipt.stopped = !receipt.passed && world.any(stop_requested());
         if receipt.stopped {
             receipt.checks.clear();
             let file = self.loaded.rank.dir.join("requeue");

@@ -98,7 +98,7 @@ pub(super) fn checks(session: &Session, config: &RunConfig, world: &World) -> Re
         let outcome = world.agree(judged)?;
         checks.extend(outcome.map(|outcome| told(&outcome, case.kind, case.extent)));
     }
-    world.tracker().rest();
+    world.tracker().end_step();
     Ok(checks)
 }
 

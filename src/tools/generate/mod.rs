@@ -12,7 +12,6 @@ mod texts;
 mod workers;
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use serde::Serialize;
@@ -25,10 +24,11 @@ pub use texts::ChunkSize;
 
 use crate::config::{Environment, RunConfig};
 use crate::data::Tokenizer;
-use crate::endpoint::{Bound, Endpoint};
+use crate::endpoint::{CallerLimits, Endpoint};
+use crate::runtime::digest::hex;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{as_index, from_index};
-use crate::world::asked_to_stop;
+use crate::world::stop_requested;
 use journal::{Journal, Paths};
 use questions::{WORDS_VERSION, Wanted};
 use texts::{Chunk, Measure, text_tokens_about};
@@ -192,15 +192,15 @@ impl Ready {
     /// When the endpoint cannot be opened, or the files cannot.
     pub fn run(self, config: &RunConfig, environment: &Environment) -> Result<Summary, Failure> {
         allow(config, environment)?;
-        let bound = Bound { within: None, retries_max: u64::MAX, given_up: asked_to_stop };
-        let endpoint = Endpoint::open(config, environment)?.bounded(&bound);
+        let bound = CallerLimits { within: None, retries_max: u64::MAX, given_up: stop_requested };
+        let endpoint = Endpoint::open(config, environment)?.with_limits(&bound);
         let mut journal = Journal::open(&self.paths, &self.fixed, &self.chunks)?;
         let workers = Workers { endpoint, model: &self.model, wanted: self.wanted, chunks: &self.chunks };
         let mut done = workers.run(&mut journal, self.options.parallel, self.options.limit);
         let settled = journal.settle().map_err(Failure::from);
         done.error = done.error.or(settled.err());
         (done.finished, done.records) = (journal.finished(), journal.questions());
-        if done.error.is_none() && asked_to_stop() && done.finished < self.estimate.chunks {
+        if done.error.is_none() && stop_requested() && done.finished < self.estimate.chunks {
             let (finished, chunks) = (done.finished, self.estimate.chunks);
             done.error = Some(Error::Stopped { finished, chunks }.into());
         }
@@ -271,10 +271,7 @@ fn fixed(options: &Options, model: &str, chunks: &[Chunk]) -> Map<String, Value>
             digest.update(part);
         }
     }
-    let texts = digest.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    });
+    let texts = hex(digest)[..16].to_owned();
     let chunk = match options.chunk {
         ChunkSize::Chars(chars) => format!("{chars} characters"),
         ChunkSize::Tokens(tokens) => format!("{tokens} tokens"),

@@ -12,7 +12,7 @@ use crate::endpoint::{self, Answered, Endpoint, Fault, Message, Reply};
 use crate::report::say;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{as_index, from_index};
-use crate::world::asked_to_stop;
+use crate::world::stop_requested;
 
 /// So many failures of the service without an answer between them are no accident.
 const FAULTS_IN_A_ROW_MAX: u64 = 8;
@@ -94,7 +94,7 @@ impl Workers<'_> {
     fn one(&self, shared: &Mutex<Shared<'_, '_>>) -> bool {
         let next = {
             let mut shared = lock(shared);
-            if shared.error.is_some() || asked_to_stop() || shared.left == 0 {
+            if shared.error.is_some() || stop_requested() || shared.left == 0 {
                 None
             } else {
                 shared.pending.pop_front()
@@ -194,7 +194,7 @@ impl Shared<'_, '_> {
             return self.finish(Outcome { chunk: index, questions, unusable });
         }
         tally.unanswered += 1;
-        if !asked_to_stop() {
+        if !stop_requested() {
             if is_of_every_request(&error.fault) {
                 self.error.get_or_insert(error.into());
             } else if faults >= FAULTS_IN_A_ROW_MAX {
@@ -258,7 +258,7 @@ fn is_of_every_request(fault: &Fault) -> bool {
     matches!(
         fault,
         Fault::KeyRefused { .. }
-            | Fault::NotThere { .. }
+            | Fault::NotFound { .. }
             | Fault::NoModel { .. }
             | Fault::Redirect { .. }
             | Fault::WebPage

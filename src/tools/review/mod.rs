@@ -17,11 +17,11 @@ use serde_json::{Value, json};
 pub use error::Error;
 
 use crate::config::{Environment, RunConfig};
-use crate::endpoint::{Answered, Bound, Endpoint, Message};
+use crate::endpoint::{Answered, CallerLimits, Endpoint, Message};
 use crate::report::say;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::from_index;
-use crate::world::asked_to_stop;
+use crate::world::stop_requested;
 use answers::{Sampled, worst};
 
 /// Below this nothing is asked: no answer would come in time.
@@ -71,9 +71,9 @@ impl Asked {
             return Err(Error::NoTime { seconds: self.whole.as_secs_f64() }.into());
         }
         // A run that a signal has stopped has its time already counted; one that comes now ends the waiting.
-        let given_up = if asked_to_stop() { never } else { asked_to_stop };
-        let bound = Bound { within: Some(self.whole), retries_max: self.retries_max, given_up };
-        Ok(Endpoint::open(config, environment)?.bounded(&bound))
+        let given_up = if stop_requested() { never } else { stop_requested };
+        let bound = CallerLimits { within: Some(self.whole), retries_max: self.retries_max, given_up };
+        Ok(Endpoint::open(config, environment)?.with_limits(&bound))
     }
 }
 
