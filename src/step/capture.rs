@@ -3,8 +3,10 @@
 
 use tch::{Device, Tensor};
 
-use crate::model::mixer::Mixed;
-use crate::model::pass::{Pass, Stretch};
+use crate::model::mixer::{BlockQueries, Mixed};
+use crate::model::pass::{MixerBlock, Pass};
+use crate::model::past::ChunkState;
+use crate::model::planes::Planes;
 use crate::prompt::handoff::{Captured, Keeping, MixedPool, PlacedGroup};
 use crate::prompt::layout::{Piece, Run, Span};
 use crate::prompt::pages::{HiddenPool, PagePool, Residency, Slab, Slot};
@@ -51,10 +53,10 @@ pub fn make_room(pass: &Pass, work: &PlacedGroup, keeping: Keeping) -> Result<()
         let every = if pass.travels(&tail) { from_index(keeping.every) } else { 1 };
         add(layers.div_ceil(every) + every - 1, rows(&tail) * width);
         if keeping.attention && pass.travels(&tail) {
-            for stretch in pass.stretches(&tail) {
-                let (out, lse) = pass.decoder.mixer(LayerIndex(0)).kept_row();
-                add(layers, stretch.piece.rows().0 * out * model);
-                add(layers, stretch.piece.rows().0 * lse * acc);
+            let row = pass.decoder.mixer(LayerIndex(0)).mixed_row();
+            for block in pass.mixer_blocks(&tail) {
+                add(layers, block.piece.rows().0 * row.out * model);
+                add(layers, block.piece.rows().0 * row.saved * acc);
             }
         }
     }
@@ -77,7 +79,7 @@ pub fn make_room(pass: &Pass, work: &PlacedGroup, keeping: Keeping) -> Result<()
 fn capture(pass: &Pass, work: &PlacedGroup, keeping: Keeping, tracker: &Tracker) -> Result<Captured, Failure> {
     let (layout, rank) = (&work.layout, pass.cp_group.axis.rank());
     let span = layout.span();
-    let stretches = pass.stretches(&span);
+    let blocks = pass.mixer_blocks(&span);
     let ids: Vec<i64> = span
         .of(rank)
         .flat_map(|piece| work.prompt_ids[piece.start.index()..piece.stop.index()].iter().copied())
@@ -102,7 +104,7 @@ fn capture(pass: &Pass, work: &PlacedGroup, keeping: Keeping, tracker: &Tracker)
         if tail_rows.0 > 0 && layer.0.is_multiple_of(keeping.every) {
             tail.put(Slot { span: 0, layer }, &x_pw.narrow(0, rows - tail_rows.dim(), tail_rows.dim()))?;
         }
-        let (next, slabs) = one_layer(pass, work, layer, &stretches, &x_pw, keeping.attention.then_some(&mut mixed))?;
+        let (next, slabs) = one_layer(pass, work, layer, &blocks, &x_pw, keeping.attention.then_some(&mut mixed))?;
         pages.push(slabs)?;
         (x_pw, held) = next;
     }
@@ -125,7 +127,7 @@ fn one_layer(
     pass: &Pass,
     work: &PlacedGroup,
     layer: LayerIndex,
-    stretches: &[Stretch],
+    blocks: &[MixerBlock],
     x_pw: &Tensor,
     keep_mixed: Option<&mut MixedPool>,
 ) -> Result<((Tensor, Held), Vec<Slab>), Failure> {
@@ -135,42 +137,42 @@ fn one_layer(
     let slabs = layout.chunks_of(rank).map(|run| Slab::zeros(run, layout.page_size(), &planes, pass.decoder.device()));
     let slab_bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
     let _slabs_held = pass.cp_group.ledger.hold(Purpose::Stage, MemorySpace::Device, slab_bytes);
-    let rows = |x: &Tensor, block: &Piece, first: i64| x.narrow(0, first, block.rows().dim());
-    let (mut asks, mut keeps) = (Vec::new(), Vec::new());
-    for stretch in stretches {
-        let mut parts = Vec::new();
-        for (block, first) in &stretch.blocks {
-            let projected = pass.project(layer, block, &rows(x_pw, block, *first));
-            let (ask, state) = mixer.split(projected.mix);
-            if block.rows().0 > 0 {
-                let slab = slabs.iter().find(|slab| holds(&slab.run, block));
+    let mut queries = Vec::with_capacity(blocks.len());
+    let mut handed = Vec::new();
+    for block in blocks {
+        let mut parts = Vec::with_capacity(block.micro_blocks.len());
+        for micro in &block.micro_blocks {
+            let projected = pass.project(layer, micro, x_pw);
+            let piece = &micro.piece;
+            if piece.rows().0 > 0 {
+                let slab = slabs.iter().find(|slab| holds(&slab.run, piece));
                 let slab = slab.expect("a rank's rows lie in its own chunks");
-                for (plane, part) in slab.planes.iter().zip(&state) {
-                    plane.narrow(0, block.start.since(slab.run.start).dim(), block.rows().dim()).copy_(part);
+                for (plane, part) in slab.planes.iter().zip(projected.input.state.tensors()) {
+                    plane.narrow(0, piece.start.since(slab.run.start).dim(), piece.rows().dim()).copy_(part);
                 }
             }
-            parts.push(ask);
-            keeps.push(projected.keep);
+            parts.push(projected.input.queries);
+            handed.push(projected.handed);
         }
-        asks.push((stretch.piece, Stretch::join(parts)));
+        queries.push(BlockQueries { piece: block.piece, queries: Planes::join(parts) });
     }
-    let own = [slabs[0].filled(), slabs[1].filled()];
-    let mixed = mixer.capture(&pass.cp_group, layout, &asks, own);
-    drop(asks);
+    let mixed = mixer.capture(&pass.cp_group, layout, &queries, ChunkState::filled(&slabs));
+    drop(queries);
     if let Some(pool) = keep_mixed {
         let in_tail = |(piece, _): &(Piece, &Mixed)| piece.rows().0 > 0 && piece.start >= layout.cut();
-        let tail = stretches.iter().map(|stretch| stretch.piece).zip(&mixed).filter(in_tail);
+        let tail = blocks.iter().map(|block| block.piece).zip(&mixed).filter(in_tail);
         for (index, (_, mixed)) in tail.enumerate() {
-            pool.put(layer, index, &mixed.out, &mixed.saved)?;
+            pool.put(layer, index, &mixed.out, mixed.saved.tensors())?;
         }
     }
     let y_pw = x_pw.empty_like();
     let y_held = prompt_rows(pass, &y_pw);
-    let mut keeps = keeps.iter();
-    for (stretch, mixed) in stretches.iter().zip(&mixed) {
-        for ((block, first), keep) in stretch.blocks.iter().zip(keeps.by_ref()) {
-            let (x, out) = (rows(x_pw, block, *first), stretch.rows(&mixed.out, block));
-            rows(&y_pw, block, *first).copy_(&pass.decoder.finish(layer, &x, &out, keep, pass.adapters));
+    let mut handed = handed.iter();
+    for (block, mixed) in blocks.iter().zip(&mixed) {
+        for (micro, handed) in block.micro_blocks.iter().zip(handed.by_ref()) {
+            let out = block.rows_of(&mixed.out, micro);
+            let y = pass.decoder.finish(layer, &micro.rows_of(x_pw), &out, handed, pass.adapters);
+            micro.rows_of(&y_pw).copy_(&y);
         }
     }
     Ok(((y_pw, y_held), slabs.into()))

@@ -13,8 +13,8 @@
 use tch::Tensor;
 
 use crate::model::head::Head;
-use crate::model::mixer::{Past, PastGradient};
 use crate::model::pass::{Pass, SpanRows, Tail};
+use crate::model::past::{Past, PastGradient};
 use crate::prompt::handoff::{Captured, Logprobs, PlacedGroup, Scores};
 use crate::prompt::layout::Span;
 use crate::prompt::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};

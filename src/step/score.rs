@@ -2,8 +2,8 @@
 //! before any update. Layers outside, answers inside: a layer's pages are staged once for the whole group.
 
 use crate::model::head::Head;
-use crate::model::mixer::Past;
 use crate::model::pass::Pass;
+use crate::model::past::Past;
 use crate::prompt::handoff::{Captured, Logprobs, PlacedGroup, Scores};
 use crate::prompt::pages::{HiddenPool, Residency, Slot};
 use crate::runtime::failure::Failure;

@@ -18,10 +18,10 @@ mod sampling;
 
 use tch::{Kind, Tensor};
 
-use crate::model::answers::AnswerState;
+use crate::model::answers::{AnswerRows, AnswerState};
 use crate::model::head::Head;
-use crate::model::mixer::Past;
 use crate::model::pass::Pass;
+use crate::model::past::Past;
 use crate::prompt::handoff::Captured;
 use crate::prompt::layout::PromptLayout;
 use crate::prompt::pages::Staged;
@@ -126,11 +126,17 @@ impl<'a> Rollout<'a> {
         captured: &'a Captured,
         ask: &'a SampleRequest<'a>,
     ) -> Result<Self, Failure> {
-        let cp_group = (pass.cp_group.axis.rank(), pass.cp_group.axis.size());
+        let rows = AnswerRows {
+            answers: ask.answers,
+            prompt_end: layout.end(),
+            rows_max: ask.longest,
+            rank: pass.cp_group.axis.rank(),
+            ranks: pass.cp_group.axis.size(),
+        };
         let device = pass.decoder.device();
         let state = |layer: usize| {
             let planes = pass.decoder.mixer(LayerIndex(layer)).planes();
-            AnswerState::new(ask.answers, &planes, (layout.end(), ask.longest), cp_group, device, pass.cp_group.ledger)
+            AnswerState::new(&rows, &planes, device, pass.cp_group.ledger)
         };
         let mut rollout = Rollout {
             pass,
@@ -236,10 +242,9 @@ impl<'a> Rollout<'a> {
             // One position for all rows: the tables of one row serve every answer.
             let position = as_dim(self.layout.end().plus(Tokens(length)).0);
             let projected = decoder.project(index, &x_aw, position..position + 1, adapters);
-            let (mix, state) = mixer.split(projected.mix);
-            self.states[layer].push(&state);
-            let mixed = mixer.draw(&cp_group, &mix, &past, &self.states[layer]);
-            x_aw = decoder.finish(index, &x_aw, &mixed, &projected.keep, adapters);
+            self.states[layer].push(&projected.input.state);
+            let mixed = mixer.decode(&cp_group, &projected.input.queries, &past, &self.states[layer]);
+            x_aw = decoder.finish(index, &x_aw, &mixed, &projected.handed, adapters);
         }
         Ok(x_aw)
     }
