@@ -22,8 +22,31 @@ use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
 use crate::runtime::units::{Bytes, LayerIndex, as_dim};
+use crate::step::extremes::Range;
 use crate::step::objective::{self, Objective, TokenStats, Tokens};
 use crate::tensor::gpu::Mark;
+
+/// One answer as it is trained.
+#[derive(Clone, Debug)]
+pub struct TrainedAnswer {
+    /// Its tokens.
+    pub ids: Vec<i64>,
+    /// Which of its tokens are trained; `None`: all.
+    pub mask: Option<Vec<bool>>,
+    /// Its advantage; `None`: it takes no part.
+    pub advantage: Option<f64>,
+    /// Weight of each of its tokens in the loss.
+    pub weight: f64,
+}
+
+/// Log-probabilities that stay the same for all updates of a round.
+#[derive(Debug)]
+pub struct FrozenScores {
+    /// Of the policy before the round's first update.
+    pub old: Scores,
+    /// Of the reference policy, if there is a KL term.
+    pub reference: Option<Scores>,
+}
 
 /// What the answers are pulled towards.
 #[derive(Clone, Copy)]
@@ -46,9 +69,9 @@ pub struct Replayed {
     /// This rank's part of the loss.
     pub loss: f64,
     /// Smallest and largest ratio to the frozen scores on this rank; `None` where it has no token.
-    pub ratio: Option<(f64, f64)>,
-    /// What this rank's trained tokens tell besides.
-    pub told: TokenStats,
+    pub ratio: Option<Range>,
+    /// Counts and sums of this rank's trained tokens.
+    pub stats: TokenStats,
     /// Log-probabilities of this rank's tokens.
     pub logprobs: Scores,
     /// The most bytes that waited in the pool of answers' hidden states.
@@ -102,7 +125,7 @@ pub fn run(
     let nothing = Replayed {
         loss: 0.0,
         ratio: None,
-        told: TokenStats::default(),
+        stats: TokenStats::default(),
         logprobs: Scores(Vec::new()),
         pool_bytes: Bytes(0),
         seconds: Spent::default(),
@@ -353,8 +376,8 @@ impl Replay<'_> {
         };
         let added = objective::tokens(&tokens, self.goal.terms);
         self.done.loss += added.loss;
-        self.done.told.add(added.told);
-        self.done.ratio = objective::widen(self.done.ratio, added.ratio);
+        self.done.stats.add(added.stats);
+        self.done.ratio = Range::cover(self.done.ratio, added.ratio);
         added.dlogprobs
     }
 }

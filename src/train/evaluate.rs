@@ -5,12 +5,14 @@ use super::Session;
 use super::patience::Patience;
 use super::rewards;
 use super::round::Answer;
+use crate::config::Gradient;
 use crate::data::{Dataset, Group};
-use crate::prompt::handoff::Captured;
 use crate::report::{HeldOut, Reporter};
 use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::units::{float, from_index};
-use crate::step::{capture, finalize, objective, rollout, score};
+use crate::runtime::units::{Tokens, float, from_index};
+use crate::step::observer::Observer;
+use crate::step::transaction::{Outcome, Transaction, Verdict};
+use crate::step::{finalize, objective};
 use crate::world::World;
 use crate::world::exchange::sum_number;
 
@@ -119,12 +121,21 @@ fn prompts(
 fn one(session: &Session, world: &World, index: usize, group: &Group, sums: &mut Sums) -> Result<Vec<Answer>, Failure> {
     let scored = || group.answers.iter().filter_map(|answer| Some((answer, answer.reward?)));
     let answers: Vec<Vec<i64>> = scored().map(|(answer, _)| answer.ids.clone()).collect();
-    let work = session.work_without_tail(&group.prompt_ids, &answers, world);
-    let pass = session.pass(world, &session.adapters);
-    let captured = capture::run(&pass, &work, session.keeping, world.tracker())?;
-    if has_margin(group) {
-        let scores = score::run(&pass, &session.head, &work, &captured, world.tracker())?;
-        let logprobs: Vec<f64> = scores.0.iter().map(|one| sum_number(&world.cp, local_sum(one))).collect();
+    // Nothing is trained, so no prompt position carries gradient.
+    let gradient = Gradient::Last(Tokens(0));
+    let transaction = Transaction { gradient, pins_memory: false, ..session.transaction(world) };
+    let mut observer = Observer::within(Phase::Evaluate, world.tracker(), session.decoder.device());
+    let request = session.sampler.as_ref().map(|sampler| {
+        let stream = sampler.stream.part(BRANCH).part(from_index(index));
+        sampler.request(stream)
+    });
+    let mut sampled = Vec::new();
+    let outcome = transaction.run(&group.prompt_ids, request.as_ref(), &mut observer, |_, answered| {
+        sampled = answered?.into_iter().map(Answer::sampled).collect();
+        Ok(if has_margin(group) { Verdict::Score(answers) } else { Verdict::Skip })
+    })?;
+    if let Outcome::Scored(outcome) = outcome {
+        let logprobs: Vec<f64> = outcome.scores.0.iter().map(|one| sum_number(&world.cp, local_sum(one))).collect();
         let rewards: Vec<f64> = scored().map(|(_, reward)| reward).collect();
         let (apart, best) = margin_of(&logprobs, &rewards);
         // Every rank of a prompt group has the same number; one of them counts it.
@@ -133,21 +144,7 @@ fn one(session: &Session, world: &World, index: usize, group: &Group, sums: &mut
             sums.right += f64::from(u8::from(best));
         }
     }
-    drawn(session, world, index, &work.layout, &captured)
-}
-
-fn drawn(
-    session: &Session,
-    world: &World,
-    index: usize,
-    layout: &crate::prompt::layout::PromptLayout,
-    captured: &Captured,
-) -> Result<Vec<Answer>, Failure> {
-    let Some(sampler) = &session.sampler else { return Ok(Vec::new()) };
-    let pass = session.pass(world, &session.adapters);
-    let ask = sampler.ask(sampler.stream.part(BRANCH).part(from_index(index)));
-    let drawn = rollout::run(&pass, &session.head, layout, captured, &ask, world.tracker())?;
-    Ok(drawn.into_iter().map(Answer::drawn).collect())
+    Ok(sampled)
 }
 
 /// Log-probability of this rank's tokens of an answer.

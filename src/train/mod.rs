@@ -20,6 +20,7 @@ pub use setup::Session;
 use crate::config::Loaded;
 use crate::report::{HeldOut, Receipt, Reporter, Step};
 use crate::runtime::failure::{Failure, Phase};
+use crate::step::observer::Observer;
 use crate::world::World;
 use patience::Patience;
 use records::Records;
@@ -100,7 +101,8 @@ impl Run {
         let records = Records::begin(&session, loaded, world, reporter.phases())?;
         let tally = Tally::after(start.updates, earlier);
         let patience = Patience::begin(loaded, world);
-        let mut way = Way { loaded, session, saves, reporter, records, tally, patience, stopped: false };
+        let observer = Observer::new(world.tracker(), session.decoder.device());
+        let mut way = Way { loaded, session, saves, reporter, records, tally, observer, patience, stopped: false };
         let before = if start.resumed { start.held_out } else { way.held_out(world)? };
         // A first evaluation that was dropped leaves nothing to go on from.
         let begun = !way.stopped;
@@ -120,6 +122,7 @@ struct Way<'a> {
     reporter: Reporter,
     records: Records,
     tally: Tally,
+    observer: Observer,
     patience: Patience,
     /// Whether it ends before its end.
     stopped: bool,
@@ -157,6 +160,7 @@ impl Way<'_> {
             let mut desk = Desk {
                 reporter: &mut self.reporter,
                 tally: &mut self.tally,
+                observer: &mut self.observer,
                 patience: &self.patience,
                 unrewarded: &mut unrewarded,
             };
@@ -234,9 +238,9 @@ impl Way<'_> {
         } else if !self.stopped {
             self.session.save(self.loaded, world)?;
         }
-        let Way { loaded, session, saves, reporter, records, tally, patience, stopped } = self;
+        let Way { loaded, session, saves, reporter, records, tally, observer, patience, stopped } = self;
         patience.end(world);
-        let receipt = tally.receipt(&session, loaded, world, held_out, recorded, stopped);
+        let receipt = tally.receipt(&session, loaded, world, held_out, recorded, observer.own_pages(), stopped);
         records.end(world)?;
         if let Some(note) = saves.end(world, stopped, made > earlier)? {
             reporter.line(note);

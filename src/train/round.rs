@@ -8,6 +8,7 @@
 //! run may go on with another number of ranks.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
@@ -20,7 +21,8 @@ use crate::prompt::handoff::{Logprobs, PlacedGroup, Scores};
 use crate::report::Step;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Rank, as_index, float, from_index};
-use crate::step::objective::{self, Counted};
+use crate::step::objective::{self, Aggregation, Counted};
+use crate::step::replay::{FrozenScores, TrainedAnswer};
 use crate::step::rollout;
 use crate::tensor::accumulation;
 use crate::world::World;
@@ -55,9 +57,9 @@ pub(super) struct Answer {
 
 impl Answer {
     /// One that the policy has given.
-    pub(super) fn drawn(drawn: rollout::SampledAnswer) -> Answer {
-        let logprob = Some(drawn.logprobs.iter().sum());
-        Answer { ids: drawn.ids, mask: None, given: None, truncated: drawn.truncated, logprob }
+    pub(super) fn sampled(sampled: rollout::SampledAnswer) -> Answer {
+        let logprob = Some(sampled.logprobs.iter().sum());
+        Answer { ids: sampled.ids, mask: None, given: None, truncated: sampled.truncated, logprob }
     }
 
     /// One that stands in the data.
@@ -84,10 +86,8 @@ pub(super) struct Frozen {
     pub(super) rewards: Vec<Option<f64>>,
     /// Advantage of each.
     pub(super) advantages: Vec<Option<f64>>,
-    /// Scores under the policy as it was; `None` where the group takes no part, since nothing of it would be left.
-    pub(super) old: Option<Scores>,
-    /// Scores under the reference policy, if there is a KL term.
-    pub(super) reference: Option<Scores>,
+    /// Scores that the round's updates share; `None` where the group takes no part, since nothing of it would be left.
+    pub(super) scores: Option<Rc<FrozenScores>>,
 }
 
 impl Frozen {
@@ -96,9 +96,15 @@ impl Frozen {
         self.answers.iter().map(|answer| answer.ids.clone()).collect()
     }
 
-    /// The answers' masks.
-    pub(super) fn masks(&self) -> Vec<Option<Vec<bool>>> {
-        self.answers.iter().map(|answer| answer.mask.clone()).collect()
+    /// The answers as they are trained, each token weighing its share.
+    pub(super) fn trained(&self, aggregation: Aggregation) -> Vec<TrainedAnswer> {
+        let trained = |(answer, advantage): (&Answer, &Option<f64>)| TrainedAnswer {
+            ids: answer.ids.clone(),
+            mask: answer.mask.clone(),
+            advantage: *advantage,
+            weight: aggregation.share(answer.trained()),
+        };
+        self.answers.iter().zip(&self.advantages).map(trained).collect()
     }
 }
 
@@ -258,8 +264,8 @@ fn saved(frozen: &Frozen, session: &Session, world: &World) -> SavedGroup {
         place: frozen.place,
         answers: frozen.answers.clone(),
         advantages: frozen.advantages.clone(),
-        old: frozen.old.as_ref().map(whole),
-        reference: frozen.reference.as_ref().map(whole),
+        old: frozen.scores.as_ref().map(|scores| whole(&scores.old)),
+        reference: frozen.scores.as_ref().and_then(|scores| scores.reference.as_ref()).map(whole),
     }
 }
 
@@ -274,7 +280,7 @@ pub(super) fn whole_answer(own: &Logprobs, index: usize, work: &PlacedGroup, wor
 
 fn restored(group: SavedGroup, rewards: Vec<Option<f64>>, session: &Session, world: &World) -> Frozen {
     let SavedGroup { place, answers, advantages, old, reference } = group;
-    let mut frozen = Frozen { place, answers, rewards, advantages, old: None, reference: None };
+    let mut frozen = Frozen { place, answers, rewards, advantages, scores: None };
     let work = session.frozen_work(&frozen, world);
     let acc = accumulation(session.decoder.kind());
     let (rank, owner) = (world.cp.rank(), work.layout.last_row_owner());
@@ -288,7 +294,7 @@ fn restored(group: SavedGroup, rewards: Vec<Option<f64>>, session: &Session, wor
         };
         Scores(scores.into_iter().zip(&work.answers).map(answer).collect())
     };
-    (frozen.old, frozen.reference) = (old.map(dealt), reference.map(dealt));
+    frozen.scores = old.map(|old| Rc::new(FrozenScores { old: dealt(old), reference: reference.map(dealt) }));
     frozen
 }
 
@@ -320,7 +326,7 @@ impl Session {
     /// A frozen group dealt to the ranks of this prompt group.
     pub(super) fn frozen_work(&self, frozen: &Frozen, world: &World) -> PlacedGroup {
         let prompt_ids = &self.data.group(frozen.place.index).prompt_ids;
-        self.work(prompt_ids, &frozen.ids(), world).masked(frozen.masks())
+        self.transaction(world).placed(prompt_ids, frozen.ids())
     }
 
     /// Brings back the round in whose middle a checkpoint was written.

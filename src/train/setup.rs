@@ -25,8 +25,7 @@ use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
 use crate::plan::{self, Plan, Room};
-use crate::prompt::handoff::{Keeping, PlacedGroup};
-use crate::prompt::layout::PromptLayout;
+use crate::prompt::handoff::Keeping;
 use crate::report::{AdapterForm, open_log};
 use crate::reward::Scorer;
 use crate::runtime::failure::Failure;
@@ -35,6 +34,7 @@ use crate::runtime::units::{Bytes, Rank, Tokens, as_index, from_index};
 use crate::step::objective::{Aggregation, Objective};
 use crate::step::optimizer::{AdamW, Settings};
 use crate::step::rollout::{Sampling, Stream};
+use crate::step::transaction::Transaction;
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
 use crate::world::World;
@@ -81,7 +81,6 @@ pub struct Session {
     pub(super) max_grad_norm: f64,
     pub(super) grad_accum: usize,
     pub(super) model_digest: String,
-    pub(super) cp_rank: Rank,
     pub(super) spec: Spec,
     /// What the decoder reads; a judge may read them too.
     weights: Rc<Weights>,
@@ -166,7 +165,6 @@ impl Session {
             normalize: config.grpo.normalize_adv,
             max_grad_norm: config.optimizer.max_grad_norm,
             grad_accum: as_index(config.optimizer.grad_accum),
-            cp_rank: world.cp.rank(),
             page_size: config.context.page_size,
             micro_block: config.memory.micro_block,
             schedule: LearningRate::of(config),
@@ -244,26 +242,19 @@ impl Session {
             .collect()
     }
 
-    /// A group dealt to the ranks of this prompt group.
-    pub(super) fn work(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> PlacedGroup {
-        self.dealt(prompt_ids, answers, world, self.gradient.tail(Tokens(from_index(prompt_ids.len()))))
-    }
-
-    /// The same for scoring alone: no prompt position carries gradient, so nothing of it is kept for a way back.
-    pub(super) fn work_without_tail(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World) -> PlacedGroup {
-        self.dealt(prompt_ids, answers, world, Tokens(0))
-    }
-
-    fn dealt(&self, prompt_ids: &[i64], answers: &[Vec<i64>], world: &World, tail: Tokens) -> PlacedGroup {
-        let prompt = Tokens(from_index(prompt_ids.len()));
-        let layout = PromptLayout::new(prompt, self.page_size, world.cp.size(), tail);
-        PlacedGroup::new(layout, prompt_ids.to_vec(), answers.to_vec())
-    }
-
-    /// A pass under some adapters.
-    pub(super) fn pass<'a>(&'a self, world: &'a World, adapters: &'a Adapters) -> Pass<'a> {
+    /// What every group of an update goes through, under the run's settings.
+    pub(super) fn transaction<'a>(&'a self, world: &'a World) -> Transaction<'a> {
         let cp_group = CpGroup { axis: &world.cp, ledger: world.ledger() };
-        Pass { decoder: &*self.decoder, adapters, cp_group, micro_block: self.micro_block }
+        Transaction {
+            policy: Pass { decoder: &*self.decoder, adapters: &self.adapters, cp_group, micro_block: self.micro_block },
+            reference: self.reference.as_ref(),
+            head: self.head,
+            objective: self.terms,
+            gradient: self.gradient,
+            page_size: self.page_size,
+            keeping: self.keeping,
+            pins_memory: true,
+        }
     }
 
     /// Counts the adapters' gradients, which are there after the first backward.

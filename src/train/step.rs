@@ -5,38 +5,31 @@
 
 use std::time::Instant;
 
+use tch::Tensor;
+
 use super::patience::Patience;
-use super::rewards::{self, Told};
-use super::round::{Answer, Frozen, Place, Round};
+use super::rewards;
+use super::round::{Answer, Frozen, Round};
 use super::tally::Tally;
 use super::{Session, whole};
 use crate::data::Group;
-use crate::model::lora::Adapters;
-use crate::prompt::handoff::{Captured, PlacedGroup, Scores};
 use crate::report::{Reporter, Seconds, Step};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::{Tokens, from_index};
-use crate::step::objective;
-use crate::step::replay::ReplayTargets;
-use crate::step::{capture, finalize, replay, rollout, score};
-use crate::tensor::gpu;
+use crate::step::observer::Observer;
+use crate::step::rollout::SampledAnswer;
+use crate::step::transaction::{Outcome, Verdict};
+use crate::step::{finalize, objective, rollout};
 use crate::world::World;
 
 /// What an update writes to beside the adapters.
 pub(super) struct Desk<'a> {
     pub(super) reporter: &'a mut Reporter,
     pub(super) tally: &'a mut Tally,
+    pub(super) observer: &'a mut Observer,
     pub(super) patience: &'a Patience,
     /// Whether the update fails on all ranks for want of rewards: what was learnt before is worth keeping.
     pub(super) unrewarded: &'a mut bool,
-}
-
-/// A group's answers, and the captured prompt if they were drawn from it.
-struct Answered {
-    answers: Vec<Answer>,
-    captured: Option<Captured>,
-    /// Log-probabilities of the tokens when they were drawn.
-    drawn: Vec<Vec<f64>>,
 }
 
 /// One update.
@@ -54,25 +47,25 @@ pub(super) fn one_step(
         *desk.unrewarded |= enough.is_err();
         enough?;
     }
-    let tally = &mut *desk.tally;
-    world.tracker().enter(Phase::Finalize);
     let divisor = round.counts.divisor(session.terms.aggregation);
-    let local = finalize::divided(finalize::take(&session.adapters), divisor);
-    let summed =
-        tally.clock.time("finalize", || finalize::run(&world.all, local, &session.adapters, session.max_grad_norm));
+    let summed = desk.observer.host_phase(Phase::Finalize, || {
+        let local = finalize::divided(finalize::take(&session.adapters), divisor);
+        finalize::run(&world.all, local, &session.adapters, session.max_grad_norm)
+    });
     let reduced = world.agree(summed)?;
-    let numbers = tally.batch_numbers(world, divisor);
+    let numbers = desk.tally.batch_numbers(world, divisor);
     if !numbers.loss.is_finite() {
         return world.agree(Err(finalize::Error::Number { what: "loss", value: numbers.loss }.into()));
     }
-    world.tracker().enter(Phase::Update);
     let learning_rate = session.learning_rate(step);
-    tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));
+    desk.observer.host_phase(Phase::Update, || {
+        session.optimizer.update(&mut session.adapters, &reduced, learning_rate);
+    });
     world.agree(finalize::check(&session.adapters, learning_rate))?;
-    let seconds = Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() };
+    let spent = desk.tally.step_seconds(&desk.observer.take_seconds());
+    let seconds = Seconds { total: start.elapsed().as_secs_f64(), ..spent };
     let groups = || round.places.iter().map(|place| session.data.group(place.index));
     let prompts: Vec<u64> = groups().map(|group| from_index(group.prompt_ids.len())).collect();
-    let draws = session.sampler.is_some();
     let step = Step {
         step,
         gradient: session.gradient.to_string(),
@@ -82,229 +75,111 @@ pub(super) fn one_step(
         seconds,
         ..numbers.into_step(session.reference.is_some())
     };
-    let step = round.numbers(step, &prompts, draws);
+    let step = round.numbers(step, &prompts, session.sampler.is_some());
     if let Some(gap) = step.sampled_gap.filter(|&gap| gap > session.gap_warn || gap.is_nan()) {
         desk.reporter.line(&format!(
-            "warning: a token was drawn with a log-probability that lies {gap:.1e} from its score, more than \
-             rollout.gap_warn allows ({:.1e}): drawing and scoring do not compute the same policy",
+            "warning: a token was sampled with a log-probability that lies {gap:.1e} from its score, more than \
+             rollout.gap_warn allows ({:.1e}): sampling and scoring do not compute the same policy",
             session.gap_warn
         ));
     }
     Ok(step)
 }
 
-/// This rank's groups, one after another: answered, scored and frozen in a round's first update, replayed in each.
+/// This rank's groups, one transaction after another; gradients add up in the adapters.
 fn all_groups(session: &Session, world: &World, desk: &mut Desk, round: &mut Round, step: u64) -> Result<(), Failure> {
     let turns = round.places.len() / world.dp_size;
     for turn in 0..turns {
         let place = round.places[turn * world.dp_size + world.dp_index];
         let name = &session.data.group(place.index).name;
-        let at = turn + 1;
-        desk.reporter.now(&format!("step {step}: prompt {at} of {turns} on this rank ({name})"));
+        let number = turn + 1;
+        desk.reporter.now(&format!("step {step}: prompt {number} of {turns} on this rank ({name})"));
         if round.made == 0 {
-            first_turn(session, world, desk, round, (turn, step))?;
+            first_update(session, world, desk, round, turn, step)?;
         } else {
-            let again = again(session, world, &round.mine[turn], desk.tally);
-            desk.patience.agree(world, again)?;
+            let trained = further_update(session, world, &round.mine[turn], desk);
+            desk.patience.agree(world, trained)?;
         }
     }
     Ok(())
 }
 
-/// A group's turn in the first update of its round.
-fn first_turn(
+/// A group in the first update of its round: its answers, rewards and scores are frozen for all of them.
+fn first_update(
     session: &Session,
     world: &World,
     desk: &mut Desk,
     round: &mut Round,
-    (turn, step): (usize, u64),
+    turn: usize,
+    step: u64,
 ) -> Result<(), Failure> {
-    let side_by_side = turn * world.dp_size..(turn + 1) * world.dp_size;
-    let place = round.places[side_by_side.start + world.dp_index];
-    let answered = desk.patience.agree(world, answered(session, world, place, desk.tally))?;
-    world.tracker().enter(Phase::Reward);
-    let start = Instant::now();
-    let groups: Vec<&Group> = round.places[side_by_side].iter().map(|place| session.data.group(place.index)).collect();
-    let told = rewards::told(session, world, desk.patience, &groups, &answered.answers);
-    *desk.unrewarded |= told.is_err();
-    let told = told?;
-    desk.tally.clock.add("reward", start.elapsed().as_secs_f64());
-    for (told, group) in told.iter().zip(&groups) {
-        let rewards = told.rewards();
-        if session.tells_answers {
-            desk.reporter.answers(&rewards::lines(step, group, told, &session.advantages(&rewards)))?;
-        }
-        round.know(told, session.leaves_nothing(&rewards));
-    }
-    let frozen = freeze(session, world, place, answered, &told[world.dp_index], desk.tally);
-    round.mine.push(desk.patience.agree(world, frozen)?);
-    Ok(())
-}
-
-/// A group's answers: those of the data set, or what the policy answers to the captured prompt.
-fn answered(session: &Session, world: &World, place: Place, tally: &mut Tally) -> Result<Answered, Failure> {
+    let place = round.places[turn * world.dp_size + world.dp_index];
     let group = session.data.group(place.index);
-    let Some(sampler) = &session.sampler else {
-        let answers = group.answers.iter().map(Answer::supplied).collect();
-        return Ok(Answered { answers, captured: None, drawn: Vec::new() });
+    let Desk { reporter, tally, observer, patience, unrewarded } = desk;
+    let mut sampled_logprobs: Vec<Vec<f64>> = Vec::new();
+    let mut reward = |observer: &mut Observer, sampled: Result<Vec<SampledAnswer>, Failure>| {
+        let sampled = patience.agree(world, sampled)?;
+        tally.sampled(&sampled);
+        sampled_logprobs = sampled.iter().map(|answer| answer.logprobs.clone()).collect();
+        let answers: Vec<Answer> = match session.sampler {
+            Some(_) => sampled.into_iter().map(Answer::sampled).collect(),
+            None => group.answers.iter().map(Answer::supplied).collect(),
+        };
+        let side_by_side = &round.places[turn * world.dp_size..(turn + 1) * world.dp_size];
+        let groups: Vec<&Group> = side_by_side.iter().map(|place| session.data.group(place.index)).collect();
+        let told = observer.host_phase(Phase::Reward, || rewards::told(session, world, patience, &groups, &answers));
+        **unrewarded |= told.is_err();
+        let told = told?;
+        for (told, group) in told.iter().zip(&groups) {
+            let rewards = told.rewards();
+            if session.tells_answers {
+                reporter.answers(&rewards::lines(step, group, told, &session.advantages(&rewards)))?;
+            }
+            round.know(told, session.leaves_nothing(&rewards));
+        }
+        let rewards = told[world.dp_index].rewards();
+        let advantages = session.advantages(&rewards);
+        let skipped = session.leaves_nothing(&rewards);
+        let frozen = Frozen { place, answers, rewards, advantages, scores: None };
+        tally.group(&frozen);
+        let answers = frozen.trained(session.terms.aggregation);
+        round.mine.push(frozen);
+        Ok(if skipped { Verdict::Skip } else { Verdict::Train(answers) })
     };
-    let longest = vec![vec![0; sampler.longest.index()]; sampler.answers];
-    make_room(session, world, &session.work(&group.prompt_ids, &longest, world), tally)?;
-    let work = session.work(&group.prompt_ids, &[], world);
-    let captured = captured(session, world, &work, &session.adapters, tally)?;
-    let drawn = draw(session, world, &work, &captured, place, tally)?;
-    let logprobs = drawn.iter().map(|drawn| drawn.logprobs.clone()).collect();
-    Ok(Answered { answers: drawn.into_iter().map(Answer::drawn).collect(), captured: Some(captured), drawn: logprobs })
-}
-
-/// The policy's answers to a captured prompt.
-fn draw(
-    session: &Session,
-    world: &World,
-    work: &PlacedGroup,
-    captured: &Captured,
-    place: Place,
-    tally: &mut Tally,
-) -> Result<Vec<rollout::SampledAnswer>, Failure> {
-    world.tracker().enter(Phase::Rollout);
-    let pass = session.pass(world, &session.adapters);
-    let ask = session.ask(place.number);
-    let drawn = tally.clock.time("rollout", || {
-        let drawn = rollout::run(&pass, &session.head, &work.layout, captured, &ask, world.tracker())?;
-        gpu::synchronize(session.decoder.device())?;
-        Ok::<_, Failure>(drawn)
-    })?;
-    tally.drawn(&drawn);
-    Ok(drawn)
-}
-
-/// Scores a group's answers for the whole round, and replays them for its first update.
-fn freeze(
-    session: &Session,
-    world: &World,
-    place: Place,
-    answered: Answered,
-    told: &Told,
-    tally: &mut Tally,
-) -> Result<Frozen, Failure> {
-    let Answered { answers, captured: drawn_from, drawn } = answered;
-    let rewards = told.rewards();
-    let advantages = session.advantages(&rewards);
-    let skipped = session.leaves_nothing(&rewards);
-    let mut frozen = Frozen { place, answers, rewards, advantages, old: None, reference: None };
-    tally.group(&frozen);
-    if skipped {
-        return Ok(frozen);
-    }
     if !session.paged {
-        whole::one_group(session, world, &frozen, tally)?;
-        return Ok(frozen);
-    }
-    let work = session.frozen_work(&frozen, world);
-    if drawn_from.is_none() {
-        make_room(session, world, &work, tally)?;
-    }
-    // Only one captured prompt is held at a time: where there is a reference policy, the policy captures again behind it.
-    let mut drawn_from = drawn_from;
-    if let Some(reference) = &session.reference {
-        drawn_from = None;
-        let work = session.work_without_tail(&session.data.group(place.index).prompt_ids, &frozen.ids(), world);
-        let captured = captured(session, world, &work, reference, tally)?;
-        frozen.reference = Some(scored(session, world, &work, &captured, reference, tally)?);
-    }
-    let captured = match drawn_from {
-        Some(captured) => captured,
-        None => captured(session, world, &work, &session.adapters, tally)?,
-    };
-    let old = scored(session, world, &work, &captured, &session.adapters, tally)?;
-    for (index, drawn) in drawn.iter().enumerate() {
-        let scored = super::round::whole_answer(&old.0[index], index, &work, world);
-        tally.gap(rollout::gap(drawn, &tch::Tensor::from_slice(&scored)));
-    }
-    frozen.old = Some(old);
-    replayed(session, world, &work, &captured, &frozen, tally)?;
-    Ok(frozen)
-}
-
-/// A frozen group in a further update: captured under the adapters as they are now, and replayed.
-fn again(session: &Session, world: &World, frozen: &Frozen, tally: &mut Tally) -> Result<(), Failure> {
-    tally.group(frozen);
-    if frozen.old.is_none() {
+        let loss = reward(observer, Ok(Vec::new())).and_then(|verdict| match verdict {
+            Verdict::Skip => Ok(0.0),
+            _ => whole::one_group(session, &round.mine[turn], observer),
+        });
+        tally.conventional(patience.agree(world, loss)?);
+        session.count_gradients(world);
         return Ok(());
     }
-    let work = session.frozen_work(frozen, world);
-    make_room(session, world, &work, tally)?;
-    let captured = captured(session, world, &work, &session.adapters, tally)?;
-    replayed(session, world, &work, &captured, frozen, tally)
-}
-
-fn make_room(session: &Session, world: &World, work: &PlacedGroup, tally: &mut Tally) -> Result<(), Failure> {
-    world.tracker().enter(Phase::Capture);
-    let pass = session.pass(world, &session.adapters);
-    tally.clock.time("pinning", || capture::make_room(&pass, work, session.keeping))
-}
-
-/// Gradients add up in the adapters.
-fn replayed(
-    session: &Session,
-    world: &World,
-    work: &PlacedGroup,
-    captured: &Captured,
-    frozen: &Frozen,
-    tally: &mut Tally,
-) -> Result<(), Failure> {
-    let Some(old) = &frozen.old else { return Ok(()) };
-    let aggregation = session.terms.aggregation;
-    let weights: Vec<f64> = frozen.answers.iter().map(|answer| aggregation.share(answer.trained())).collect();
-    let goal = ReplayTargets {
-        old,
-        reference: frozen.reference.as_ref(),
-        advantages: &frozen.advantages,
-        weights: &weights,
-        terms: &session.terms,
-    };
-    world.tracker().enter(Phase::Replay);
-    let pass = session.pass(world, &session.adapters);
-    let done = replay::run(&pass, &session.head, work, captured, goal, world.tracker())?;
-    session.count_gradients(world);
-    tally.replayed(&done);
+    let request = session.sampler.as_ref().map(|sampler| sampler.request(sampler.stream.part(place.number)));
+    let outcome = session.transaction(world).run(&group.prompt_ids, request.as_ref(), observer, reward);
+    if let Outcome::Trained(trained) = patience.agree(world, outcome)? {
+        session.count_gradients(world);
+        for (index, sampled) in sampled_logprobs.iter().enumerate() {
+            let scored = super::round::whole_answer(&trained.scores.old.0[index], index, &trained.group, world);
+            tally.gap(rollout::gap(sampled, &Tensor::from_slice(&scored)));
+        }
+        tally.replayed(&trained.replayed);
+        round.mine[turn].scores = Some(trained.scores);
+    }
     Ok(())
 }
 
-fn captured(
-    session: &Session,
-    world: &World,
-    work: &PlacedGroup,
-    adapters: &Adapters,
-    tally: &mut Tally,
-) -> Result<Captured, Failure> {
-    world.tracker().enter(Phase::Capture);
-    let pass = session.pass(world, adapters);
-    let captured = tally.clock.time("capture", || {
-        let captured = capture::run(&pass, work, session.keeping, world.tracker())?;
-        // A phase's seconds are those until it is done, not until it has been asked for.
-        gpu::synchronize(session.decoder.device())?;
-        Ok::<_, Failure>(captured)
-    })?;
-    tally.captured(work, &captured, session)?;
-    Ok(captured)
-}
-
-fn scored(
-    session: &Session,
-    world: &World,
-    work: &PlacedGroup,
-    captured: &Captured,
-    adapters: &Adapters,
-    tally: &mut Tally,
-) -> Result<Scores, Failure> {
-    world.tracker().enter(Phase::Score);
-    let pass = session.pass(world, adapters);
-    tally.clock.time("score", || {
-        let scores = score::run(&pass, &session.head, work, captured, world.tracker())?;
-        gpu::synchronize(session.decoder.device())?;
-        Ok(scores)
-    })
+/// A frozen group in a further update of its round: captured under the adapters as they are now, and replayed.
+fn further_update(session: &Session, world: &World, frozen: &Frozen, desk: &mut Desk) -> Result<(), Failure> {
+    desk.tally.group(frozen);
+    let Some(scores) = &frozen.scores else { return Ok(()) };
+    let prompt_ids = &session.data.group(frozen.place.index).prompt_ids;
+    let answers = frozen.trained(session.terms.aggregation);
+    let transaction = session.transaction(world);
+    let trained = transaction.train(prompt_ids, None, &answers, Some(scores.clone()), desk.observer)?;
+    session.count_gradients(world);
+    desk.tally.replayed(&trained.replayed);
+    Ok(())
 }
 
 impl Session {
@@ -316,12 +191,6 @@ impl Session {
     /// Whether a group with these rewards has no gradient: all advantages are 0, and nothing else pulls.
     pub(super) fn leaves_nothing(&self, rewards: &[Option<f64>]) -> bool {
         self.reference.is_none() && self.advantages(rewards).iter().flatten().all(|&advantage| advantage == 0.0)
-    }
-
-    /// What is drawn for the group of this number.
-    fn ask(&self, number: u64) -> rollout::SampleRequest<'_> {
-        let sampler = self.sampler.as_ref().expect("answers are drawn only where there is a sampler");
-        sampler.ask(sampler.stream.part(number))
     }
 }
 
@@ -342,8 +211,8 @@ pub(super) struct Sampler {
 }
 
 impl Sampler {
-    /// What is drawn with this noise.
-    pub(super) fn ask(&self, stream: rollout::Stream) -> rollout::SampleRequest<'_> {
+    /// A group's request, with its own noise.
+    pub(super) fn request(&self, stream: rollout::Stream) -> rollout::SampleRequest<'_> {
         rollout::SampleRequest {
             answers: self.answers,
             longest: self.longest,

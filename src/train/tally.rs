@@ -5,12 +5,12 @@ use super::records::Recorded;
 use super::round::Frozen;
 use crate::config::Loaded;
 use crate::plan::Place;
-use crate::prompt::handoff::{Captured, PlacedGroup};
 use crate::report::{HeldOut, Receipt, Seconds, Step};
-use crate::runtime::failure::Failure;
-use crate::runtime::liveness::Clock;
-use crate::runtime::units::{Bytes, LayerIndex, Pages, Rank, float, from_index};
-use crate::step::objective::{self, TokenStats};
+use crate::runtime::failure::Phase;
+use crate::runtime::units::{Bytes, Pages, Rank, float, from_index};
+use crate::step::extremes::{Range, max_or_nan};
+use crate::step::objective::TokenStats;
+use crate::step::observer::{OwnPages, PhaseSeconds};
 use crate::step::replay::Replayed;
 use crate::step::rollout::SampledAnswer;
 use crate::world::World;
@@ -19,16 +19,12 @@ use crate::world::exchange::sum_number;
 /// What has been gathered so far.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
-    /// Seconds of the current update.
-    pub(super) clock: Clock,
     loss: f64,
-    ratio: Option<(f64, f64)>,
-    told: TokenStats,
+    ratio: Option<Range>,
+    stats: TokenStats,
     sampled: Sampled,
     /// The largest distance between drawing and scoring over all updates.
     gap_most: Option<f64>,
-    pages: Pages,
-    page_bytes: Bytes,
     rewards: Vec<Option<f64>>,
     advantages: Vec<Option<f64>>,
     seconds: Seconds,
@@ -107,21 +103,9 @@ impl Tally {
         self.advantages.clone_from(&frozen.advantages);
     }
 
-    /// A prompt has been captured.
-    pub(super) fn captured(
-        &mut self,
-        work: &PlacedGroup,
-        captured: &Captured,
-        session: &Session,
-    ) -> Result<(), Failure> {
-        self.pages = work.layout.pages_of(session.cp_rank);
-        self.page_bytes = captured.pages.audit(&session.decoder.mixer(LayerIndex(0)).planes())?;
-        Ok(())
-    }
-
-    /// A group's answers have been drawn.
-    pub(super) fn drawn(&mut self, drawn: &[SampledAnswer]) {
-        for answer in drawn {
+    /// A group's answers have been sampled.
+    pub(super) fn sampled(&mut self, sampled: &[SampledAnswer]) {
+        for answer in sampled {
             self.sampled.tokens += from_index(answer.ids.len());
             self.sampled.entropy += answer.entropy;
         }
@@ -129,17 +113,14 @@ impl Tally {
 
     /// A drawn answer has been scored: its tokens' log-probabilities lie this far apart at most.
     pub(super) fn gap(&mut self, gap: f64) {
-        // A NaN is no smaller than anything, and stays.
-        self.sampled.gap = Some(self.sampled.gap.filter(|&most| gap <= most).unwrap_or(gap));
+        self.sampled.gap = Some(self.sampled.gap.map_or(gap, |most| max_or_nan(most, gap)));
     }
 
     /// A group has been replayed.
     pub(super) fn replayed(&mut self, done: &Replayed) {
         self.loss += done.loss;
-        self.told.add(done.told);
-        self.ratio = objective::widen(self.ratio, done.ratio);
-        self.clock.add("replay", done.seconds.up);
-        self.clock.add("sweep", done.seconds.down);
+        self.stats.add(done.stats);
+        self.ratio = Range::cover(self.ratio, done.ratio);
     }
 
     /// A group has gone through the conventional schedule, which has no pages and no frozen ratio.
@@ -151,15 +132,15 @@ impl Tally {
     pub(super) fn batch_numbers(&mut self, world: &World, divisor: f64) -> BatchNumbers {
         let own = self.ratio.take();
         let has = world.all.gather_numbers(u64::from(own.is_some()));
-        let (least, most) = own.unwrap_or((0.0, 0.0));
+        let Range { least, most } = own.unwrap_or(Range::at(0.0));
         let (least, most) = (world.all.gather_floats(least), world.all.gather_floats(most));
         let ratio = has
             .iter()
             .zip(least.into_iter().zip(most))
             .filter(|(has, _)| **has == 1)
-            .fold(None, |range, (_, next)| objective::widen(range, Some(next)));
+            .fold(None, |range, (_, (least, most))| Range::cover(range, Some(Range { least, most })));
         let count = |own: u64| world.all.gather_numbers(own).iter().sum();
-        let own = std::mem::take(&mut self.told);
+        let own = std::mem::take(&mut self.stats);
         let told = TokenStats {
             tokens: count(own.tokens),
             clipped_low: count(own.clipped_low),
@@ -175,30 +156,28 @@ impl Tally {
         let sampled = Sampled {
             tokens: count(if first { sampled.tokens } else { 0 }),
             entropy: sum_number(&world.all, if first { sampled.entropy } else { 0.0 }),
-            gap: gaps.fold(None, |most: Option<f64>, gap| Some(most.filter(|&most| gap <= most).unwrap_or(gap))),
+            gap: gaps.reduce(max_or_nan),
         };
         BatchNumbers {
             loss: sum_number(&world.all, std::mem::take(&mut self.loss)) / divisor,
-            ratio: ratio.map(<[f64; 2]>::from),
+            ratio: ratio.map(|range| [range.least, range.most]),
             told,
             sampled,
         }
     }
 
-    /// Seconds of the update that has just ended; the clock starts anew.
-    pub(super) fn step_seconds(&mut self) -> Seconds {
-        let clock = std::mem::take(&mut self.clock);
-        let of = |name: &str| clock.seconds().iter().find(|(known, _)| *known == name).map_or(0.0, |(_, spent)| *spent);
-        self.pinning_seconds += of("pinning");
+    /// Seconds of the update that has just ended.
+    pub(super) fn step_seconds(&mut self, spent: &PhaseSeconds) -> Seconds {
+        self.pinning_seconds += spent.pinning;
         Seconds {
-            capture: of("capture"),
-            rollout: of("rollout"),
-            reward: of("reward"),
-            score: of("score"),
-            replay: of("replay"),
-            sweep: of("sweep"),
-            finalize: of("finalize"),
-            update: of("update"),
+            capture: spent[Phase::Capture],
+            rollout: spent[Phase::Rollout],
+            reward: spent[Phase::Reward],
+            score: spent[Phase::Score],
+            replay: spent[Phase::Replay],
+            sweep: spent[Phase::Sweep],
+            finalize: spent[Phase::Finalize],
+            update: spent[Phase::Update],
             total: 0.0,
         }
     }
@@ -206,9 +185,8 @@ impl Tally {
     /// An update has ended.
     pub(super) fn stepped(&mut self, step: Step) {
         self.seconds.add(&step.seconds);
-        // A NaN is no smaller than anything, and stays.
         if let Some(gap) = step.sampled_gap {
-            self.gap_most = Some(self.gap_most.filter(|&most| gap <= most).unwrap_or(gap));
+            self.gap_most = Some(self.gap_most.map_or(gap, |most| max_or_nan(most, gap)));
         }
         self.steps = step.step;
         if self.first.is_none() {
@@ -226,6 +204,7 @@ impl Tally {
         world: &World,
         held_out: [Option<HeldOut>; 2],
         recorded: Recorded,
+        own_pages: OwnPages,
         stopped: bool,
     ) -> Receipt {
         let config = &loaded.run;
@@ -255,8 +234,8 @@ impl Tally {
             answer_len: config.context.answer_len,
             group_size: config.grpo.group_size,
             steps: self.steps,
-            pages_per_rank: numbers(self.pages.0).into_iter().map(Pages).collect(),
-            page_bytes_per_rank: numbers(self.page_bytes.0).into_iter().map(Bytes).collect(),
+            pages_per_rank: numbers(own_pages.pages.0).into_iter().map(Pages).collect(),
+            page_bytes_per_rank: numbers(own_pages.bytes.0).into_iter().map(Bytes).collect(),
             seconds: self.seconds,
             pinning_seconds: self.pinning_seconds,
             device: format!("{:?}", session.decoder.device()),

@@ -5,22 +5,20 @@
 
 use super::Session;
 use super::round::Frozen;
-use super::tally::Tally;
 use tch::Tensor;
 
 use crate::model::lora::Adapters;
 use crate::runtime::failure::{Failure, Phase};
 use crate::step::conventional::{Group, Target};
-use crate::world::World;
+use crate::step::observer::Observer;
 
-/// Scores one group and pulls it back; gradients add up in the adapters.
-pub(super) fn one_group(session: &Session, world: &World, frozen: &Frozen, tally: &mut Tally) -> Result<(), Failure> {
+/// Scores and trains one group; its gradient adds up in the adapters. Returns the group's loss.
+pub(super) fn one_group(session: &Session, frozen: &Frozen, observer: &mut Observer) -> Result<f64, Failure> {
     let prompt_ids = &session.data.group(frozen.place.index).prompt_ids;
     let prompt = crate::runtime::units::Tokens(crate::runtime::units::from_index(prompt_ids.len()));
     let answers = frozen.ids();
     let whole = Group { prompt_ids, answers: &answers, tail: prompt, temperature: session.head.temperature };
-    world.tracker().enter(Phase::Score);
-    let targets = tally.clock.time("score", || {
+    let targets = observer.host_phase(Phase::Score, || {
         let scored = |adapters: &Adapters, index| whole.score(&*session.decoder, adapters, index);
         let target = |index: usize| {
             let old = scored(&session.adapters, index);
@@ -41,11 +39,8 @@ pub(super) fn one_group(session: &Session, world: &World, frozen: &Frozen, tally
         };
         (0..answers.len()).map(target).collect::<Vec<Target>>()
     });
-    world.tracker().enter(Phase::Replay);
-    let loss = tally.clock.time("replay", || {
+    let loss = observer.host_phase(Phase::Replay, || {
         whole.backward_checkpointed(&*session.decoder, &session.adapters, &targets, &session.terms)
     })?;
-    session.count_gradients(world);
-    tally.conventional(loss);
-    Ok(())
+    Ok(loss)
 }

@@ -5,7 +5,7 @@ use crate::source::Source;
 
 /// A module imports only from entries above its own. A room is one entry, or several entries if its modules have an order:
 /// failures name units, pages are pages of a layout, `doctor` uses `plan`.
-const TABLE: [(u8, &[&str]); 28] = [
+const TABLE: [(u8, &[&str]); 29] = [
     (0, &["runtime::units", "runtime::digest"]),
     (0, &["runtime::failure"]),
     (0, &["runtime::liveness"]),
@@ -18,6 +18,7 @@ const TABLE: [(u8, &[&str]); 28] = [
     (3, &["prompt::pages", "prompt::ring"]),
     (3, &["prompt::handoff", "data"]),
     (4, &["model"]),
+    (5, &["step::extremes"]),
     (5, &["step::objective"]),
     (5, &["step::capture", "step::score", "step::replay", "step::finalize", "step::optimizer", "step::rollout"]),
     (5, &["step::conventional"]),
@@ -36,7 +37,7 @@ const TABLE: [(u8, &[&str]); 28] = [
     (9, &["runtime"]),
 ];
 /// The entry of the phases.
-const PHASES: usize = 13;
+const PHASES: usize = 14;
 
 /// Rooms that may use `anyhow`: below them errors stay typed.
 const ANYHOW: [&str; 2] = ["cli", "main"];

@@ -1,0 +1,188 @@
+//! The transaction: what one group goes through, from its prompt to its gradient in the adapters.
+//!
+//! ```text
+//!   capture ▶ sample ▶ reward ▶ [reference: capture ▶ score] ▶ capture ▶ score ▶ replay and sweep
+//! ```
+//!
+//! 1. Answers that are given need no sampling, scores that are given no scoring.
+//! 2. One captured prompt is held at a time. What the policy samples from, it scores and replays from; where a reference
+//!    policy scores in between, the policy captures the prompt again.
+//! 3. Gradients add up in the adapters' `.grad`. Finalize and update follow once for all groups of an update.
+
+use std::rc::Rc;
+
+use super::observer::Observer;
+pub use super::outcome::{Outcome, Scored, Trained, Verdict};
+use super::replay::{FrozenScores, ReplayTargets, TrainedAnswer};
+use super::rollout::{SampleRequest, SampledAnswer};
+use super::{capture, replay, rollout, score};
+use crate::config::Gradient;
+use crate::model::head::Head;
+use crate::model::lora::Adapters;
+use crate::model::pass::Pass;
+use crate::prompt::handoff::{Captured, Keeping, PlacedGroup, Scores};
+use crate::prompt::layout::PromptLayout;
+use crate::runtime::failure::{Failure, Phase};
+use crate::runtime::units::{Tokens, from_index};
+use crate::step::objective::Objective;
+
+/// What is the same for all groups of an update.
+#[derive(Clone, Copy)]
+pub struct Transaction<'a> {
+    /// The policy: model, adapters, and the ranks that share a prompt.
+    pub policy: Pass<'a>,
+    /// Adapters of the reference policy; `None` where the objective has no KL term.
+    pub reference: Option<&'a Adapters>,
+    /// Rows at a time and temperature of all log-probabilities.
+    pub head: Head,
+    /// Loss of a token.
+    pub objective: Objective,
+    /// Which prompt positions carry gradient.
+    pub gradient: Gradient,
+    /// Positions in a page.
+    pub page_size: Tokens,
+    /// What is kept of a captured prompt, and where.
+    pub keeping: Keeping,
+    /// Whether host memory is pinned before the first capture, so that no phase waits for it.
+    pub pins_memory: bool,
+}
+
+impl Transaction<'_> {
+    /// One group from its prompt on. With a `request` the policy samples the answers. `reward` receives them, or why there
+    /// are none; without a request it receives an empty list. Ranks of other prompts may wait in `reward`, so it is called
+    /// in every case.
+    ///
+    /// # Errors
+    /// When a phase or `reward` fails.
+    pub fn run(
+        &self,
+        prompt_ids: &[i64],
+        request: Option<&SampleRequest>,
+        observer: &mut Observer,
+        reward: impl FnOnce(&mut Observer, Result<Vec<SampledAnswer>, Failure>) -> Result<Verdict, Failure>,
+    ) -> Result<Outcome, Failure> {
+        let sampled = request.map(|request| self.sample(prompt_ids, request, observer)).transpose();
+        let (captured, answers) = match sampled {
+            Ok(Some((captured, answers))) => (Some(captured), Ok(answers)),
+            Ok(None) => (None, Ok(Vec::new())),
+            Err(failure) => (None, Err(failure)),
+        };
+        match reward(observer, answers)? {
+            Verdict::Skip => Ok(Outcome::Skipped),
+            Verdict::Score(answers) => self.score(prompt_ids, captured, answers, observer).map(Outcome::Scored),
+            Verdict::Train(answers) => self.train(prompt_ids, captured, &answers, None, observer).map(Outcome::Trained),
+        }
+    }
+
+    /// The policy answers the prompt.
+    fn sample(
+        &self,
+        prompt_ids: &[i64],
+        request: &SampleRequest,
+        observer: &mut Observer,
+    ) -> Result<(Captured, Vec<SampledAnswer>), Failure> {
+        if self.pins_memory {
+            let longest = vec![vec![0; request.longest.index()]; request.answers];
+            self.pin(&self.placed(prompt_ids, longest), observer)?;
+        }
+        let group = self.placed(prompt_ids, Vec::new());
+        let captured = self.captured(&group, observer)?;
+        let answers = observer.device_phase(Phase::Rollout, |tracker| {
+            rollout::run(&self.policy, &self.head, &group.layout, &captured, request, tracker)
+        })?;
+        Ok((captured, answers))
+    }
+
+    /// Scores `answers` under the policy, from a prompt that it has `captured` or captures here.
+    ///
+    /// # Errors
+    /// When a phase fails.
+    pub fn score(
+        &self,
+        prompt_ids: &[i64],
+        captured: Option<Captured>,
+        answers: Vec<Vec<i64>>,
+        observer: &mut Observer,
+    ) -> Result<Scored, Failure> {
+        let group = self.placed(prompt_ids, answers);
+        let captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
+        let scores = self.scored(&group, &captured, observer)?;
+        Ok(Scored { group, captured, scores })
+    }
+
+    /// Trains `answers`: scores them, unless an earlier update of the round has frozen their scores (`given`), and replays.
+    ///
+    /// # Errors
+    /// When a phase fails.
+    pub fn train(
+        &self,
+        prompt_ids: &[i64],
+        mut captured: Option<Captured>,
+        answers: &[TrainedAnswer],
+        given: Option<Rc<FrozenScores>>,
+        observer: &mut Observer,
+    ) -> Result<Trained, Failure> {
+        let ids: Vec<Vec<i64>> = answers.iter().map(|answer| answer.ids.clone()).collect();
+        let masks = answers.iter().map(|answer| answer.mask.clone()).collect();
+        let group = self.placed(prompt_ids, ids.clone()).masked(masks);
+        if self.pins_memory && captured.is_none() {
+            self.pin(&group, observer)?;
+        }
+        let mut reference = None;
+        if let (Some(adapters), None) = (self.reference, &given) {
+            captured = None;
+            // The reference policy only scores: no prompt position carries gradient.
+            let policy = Pass { adapters, ..self.policy };
+            let frozen = Transaction { policy, gradient: Gradient::Last(Tokens(0)), ..*self };
+            reference = Some(frozen.score(prompt_ids, None, ids, observer)?.scores);
+        }
+        let captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
+        let scores = match given {
+            Some(scores) => scores,
+            None => Rc::new(FrozenScores { old: self.scored(&group, &captured, observer)?, reference }),
+        };
+        observer.enter(Phase::Replay);
+        let advantages: Vec<Option<f64>> = answers.iter().map(|answer| answer.advantage).collect();
+        let weights: Vec<f64> = answers.iter().map(|answer| answer.weight).collect();
+        let targets = ReplayTargets {
+            old: &scores.old,
+            reference: scores.reference.as_ref(),
+            advantages: &advantages,
+            weights: &weights,
+            terms: &self.objective,
+        };
+        let replayed = replay::run(&self.policy, &self.head, &group, &captured, targets, observer.tracker())?;
+        observer.add(Phase::Replay, replayed.seconds.up);
+        observer.add(Phase::Sweep, replayed.seconds.down);
+        Ok(Trained { group, scores, replayed })
+    }
+
+    /// Pins the host memory that `group` takes. A caller that measures calls this before, with `pins_memory` false.
+    ///
+    /// # Errors
+    /// When the machine gives no more memory that can be pinned.
+    pub fn pin(&self, group: &PlacedGroup, observer: &mut Observer) -> Result<(), Failure> {
+        observer.pinning(|| capture::make_room(&self.policy, group, self.keeping))
+    }
+
+    fn captured(&self, group: &PlacedGroup, observer: &mut Observer) -> Result<Captured, Failure> {
+        let work = |tracker: &_| capture::run(&self.policy, group, self.keeping, tracker);
+        let captured = observer.device_phase(Phase::Capture, work)?;
+        observer.captured(&self.policy, group, &captured)?;
+        Ok(captured)
+    }
+
+    fn scored(&self, group: &PlacedGroup, captured: &Captured, observer: &mut Observer) -> Result<Scores, Failure> {
+        let work = |tracker: &_| score::run(&self.policy, &self.head, group, captured, tracker);
+        observer.device_phase(Phase::Score, work)
+    }
+
+    /// A group dealt to the ranks that share its prompt.
+    #[must_use]
+    pub fn placed(&self, prompt_ids: &[i64], answers: Vec<Vec<i64>>) -> PlacedGroup {
+        let prompt_tokens = Tokens(from_index(prompt_ids.len()));
+        let ranks = self.policy.cp_group.axis.size();
+        let layout = PromptLayout::new(prompt_tokens, self.page_size, ranks, self.gradient.tail(prompt_tokens));
+        PlacedGroup::new(layout, prompt_ids.to_vec(), answers)
+    }
+}
