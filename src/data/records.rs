@@ -8,7 +8,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 
 use super::chat::{Chat, RESERVED};
-use super::{Answer, Answers, Error, Group, Limits, Place, Tokenizer};
+use super::error::{Error, Place};
+use super::group::{Answer, Answers, Group, Limits};
+use super::tokenizer::Tokenizer;
 use crate::config::TooLong;
 use crate::runtime::units::{Tokens, from_index};
 
@@ -336,7 +338,8 @@ mod tests {
 
     use serde_json::json;
 
-    use super::super::{Dataset, sample};
+    use super::super::dataset::Dataset;
+    use super::super::sample;
     use super::*;
 
     const LIMITS: Limits = Limits {

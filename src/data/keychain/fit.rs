@@ -3,8 +3,8 @@
 
 use super::super::error::Error;
 use super::super::tokenizer::Tokenizer;
-use super::Options;
 use super::notes::{DEEPEST, Note, Task};
+use super::options::Options;
 use crate::runtime::units::{Tokens, as_index, from_index};
 
 /// The cut is sought this far below the bound, so that a line of padding has room.

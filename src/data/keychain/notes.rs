@@ -1,7 +1,7 @@
 //! The notes of a prompt: which place has which code, what leads where, and how deep each note lies.
 
 use super::super::order::Random;
-use super::{Depth, Options};
+use super::options::{Depth, KEYS_MAX, Options};
 use crate::runtime::units::{as_index, from_index};
 
 const DIRECTIONS: [&str; 16] = [
@@ -12,10 +12,8 @@ const PLACES: [&str; 16] = [
     "archive", "bridge", "cellar", "depot", "garden", "gate", "harbour", "kitchen", "library", "market", "mill",
     "office", "station", "tower", "vault", "workshop",
 ];
-/// Names in all; a prompt takes at most a quarter of them.
 const NAMES: usize = DIRECTIONS.len() * PLACES.len();
-/// Most notes of a prompt.
-pub(super) const KEYS_MAX: usize = NAMES / 4;
+const _: () = assert!(KEYS_MAX == NAMES / 4, "a prompt takes at most a quarter of the names");
 /// The depth behind the last line; depths are counted in thousandths of a percent.
 pub(super) const DEEPEST: u64 = 100_000;
 const PERCENT: u64 = 1_000;

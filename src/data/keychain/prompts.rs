@@ -13,7 +13,8 @@ use super::super::error::Error;
 use super::super::order::Random;
 use super::super::tokenizer::Tokenizer;
 use super::notes::{Task, depth_of, task};
-use super::{Options, fit};
+use super::fit;
+use super::options::Options;
 use crate::runtime::units::{Tokens, float, from_index};
 
 /// Longest passage that is searched for codes it holds by accident.
