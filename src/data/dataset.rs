@@ -12,13 +12,13 @@ use super::records;
 use super::tokenizer::Tokenizer;
 use crate::runtime::units::{Tokens, from_index};
 
-/// What was left out of prompts that are longer than the plan's.
+/// How much was left out of prompts longer than the plan's.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Cuts {
-    /// How many prompts were cut.
+    /// Prompts that were cut.
+    pub prompts_cut: usize,
+    /// Prompts in all.
     pub prompts: usize,
-    /// How many prompts there are.
-    pub of: usize,
     /// Most tokens left out of one prompt.
     pub tokens_max: Tokens,
     /// Tokens left out in all.
@@ -27,12 +27,12 @@ pub struct Cuts {
 
 impl fmt::Display for Cuts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Cuts { prompts, of, tokens_max, tokens } = self;
-        let (are, were) = if *prompts == 1 { ("is", "was") } else { ("are", "were") };
+        let Cuts { prompts_cut, prompts, tokens_max, tokens } = self;
+        let (are, were) = if *prompts_cut == 1 { ("is", "was") } else { ("are", "were") };
         write!(
             f,
-            "{prompts} of {of} prompts {are} longer than context.prompt_len and {were} cut as data.too_long says: {tokens} \
-             tokens left out, of one {tokens_max} at most"
+            "{prompts_cut} of {prompts} prompts {are} longer than context.prompt_len and {were} cut as data.too_long says: {tokens} \
+             tokens left out, at most {tokens_max} of one prompt"
         )
     }
 }
@@ -47,24 +47,24 @@ impl Dataset {
     /// Reads the JSON lines of `path`; `tokenizer` may be absent when every record carries ids.
     ///
     /// # Errors
-    /// Names file, line, field and numbers of the first record that breaks a limit (exit 3).
+    /// The first record that breaks a limit, with file, line, field and numbers (exit 3).
     pub fn open(path: &Path, tokenizer: Option<&Tokenizer>, limits: &Limits) -> Result<Dataset, Error> {
         records::read(path, tokenizer, limits).map(|groups| Dataset { groups })
     }
 
-    /// Groups that were made rather than read.
+    /// A dataset of groups that were not read from a file.
     #[must_use]
-    pub fn of(groups: Vec<Group>) -> Dataset {
+    pub fn from_groups(groups: Vec<Group>) -> Dataset {
         Dataset { groups }
     }
 
-    /// How many groups.
+    /// Number of groups.
     #[must_use]
     pub fn len(&self) -> usize {
         self.groups.len()
     }
 
-    /// Whether there is no group; never true of an opened file.
+    /// Whether there is no group; never true for an opened file.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.groups.is_empty()
@@ -79,15 +79,15 @@ impl Dataset {
         &self.groups[index]
     }
 
-    /// What was cut; `None` where every prompt is whole.
+    /// `None` if every prompt is whole.
     #[must_use]
     pub fn cuts(&self) -> Option<Cuts> {
         let cut: Vec<Tokens> = self.groups.iter().filter_map(|group| group.cut).collect();
         let tokens_max = cut.iter().copied().max()?;
-        Some(Cuts { prompts: cut.len(), of: self.len(), tokens_max, tokens: cut.into_iter().sum() })
+        Some(Cuts { prompts_cut: cut.len(), prompts: self.len(), tokens_max, tokens: cut.into_iter().sum() })
     }
 
-    /// SHA-256 in hexadecimal over all that a group has; equal exactly where the groups are.
+    /// SHA-256 in hexadecimal over every field of every group.
     #[must_use]
     pub fn digest(&self) -> String {
         let mut hash = Sha256::new();
@@ -118,7 +118,7 @@ impl Dataset {
     }
 }
 
-/// The same value with the keys of every object in order: the order in which they were written says nothing.
+/// The same value with the keys of every object sorted, so that their order in the file does not count.
 fn sorted(value: &Json) -> Json {
     match value {
         Json::Array(items) => items.iter().map(sorted).collect(),

@@ -10,10 +10,10 @@ use crate::runtime::units::Tokens;
 pub struct Answer {
     /// Token ids, at least one.
     pub ids: Vec<i64>,
-    /// Its reward, finite; `None` where the file gives none.
+    /// Finite; `None` if the file gives none.
     pub reward: Option<f64>,
-    /// For each id whether it takes part in the loss, at least one of them; `None`: every one does. What a tool said
-    /// within an answer is read and not trained.
+    /// For each id whether it takes part in the loss, at least one of them; `None`: all do. A tool's output inside an
+    /// answer, for instance, is read but not trained.
     pub mask: Option<Vec<bool>>,
 }
 
@@ -24,25 +24,25 @@ pub struct Group {
     pub name: String,
     /// Token ids of the prompt, at least one.
     pub prompt_ids: Vec<i64>,
-    /// The answers: as many as the limits say.
+    /// As many as the limits say.
     pub answers: Vec<Answer>,
-    /// What a reward may be judged by. `expected` is a text, a number, a boolean or a list of texts, `pattern` and
-    /// `question` are texts; other keys are free.
+    /// What reward functions read. `expected` is a text, a number, a boolean or a list of texts; `pattern` and `question`
+    /// are texts; other keys are free.
     pub reward_data: Map<String, Json>,
-    /// Tokens that were left out of a prompt that is longer than the plan's.
+    /// Tokens left out, if the prompt was longer than the plan's.
     pub cut: Option<Tokens>,
 }
 
-/// How many answers a record brings.
+/// How many answers each record must have.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Answers {
-    /// As many as a group has.
+    /// Exactly the group size.
     Given(usize),
-    /// Any number, also none: the policy answers for itself.
+    /// Any number, also none: the policy samples the answers.
     Sampled,
 }
 
-/// What every record must keep to.
+/// Limits that every record must keep to.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Longest prompt of the plan.
@@ -51,8 +51,8 @@ pub struct Limits {
     pub answer_len_max: Tokens,
     /// Ids are below this: rows of the model's embedding.
     pub vocab_size: u64,
-    /// How many answers a record brings.
+    /// How many answers each record must have.
     pub answers: Answers,
-    /// What to do with a longer prompt.
+    /// What to do with a prompt longer than `prompt_len_max`.
     pub too_long: TooLong,
 }

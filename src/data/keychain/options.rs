@@ -8,38 +8,38 @@ use crate::runtime::units::Tokens;
 /// Most notes of a prompt: a quarter of all names.
 pub(super) const KEYS_MAX: usize = 64;
 
-/// Where in the passages the notes lie that lead to the answer, in percent: 0 is before the first line, 100 behind the
-/// last. The code's own note goes evenly through this range, from the first prompt of a file to the last.
+/// Range of depths of the notes that lead to the answer, in percent of the passage: 0 is before the first line, 100
+/// after the last. The depth of the note with the code grows evenly over this range, from a file's first prompt to its last.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Depth {
-    /// The least deep.
+    /// Percent.
     pub from: u64,
-    /// The deepest, at most 100.
+    /// Percent, at most 100.
     pub to: u64,
 }
 
-/// What to make.
+/// Options of `data keychain`.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Folders of text; empty: those that stand on any Debian machine.
+    /// Folders of text; empty: the default folders of a Debian machine.
     pub folders: Vec<PathBuf>,
-    /// Tokens of a prompt, chat turns included: exactly so many.
+    /// Exact number of tokens of a prompt, chat turns included.
     pub prompt_tokens: Tokens,
     /// Prompts of `train.jsonl`, at least one.
     pub train: usize,
     /// Prompts of `held_out.jsonl`.
     pub held_out: usize,
-    /// Notes in a prompt: so many that each answer has a code of its own.
+    /// Notes in a prompt, at least enough to give each answer its own code.
     pub keys: usize,
-    /// Notes from the place that is asked for to its code, at least one.
+    /// Notes from the place in the question to its code, at least one.
     pub hops: usize,
-    /// Where they lie.
+    /// Depth of these notes.
     pub depth: Depth,
-    /// Answers of a prompt, one of them right; 0: none, for a policy that answers for itself.
+    /// Answers of a prompt, one of them right; 0 if the policy samples its own.
     pub answers: usize,
-    /// The code alone is asked for and answered, instead of a sentence.
+    /// Question and answers are about the code alone, instead of a sentence.
     pub short: bool,
-    /// Of everything random.
+    /// Seed of all random choices.
     pub seed: u64,
 }
 
@@ -61,7 +61,7 @@ impl Default for Options {
     }
 }
 
-/// Options that no text can mend.
+/// Refuses options that no text can satisfy.
 pub(super) fn check(options: &Options) -> Result<(), Error> {
     let refuse = |option, found: String, wanted: String| Err(Error::Option { option, found, wanted });
     let Options { train, answers, hops, keys, depth, .. } = options;
@@ -75,16 +75,15 @@ pub(super) fn check(options: &Options) -> Result<(), Error> {
     if !(1..=KEYS_MAX).contains(hops) {
         return refuse("hops", hops.to_string(), format!("from 1 to {KEYS_MAX}"));
     }
-    // Every note of a chain but its last is without a code.
+    // Only the last note of a chain has a code.
     let least = (*answers).max(1).saturating_add(hops - 1);
     if !(least..=KEYS_MAX).contains(keys) {
         let wanted = format!("from {least} (a code for each answer, and {} more hops) to {KEYS_MAX}", hops - 1);
         return refuse("keys", keys.to_string(), wanted);
     }
     if depth.from > depth.to || depth.to > 100 || (*hops > 1 && depth.from == depth.to) {
-        let wanted = "FROM..TO within 0..100, FROM before TO where there are several hops".to_owned();
+        let wanted = "FROM..TO within 0..100, FROM below TO if there are several hops".to_owned();
         return refuse("depth", format!("{}..{}", depth.from, depth.to), wanted);
     }
     Ok(())
 }
-
