@@ -9,128 +9,46 @@ use crate::runtime::failure::{Classified, Exit};
 
 /// What ends `data generate` before its end, or says at the end that it was for nothing.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each variant and field means")]
 pub enum Error {
-    /// Nobody has allowed that texts are sent.
     #[error(
         "data generate sends the given texts to the endpoint, and that is off: turn it on with --set \
          endpoint.usage.data_generation=true, or as data_generation under usage in settings.json (--dry-run counts \
          requests and tokens without it)"
     )]
     Off,
-    /// Several processes would each ask the service.
     #[error(
         "data generate is for one process: {variable} says that {tasks} were started, and each would ask the service; \
          start it without mpirun, or with `srun --ntasks=1`"
     )]
-    Several {
-        /// The launcher's variable.
-        variable: &'static str,
-        /// How many processes it names.
-        tasks: u64,
-    },
-    /// An option that cannot be met.
+    Several { variable: &'static str, tasks: u64 },
     #[error("data generate: {option} is {found}, it must be {wanted}")]
-    Option {
-        /// The option.
-        option: &'static str,
-        /// Its value.
-        found: u64,
-        /// What it may be.
-        wanted: String,
-    },
-    /// The operating system refused.
+    Option { option: &'static str, found: u64, wanted: String },
     #[error("{}: cannot {action}: {source}", file.display())]
-    Io {
-        /// The file or folder.
-        file: PathBuf,
-        /// What was tried.
-        action: &'static str,
-        /// The system's reason.
-        source: io::Error,
-    },
-    /// A file that was named is no text.
+    Io { file: PathBuf, action: &'static str, source: io::Error },
     #[error("{}: is no text (UTF-8 without control characters); convert it, or leave it out", file.display())]
-    NotText {
-        /// The file.
-        file: PathBuf,
-    },
-    /// No chunk comes out of what was named.
+    NotText { file: PathBuf },
     #[error("{places}: no text of at least {chars_min} characters stands there; name other files or folders")]
-    NoText {
-        /// What was named.
-        places: String,
-        /// Characters of a chunk, at least.
-        chars_min: usize,
-    },
-    /// More than is held in memory at once.
+    NoText { places: String, chars_min: usize },
     #[error("the texts are longer than {bytes_max} bytes together; name fewer files, in several runs")]
-    TooMuch {
-        /// The most that is read.
-        bytes_max: u64,
-    },
-    /// What stands there was begun with other options.
+    TooMuch { bytes_max: u64 },
     #[error(
         "{} was begun with other options ({differences}): give the same ones to go on, or another --out to begin anew",
         state.display()
     )]
-    OtherOptions {
-        /// The state file.
-        state: PathBuf,
-        /// Each with both values.
-        differences: String,
-    },
-    /// A result that no state belongs to would be overwritten.
+    OtherOptions { state: PathBuf, differences: String },
     #[error("{} is there, and {} is not: name another --out, or move it away", out.display(), state.display())]
-    NoState {
-        /// The result.
-        out: PathBuf,
-        /// Its state file.
-        state: PathBuf,
-    },
-    /// A state file that this version has not written.
+    NoState { out: PathBuf, state: PathBuf },
     #[error("{}, line {line}: is no state of data generate; name another --out", state.display())]
-    NotState {
-        /// The state file.
-        state: PathBuf,
-        /// Its line, from 1.
-        line: usize,
-    },
-    /// Another process writes there.
+    NotState { state: PathBuf, line: usize },
     #[error("another process is writing to {}; wait for it, or name another --out", state.display())]
-    Busy {
-        /// The state file.
-        state: PathBuf,
-    },
-    /// The service fails, and goes on failing.
+    Busy { state: PathBuf },
     #[error("the service failed {faults} times in a row, and no further request is sent: {last}")]
-    GivenUp {
-        /// Requests that failed since the last one that was answered.
-        faults: u64,
-        /// The last one's failure.
-        last: endpoint::Error,
-    },
-    /// More chunks failed than did not.
+    GivenUp { faults: u64, last: endpoint::Error },
     #[error("{failed} of {asked} chunks gave no question, most often ({count} times) because {why}; {}", advice(*unusable))]
-    MostFailed {
-        /// Chunks that gave none.
-        failed: u64,
-        /// Chunks that were asked about in this run.
-        asked: u64,
-        /// What was wrong most often.
-        why: String,
-        /// How often.
-        count: u64,
-        /// What it is, where it is the reply and not the service.
-        unusable: Option<Unusable>,
-    },
-    /// A signal asked for a stop.
+    MostFailed { failed: u64, asked: u64, why: String, count: u64, unusable: Option<Unusable> },
     #[error("asked to stop: {finished} of {chunks} chunks are finished; the same command goes on with the rest")]
-    Stopped {
-        /// Chunks that are finished.
-        finished: u64,
-        /// Chunks of the texts.
-        chunks: u64,
-    },
+    Stopped { finished: u64, chunks: u64 },
 }
 
 /// What may help against the fault that came most often.

@@ -7,35 +7,19 @@ use crate::runtime::failure::{Classified, Exit};
 
 /// Each is told in one line; none ends a run.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each variant and field means")]
 pub enum Error {
-    /// The operating system refused.
     #[error("{}: cannot {action}: {source}", file.display())]
-    Io {
-        /// The file.
-        file: PathBuf,
-        /// What was tried.
-        action: &'static str,
-        /// The system's reason.
-        source: io::Error,
-    },
-    /// The process is ended before an answer could come.
+    Io { file: PathBuf, action: &'static str, source: io::Error },
     #[error("only {seconds:.1} s are left, too little to ask")]
-    NoTime {
-        /// Seconds until the end.
-        seconds: f64,
-    },
-    /// A reply without text.
+    NoTime { seconds: f64 },
     #[error("the model's reply is empty")]
     Empty,
-    /// Nothing to look at.
     #[error(
         "{} holds no answer with a reward: only runs that sample answers (rollout.sample = true) have some to look at",
         file.display()
     )]
-    NoAnswers {
-        /// Where answers would stand.
-        file: PathBuf,
-    },
+    NoAnswers { file: PathBuf },
 }
 
 impl Classified for Error {
