@@ -140,7 +140,9 @@ fn list(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), Err
 fn text_of(file: &Path) -> Result<Option<String>, Error> {
     let bytes = fs::read(file).map_err(Error::io(file, "read it"))?;
     let text = String::from_utf8(bytes).ok().map(|text| text.trim_start_matches('\u{feff}').replace("\r\n", "\n"));
-    Ok(text.filter(|text| text.chars().all(|character| !character.is_control() || matches!(character, '\n' | '\t' | '\u{c}'))))
+    Ok(text.filter(|text| {
+        text.chars().all(|character| !character.is_control() || matches!(character, '\n' | '\t' | '\u{c}'))
+    }))
 }
 
 /// The text as pieces within the length bound; leaves out pieces that are too short.
@@ -191,7 +193,8 @@ fn middle(text: &str) -> usize {
         }
         at
     };
-    let (start, half, end) = (char_boundary(text.len() / 4), char_boundary(text.len() / 2), char_boundary(text.len() / 4 * 3));
+    let (start, half, end) =
+        (char_boundary(text.len() / 4), char_boundary(text.len() / 2), char_boundary(text.len() / 4 * 3));
     let nearest = |separator: &str| {
         let ends = text[start..end].match_indices(separator).map(|(at, found)| start + at + found.len());
         ends.min_by_key(|at| at.abs_diff(half))
