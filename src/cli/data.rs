@@ -140,7 +140,7 @@ pub(super) fn generate(config: ConfigFlags, flags: GenerateFlags) -> Result<Exit
     if !dry_run {
         generate::allow(&loaded.run, &environment)?;
     }
-    let ready = Ready::of(flags.options(), &loaded.run)?;
+    let ready = Ready::new(flags.options(), &loaded.run)?;
     say(&ready.estimate().text());
     if dry_run {
         print_summary(&ready.dry_run(), json);

@@ -5,6 +5,7 @@
 //! service before that is repeated.
 
 mod error;
+pub mod json;
 pub mod ping;
 mod redact;
 mod retry;

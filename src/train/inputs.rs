@@ -87,5 +87,5 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
         (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None, mask: None });
     let name = "random tokens".to_owned();
     let answers = answers.collect();
-    Dataset::of(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
+    Dataset::from_groups(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
 }
