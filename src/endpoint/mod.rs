@@ -5,6 +5,7 @@
 //! of every word of the service before a word is repeated.
 
 mod error;
+pub mod json;
 mod patience;
 pub mod ping;
 mod words;
