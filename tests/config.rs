@@ -355,34 +355,35 @@ fn later_sources_go_before_earlier_ones() {
 }
 
 /// The users' files with a gate's values in between.
-fn gate(gate: Gate, variables: &[(&str, &str)], flags: &[&str]) -> Result<Loaded, Error> {
+fn gate(name: &str, variables: &[(&str, &str)], flags: &[&str]) -> Result<Loaded, Error> {
+    let gate = Gate::named(name).expect("there is one");
     let files = folder(&[("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)]);
-    load_gate_in(files.path(), &Environment::of(variables.iter().copied()), &set(flags), gate)
+    load_gate_in(files.path(), &Environment::of(variables.iter().copied()), &set(flags), &gate)
 }
 
 #[test]
 fn each_gate_has_its_length_and_pages_at_every_scale() {
     let rows = [
-        (Gate::Short, 32_768, 384, 2),
-        (Gate::K128, 131_072, 1_920, 2),
-        (Gate::K256, 262_144, 3_968, 2),
-        (Gate::K512, 524_288, 8_064, 2),
-        (Gate::M1, 1_048_576, 16_256, 2),
-        (Gate::M2, 2_097_152, 32_640, 2),
-        (Gate::One, 2_097_152, 32_640, 1),
-        (Gate::Two, 2_097_152, 32_640, 2),
-        (Gate::Eight, 2_097_152, 32_640, 8),
-        (Gate::Online, 32_768, 384, 2),
+        ("gate2_32k", 32_768, 384, 2),
+        ("gate3_128k", 131_072, 1_920, 2),
+        ("gate3_256k", 262_144, 3_968, 2),
+        ("gate3_512k", 524_288, 8_064, 2),
+        ("gate3_1m", 1_048_576, 16_256, 2),
+        ("gate3_2m", 2_097_152, 32_640, 2),
+        ("gate4_g1", 2_097_152, 32_640, 1),
+        ("gate5_g2", 2_097_152, 32_640, 2),
+        ("gate6_g8", 2_097_152, 32_640, 8),
+        ("gate7_online", 32_768, 384, 2),
     ];
-    for (which, length, pages, group) in rows {
+    for (name, length, pages, group) in rows {
         for scale in [1, 8, 64] {
-            let Loaded { run, rank, .. } = gate(which, &[], &[&format!("gate.scale={scale}")]).expect("accepted");
+            let Loaded { run, rank, .. } = gate(name, &[], &[&format!("gate.scale={scale}")]).expect("accepted");
             let context = &run.context;
             assert_eq!((context.max_seq_len, context.answer_len), (Tokens(length / scale), Tokens(8192 / scale)));
             assert_eq!(context.prompt_len, Tokens((length - 8192) / scale));
-            assert_eq!((run.prompt_pages(), run.pages_per_rank(8)), (Pages(pages), Pages(pages / 8)), "{which:?}");
+            assert_eq!((run.prompt_pages(), run.pages_per_rank(8)), (Pages(pages), Pages(pages / 8)), "{name}");
             assert_eq!((run.grpo.group_size, run.optimizer.grad_accum), (group, 1));
-            assert_eq!(rank.dir, Path::new("runs/gates").join(which.name()));
+            assert_eq!(rank.dir, Path::new("runs/gates").join(name));
             // Each rank owns at least two pages in both its chunks.
             assert!(pages / 16 >= 2);
         }
@@ -390,29 +391,29 @@ fn each_gate_has_its_length_and_pages_at_every_scale() {
 }
 
 #[test]
-fn a_gate_goes_before_files_and_behind_variables_and_flags() {
-    let loaded = gate(Gate::Two, &[], &[]).expect("accepted");
+fn a_gate_overrides_files_and_is_overridden_by_variables_and_flags() {
+    let loaded = gate("gate5_g2", &[], &[]).expect("accepted");
     assert_eq!((loaded.run.grpo.gradient, loaded.run.run.steps), (Gradient::Response, 1));
     assert_eq!(loaded.run.context.cp_pages_per_gpu, None, "a file's count is of another length");
     let sources: Vec<String> = loaded.sources.iter().map(ToString::to_string).collect();
     assert!(sources.ends_with(&["built-in gates".into(), "built-in gate5_g2".into(), "built-in gate5_g2".into()]));
     let variables = [("LONGSTRAW_GRPO__GROUP_SIZE", "3"), ("LONGSTRAW_GRPO__GRADIENT", "exact")];
     let flags = ["grpo.group_size=4", "context.cp_pages_per_gpu=4080", "run.dir=elsewhere", "data.path=mine.jsonl"];
-    let Loaded { run, rank, .. } = gate(Gate::Two, &variables, &flags).expect("accepted");
+    let Loaded { run, rank, .. } = gate("gate5_g2", &variables, &flags).expect("accepted");
     assert_eq!((run.grpo.group_size, run.grpo.gradient), (4, Gradient::Exact));
     assert_eq!((rank.dir, run.data.path), (PathBuf::from("elsewhere"), Some(PathBuf::from("mine.jsonl"))));
-    assert_eq!(gate(Gate::One, &[], &[]).expect("accepted").run.grpo.reward_fn, RewardFn::only(RewardName::One));
-    let found = problems(gate(Gate::Two, &[], &["context.cp_pages_per_gpu=48"]));
+    assert_eq!(gate("gate4_g1", &[], &[]).expect("accepted").run.grpo.reward_fn, RewardFn::only(RewardName::One));
+    let found = problems(gate("gate5_g2", &[], &["context.cp_pages_per_gpu=48"]));
     assert_eq!(found.len(), 1);
     assert!(found[0].contains("context.cp_pages_per_gpu should be 4080"), "{found:?}");
 }
 
 #[test]
 fn a_scale_that_does_not_divide_every_length_is_refused_with_one_that_does() {
-    let found = problems(gate(Gate::Short, &[], &["gate.scale=100"]));
+    let found = problems(gate("gate2_32k", &[], &["gate.scale=100"]));
     assert_eq!(found.len(), 1);
     assert!(found[0].starts_with("--set: gate.scale should be 64: it divides max_seq_len 32768"), "{found:?}");
-    assert!(problems(gate(Gate::Short, &[], &["gate.scale=0"]))[0].contains("gate.scale should be at least 1"));
+    assert!(problems(gate("gate2_32k", &[], &["gate.scale=0"]))[0].contains("gate.scale should be at least 1"));
     // A run that is no gate is not scaled.
     assert_eq!(users(&["gate.scale=64"]).expect("accepted").run.context.page_size, Tokens(64));
 }
@@ -694,7 +695,7 @@ fn a_number_larger_than_anything_can_be_is_refused_at_once_with_its_limit() {
     let said = problems(users(&[&format!("parallel.cp_size={ranks}"), &format!("parallel.ep_size={}", ranks / 2)]));
     assert!(said.iter().any(|problem| problem.contains("parallel.ep_size should be 1: it divides")), "{said:?}");
     let said =
-        gate(Gate::Short, &[], &[&format!("gate.scale={}", i64::MAX), &format!("context.page_size={}", 1_u64 << 40)]);
+        gate("gate2_32k", &[], &[&format!("gate.scale={}", i64::MAX), &format!("context.page_size={}", 1_u64 << 40)]);
     assert!(problems(said).iter().any(|problem| problem.contains("gate.scale should be 8192: it divides")));
 }
 

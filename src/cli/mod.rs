@@ -23,8 +23,8 @@ use longstraw::tools::review::{self, Ended};
 use longstraw::train;
 use longstraw::world::{Launcher, World, heed_signals, time_left};
 
-use arguments::gate_name;
 pub(crate) use arguments::hoist;
+use arguments::{gate_name, gate_names};
 use data::{DataVerb, generate, keychain};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 use page::{ReportFlags, report};
@@ -79,12 +79,11 @@ enum Verb {
         #[arg(long)]
         resume: bool,
     },
-    /// A validation run that is held to checks and leaves a receipt; each gate runs behind the one below it
+    /// A validation run that is held to checks and leaves a receipt; each gate runs after another one has passed
     Gate {
-        /// From `gate1_key`, `gate2_32k` and `gate3_128k` … `gate3_2m` to `gate4_g1`, `gate5_g2`, `gate6_g8` and `gate7_online`
-        #[arg(value_name = "NAME", value_parser = gate_name)]
+        #[arg(value_name = "NAME", value_parser = gate_name, help = format!("One of {}", gate_names()))]
         gate: Gate,
-        /// Run although the gate below has not passed (`LONGSTRAW_FORCE=1` does the same)
+        /// Run although the gate before has not passed (`LONGSTRAW_FORCE=1` does the same)
         #[arg(long)]
         force: bool,
         /// Print the receipt as one JSON object
@@ -154,8 +153,8 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> Result<Exit, Failure> {
     }
     match verb {
         Verb::Train { json, resume } => train(config, resume, json),
-        Verb::Gate { gate: Gate::Key, json, .. } => key_gate(config, json),
-        Verb::Gate { gate, force, json } => pass(config, gate, force, json),
+        Verb::Gate { gate, json, .. } if gate.is_endpoint() => key_gate(config, &gate, json),
+        Verb::Gate { gate, force, json } => pass(config, &gate, force, json),
         Verb::Plan(flags) => plan(config, &flags),
         Verb::Ping { json } => ping(config, json),
         Verb::Doctor { json } => Ok(doctor(config, json)),
@@ -253,7 +252,7 @@ fn review(loaded: &Loaded, environment: &Environment, world: &World, ended: Ende
 }
 
 /// Signals end a gate at once: it has nothing to save, and is run again from its start.
-fn pass(flags: ConfigFlags, gate: Gate, force: bool, json: bool) -> Result<Exit, Failure> {
+fn pass(flags: ConfigFlags, gate: &Gate, force: bool, json: bool) -> Result<Exit, Failure> {
     heed_signals()?;
     let environment = Environment::process();
     let mut world = world(&environment)?;

@@ -1,7 +1,7 @@
-//! The tables of the configuration as plain structs: what the rest of the program reads.
+//! The tables of the configuration as plain structs, for the rest of the program.
 //!
-//! Every field is set: defaults come from `configs/default.toml`, never from Rust code. The meaning of a key stands there
-//! and in `docs/configuration.md`; here stand types and units.
+//! Every field is set: defaults come from `configs/default.toml`, never from Rust code. That file and
+//! `docs/configuration.md` explain the keys; these structs give types and units.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ pub struct ParallelConfig {
     pub pp_size: u64,
 }
 
-/// `[context]`: lengths.
+/// `[context]`: lengths in positions.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct ContextConfig {
@@ -74,7 +74,7 @@ pub struct MemoryConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerConfig {
-    /// Which optimizer.
+    /// The update rule.
     pub name: OptimizerName,
     /// Learning rate at the top of the schedule.
     pub lr: f64,
@@ -119,7 +119,7 @@ pub struct GrpoConfig {
     pub constant_divisor: Option<f64>,
     /// Divides logits before every softmax.
     pub temperature: f64,
-    /// Updates made from one set of frozen scores.
+    /// Updates from one set of frozen scores.
     pub updates_per_group: u64,
 }
 
@@ -150,9 +150,9 @@ pub struct ModelConfig {
     pub dtype: Dtype,
     /// How the frozen weights are held.
     pub weights: Weights,
-    /// Random weights in place of the checkpoint's.
+    /// Random weights instead of the checkpoint's.
     pub random_init: bool,
-    /// Rotary scaling in place of the checkpoint's, with the keys of its config.json.
+    /// Rotary scaling instead of the checkpoint's, with the keys of its config.json.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<BTreeMap<String, serde_json::Value>>,
 }
@@ -167,7 +167,7 @@ pub struct DataConfig {
     /// JSON lines that are only evaluated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held_out: Option<PathBuf>,
-    /// Prompts come in an order drawn from the seed.
+    /// Prompts are shuffled with the seed in each epoch.
     pub shuffle: bool,
     /// What to do with a prompt that is longer than the plan's.
     pub too_long: TooLong,
@@ -177,13 +177,13 @@ pub struct DataConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunTable {
-    /// Starting point of every random draw.
+    /// Seed of all random numbers.
     pub seed: u64,
-    /// Updates.
+    /// Updates of the run.
     pub steps: u64,
     /// Where the model computes.
     pub device: DeviceChoice,
-    /// Whether tensors go from GPU to GPU without the host between.
+    /// Whether tensors go from GPU to GPU without passing through the host.
     pub direct: When,
     /// Kernels that repeat bit for bit on a GPU.
     pub deterministic: bool,
@@ -195,31 +195,31 @@ pub struct RunTable {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct RolloutConfig {
-    /// The policy answers for itself; otherwise answers come with the data.
+    /// The policy samples the answers; otherwise they come with the data.
     pub sample: bool,
     /// Tokens of an answer, its end included; absent: `context.answer_len`. Read it through
     /// [`super::RunConfig::sampled_len`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_tokens: Option<Tokens>,
-    /// The most probable tokens that together have this probability are drawn from; 1: all.
+    /// Tokens are sampled from the most probable ones that together have this probability; 1: from all.
     pub top_p: f64,
-    /// So many of the most probable tokens are drawn from; 0: all.
+    /// Tokens are sampled from this many of the most probable ones; 0: from all.
     pub top_k: u64,
-    /// Whether all layers' pages lie on the device while answers are drawn.
+    /// Whether the pages of all layers are on the device while answers are sampled.
     pub pages_on_device: When,
-    /// The most seconds that a token may take by the plan's prediction.
+    /// The longest predicted time of a token, in seconds.
     pub token_sec_max: f64,
-    /// Largest difference between a sampled token's log-probability and its score that is not warned of; absent: by the
+    /// Largest difference between the log-probability of a sampled token and its score without a warning; absent: by the
     /// model's dtype.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gap_warn: Option<f64>,
 }
 
-/// `[reward]`: scoring of answers; `grpo.reward_fn` says which of it is used.
+/// `[reward]`: settings of the rewards that `grpo.reward_fn` names.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct RewardConfig {
-    /// Only what follows the last of these texts in an answer is scored; absent: all of it.
+    /// Only the part of an answer after the last occurrence of this text is scored; absent: all of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub after: Option<String>,
     /// Pattern of the reward `regex`, where a record has none of its own.
@@ -234,7 +234,7 @@ pub struct RewardConfig {
     /// Program and arguments of the reward `command`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub command: Option<Vec<String>>,
-    /// Seconds that it may take for a group.
+    /// Seconds that the program may take.
     pub command_sec: u64,
     /// File with the rubric of the reward `judge`; absent: a general one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -243,7 +243,7 @@ pub struct RewardConfig {
     pub judge_scale: [f64; 2],
     /// Tokens of a judge's reply, at most.
     pub judge_tokens: u64,
-    /// Requests that are under way at one time.
+    /// Requests at one time.
     pub judge_parallel: u64,
     /// The largest share of an update's answers without a reward that does not stop the run.
     pub missing_share_max: f64,
@@ -253,9 +253,9 @@ pub struct RewardConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct CheckpointConfig {
-    /// Updates between two checkpoints; 0: one at the end only.
+    /// Updates between two checkpoints; 0: only when a run is asked to stop.
     pub every: u64,
-    /// Complete checkpoints that stay.
+    /// Complete checkpoints that are kept.
     pub keep: u64,
 }
 
@@ -267,7 +267,7 @@ pub struct GateConfig {
     pub scale: u64,
 }
 
-/// `[endpoint]`, the keys of settings.json: the service that judges answers. The key is not here: see
+/// `[endpoint]`, the keys of settings.json: the service that judges answers. The secret key is not here: see
 /// [`super::Environment::api_key`].
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -277,7 +277,7 @@ pub struct EndpointConfig {
     pub api_base: Option<String>,
     /// Name of the environment variable that holds the key.
     pub api_key_env: String,
-    /// The model that is asked.
+    /// The model that replies.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_model: Option<String>,
     /// Seconds one request may take.
@@ -296,9 +296,9 @@ pub struct EndpointConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EndpointPaths {
-    /// Messages.
+    /// Path of messages.
     pub chat: String,
-    /// The list of models.
+    /// Path of the list of models.
     pub models: String,
 }
 

@@ -1,4 +1,4 @@
-//! Rewards that are rules: what an answer says, compared with what its record expects.
+//! The text of an answer, compared with what its record expects.
 //!
 //! Texts are compared without blanks around them, and every run of blanks within counts as one space. Letters are
 //! compared as they are.
@@ -8,7 +8,7 @@ use std::slice;
 use regex::Regex;
 use serde_json::{Map, Value};
 
-use super::Error;
+use super::error::Error;
 use crate::config::RewardName;
 use crate::runtime::units::float;
 
@@ -40,6 +40,11 @@ pub(super) fn expected<'a>(
     Ok(all)
 }
 
+/// The configuration's pattern.
+pub(super) fn common_pattern(text: &str) -> Result<Regex, Error> {
+    Regex::new(text).map_err(|error| Error::Pattern { pattern: text.to_owned(), reason: reason(&error) })
+}
+
 /// The pattern for a record: its own, else the configuration's.
 pub(super) fn pattern(record: &str, data: &Map<String, Value>, common: Option<&Regex>) -> Result<Regex, Error> {
     let wrong = |pattern: String, reason| Error::RecordPattern { record: record.to_owned(), pattern, reason };
@@ -51,22 +56,16 @@ pub(super) fn pattern(record: &str, data: &Map<String, Value>, common: Option<&R
 }
 
 /// A pattern's fault on one line, without the drawing above it.
-pub(super) fn reason(error: &regex::Error) -> String {
+fn reason(error: &regex::Error) -> String {
     let words = error.to_string();
     let last = words.lines().last().unwrap_or_default();
     last.trim_start_matches("error: ").to_owned()
 }
 
-/// Whether the answer is one of `expected`.
-pub(super) fn is_exactly(text: &str, expected: &[Value]) -> bool {
+/// Whether `holds` of the answer and one of `expected`, both with even blanks.
+pub(super) fn any(text: &str, expected: &[Value], holds: impl Fn(&str, &str) -> bool) -> bool {
     let text = even(text);
-    expected.iter().any(|value| even(&plain(value)) == text)
-}
-
-/// Whether one of `expected` stands in the answer.
-pub(super) fn holds(text: &str, expected: &[Value]) -> bool {
-    let text = even(text);
-    expected.iter().any(|value| stands_in(&text, &even(&plain(value))))
+    expected.iter().any(|value| holds(&text, &even(&plain(value))))
 }
 
 /// Whether the field at the dotted `path` of the answer, one JSON object, is one of `expected`. A code fence around the
@@ -121,14 +120,14 @@ fn unfenced(text: &str) -> &str {
 }
 
 /// Whether `part` stands in `text`; a number only where it is a whole one.
-fn stands_in(text: &str, part: &str) -> bool {
+pub(super) fn stands_in(text: &str, part: &str) -> bool {
     let (first, last) = (part.starts_with(is_digit), part.ends_with(is_digit));
     if !(is_number(part) && last) {
         return text.contains(part);
     }
     text.match_indices(part).any(|(start, _)| {
-        let (before, behind) = (&text[..start], &text[start + part.len()..]);
-        !(first && goes_on_before(before, part) || goes_on_behind(behind))
+        let (before, after) = (&text[..start], &text[start + part.len()..]);
+        !(first && goes_on_before(before, part) || goes_on_after(after))
     })
 }
 
@@ -157,12 +156,12 @@ fn goes_on_before(before: &str, part: &str) -> bool {
     }
 }
 
-/// Whether a number goes on in `behind`: with a digit, a point and a digit, or a comma and exactly three digits.
-fn goes_on_behind(behind: &str) -> bool {
+/// Whether a number goes on in `after`: with a digit, a point and a digit, or a comma and exactly three digits.
+fn goes_on_after(after: &str) -> bool {
     let digits = |text: &str| text.chars().take_while(|c| is_digit(*c)).count();
-    match behind.chars().next() {
-        Some('.') => digits(&behind[1..]) > 0,
-        Some(',') => digits(&behind[1..]) == 3,
+    match after.chars().next() {
+        Some('.') => digits(&after[1..]) > 0,
+        Some(',') => digits(&after[1..]) == 3,
         first => first.is_some_and(is_digit),
     }
 }
@@ -172,6 +171,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    fn is_exactly(text: &str, expected: &[Value]) -> bool {
+        any(text, expected, |answer, value| answer == value)
+    }
 
     fn values(expected: &Value) -> Vec<Value> {
         let data = json!({ "expected": expected });
@@ -199,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_text_is_held_anywhere_and_a_number_only_whole() {
-        let holds = |text: &str, expected: Value| super::holds(text, &values(&expected));
+        let holds = |text: &str, expected: Value| any(text, &values(&expected), stands_in);
         assert!(holds("it is New \n York.", json!("New York")) && !holds("it is Newark", json!("New York")));
         assert!(holds("category", json!("cat")), "a text may be part of a word");
         for text in ["42", "is 42.", "(42)", "x=42,", "a-42", "41,42,43", "42.\n", "42km", "v42", "42-7", "42, 7"] {

@@ -96,7 +96,7 @@ fn the_first_rungs_pass_in_order_and_in_no_other() {
     another_thing_is_refused(&room);
 }
 
-/// Behind a passed `gate3_128k`: another model, adapter, scale or world is another thing.
+/// After a passed `gate3_128k`: another model, adapter, scale or world is another thing.
 fn another_thing_is_refused(room: &Room) {
     let model = format!("model.path={}", case("qwen3").display());
     for (set, words) in [
@@ -127,7 +127,7 @@ fn a_forced_gate_says_so_and_what_it_could_not_compare() {
     room.run(&Call { ranks: 2, program: LONGSTRAW, arguments: &arguments, variables: &variables })
         .ended(0, &["as asked"]);
     assert_eq!(room.read_json("runs/gates/gate3_128k/receipt.earlier.json"), forced);
-    // Forcing is no crutch for the next one: it stands in order behind a passed one.
+    // Forcing changes nothing for the next one: it stands in order after a passed one.
     gate(&room, "gate3_256k", &["--force"], &SHORT).ended(0, &["gate3_128k passed out of order: it was forced"]);
     assert_eq!(passed(&room, "gate3_256k")["forced"], false);
 }
@@ -152,7 +152,7 @@ fn the_ladder_is_climbed_in_exact_too_and_a_comparison_that_cannot_be_made_fails
     let three = passed(&room, "gate3_128k");
     assert_eq!((&three["gradient"], &three["not_checked"]), (&json!("exact"), &json!([])));
     assert!(checks(&three, true).contains(&"device_growth"), "{three}");
-    gate(&room, "gate3_256k", &[], &SHORT).ended(8, &["compared: this gate is about what it adds to the one below"]);
+    gate(&room, "gate3_256k", &[], &SHORT).ended(8, &["compared: this gate is about what it adds to an earlier one"]);
     let other = receipt(&room, "gate3_256k");
     assert_eq!((checks(&other, false), &other["forced"]), (vec!["compared"], &json!(false)));
     let found = other["checks"].as_array().unwrap().iter().find(|check| check["name"] == "compared").unwrap();

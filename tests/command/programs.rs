@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, RewardFn, RewardName, RunConfig};
-use longstraw::reward::{Asked, Rewarded, Scorer};
+use longstraw::reward::{Candidate, Rewarded, Scorer};
 use longstraw::runtime::failure::Exit;
 use serde_json::{Value, json};
 
@@ -34,7 +34,7 @@ impl Scripted {
         let scorer = Scorer::open(&self.config, &Environment::default()).unwrap();
         let data = json!({ "expected": "7" });
         let reward_data = data.as_object().unwrap();
-        let asked = texts.iter().enumerate().map(|(answer, text)| Asked {
+        let asked = texts.iter().enumerate().map(|(answer, text)| Candidate {
             prompt: "one",
             answer,
             text,
@@ -190,7 +190,7 @@ fn a_program_that_cannot_be_started_ends_the_run() {
     let mut scripted = Scripted::of("print(1)");
     let file = scripted.room.path().join("score.sh");
     let data = json!({});
-    let asked = Asked {
+    let asked = Candidate {
         prompt: "one",
         answer: 0,
         text: "",

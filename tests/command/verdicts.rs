@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, RewardFn, RewardName, RunConfig};
-use longstraw::reward::{Asked, Rewarded, Scorer};
+use longstraw::reward::{Candidate, Rewarded, Scorer};
 use longstraw::runtime::failure::{Exit, Failure};
 use serde_json::{Value, json};
 
@@ -27,8 +27,8 @@ fn judge(base: &str) -> Scorer {
 fn score(scorer: &Scorer, answers: usize) -> (Result<Vec<Rewarded>, Failure>, usize) {
     let data = json!({ "question": "Where is it?", "expected": "Rome" });
     let reward_data = data.as_object().unwrap();
-    let asked: Vec<Asked<'_>> = (0..answers)
-        .map(|answer| Asked {
+    let asked: Vec<Candidate<'_>> = (0..answers)
+        .map(|answer| Candidate {
             prompt: "the-record",
             answer,
             text: "It is in Rome.",
@@ -99,7 +99,7 @@ fn a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_missing() {
     ]);
     let service = Service::of(vec![replied("hm"), good()]);
     assert_eq!(outcome(&service.base(), Some(&service)).0, Ok(700));
-    assert!(service.heard()[1].contains("An earlier reply to this has no score that can be told."));
+    assert!(service.heard()[1].contains("An earlier reply to this has no score that can be recognised."));
 }
 
 #[test]
@@ -173,7 +173,7 @@ fn an_answer_that_waits_as_the_service_asks_holds_up_no_other() {
     let scorer = judge(&service.base());
     let data = json!({});
     let reward_data = data.as_object().unwrap();
-    let asked = |answer| Asked {
+    let asked = |answer| Candidate {
         prompt: "one",
         answer,
         text: "",
@@ -210,5 +210,5 @@ fn a_key_that_a_judge_repeats_is_not_repeated() {
     let service = Service::of(vec![replied(&format!("What is {SENTINEL} for?"))]);
     let (told, words, _) = outcome(&service.base(), Some(&service));
     assert_eq!(told, Err("reply_unclear"));
-    assert_eq!(words, "the judge's reply has no score that can be told: \"What is [secret] for?\"");
+    assert_eq!(words, "the judge's reply has no score that can be recognised: \"What is [secret] for?\"");
 }

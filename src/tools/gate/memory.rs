@@ -164,7 +164,7 @@ pub(super) fn beside_the_guide(receipt: &Receipt) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::checks::tests::{failed, good};
+    use super::super::fixture::{failed, good};
     use super::*;
     use crate::runtime::units::Tokens;
 
