@@ -98,7 +98,7 @@ fn without_a_model_the_error_says_how_to_set_one() {
 }
 
 #[test]
-fn a_page_count_that_does_not_match_gets_the_right_one() {
+fn a_wrong_page_count_is_refused_with_the_correct_count() {
     let found = with_line("cp_pages_per_gpu = 4080", "cp_pages_per_gpu = 4000");
     assert_eq!(found.len(), 1);
     assert!(found[0].starts_with("config.toml: "), "{found:?}");
@@ -106,7 +106,7 @@ fn a_page_count_that_does_not_match_gets_the_right_one() {
 }
 
 #[test]
-fn every_wrong_value_is_refused_with_the_right_one() {
+fn every_wrong_value_is_refused_with_the_correct_value() {
     for (flag, right) in [
         ("parallel.tp_size=2", "parallel.tp_size should be 1: "),
         ("parallel.pp_size=4", "parallel.pp_size should be 1: "),
@@ -145,7 +145,7 @@ fn every_wrong_value_is_refused_with_the_right_one() {
         ("model.weights=fp8", "model.weights should be \"checkpoint\": this build does not hold weights in fp8 yet"),
         ("model.path=", "model.path should be a text that is not empty, not an empty text"),
         ("lora.rank=0", "lora.rank should be at least 1"),
-        ("lora.targets=q_proj,q_proj", "lora.targets should be without repetition: q_proj stands in it twice"),
+        ("lora.targets=q_proj,q_proj", "lora.targets should be without repetition: q_proj is in it twice"),
         ("checkpoint.keep=0", "checkpoint.keep should be at least 1"),
         ("endpoint.max_retries=40", "endpoint.max_retries should be 11 or less"),
         ("endpoint.api_base=example.com", "endpoint.api_base should be an address"),
@@ -156,7 +156,7 @@ fn every_wrong_value_is_refused_with_the_right_one() {
 }
 
 #[test]
-fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_right_one() {
+fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_correct_value() {
     for (flag, right) in [
         ("grpo.reward_fn=jury", "or \"judge\", or a list of { name, weight }, not \"jury\""),
         ("grpo.reward_fn=[]", "grpo.reward_fn should be \"synthetic\", \"data\","),
@@ -171,7 +171,7 @@ fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_right_one()
         ),
         (
             "grpo.reward_fn=[{ name = \"regex\", weight = 1.0 }, { name = \"regex\", weight = 2.0 }]",
-            "grpo.reward_fn should be without repetition: regex stands in it twice",
+            "grpo.reward_fn should be without repetition: regex is in it twice",
         ),
         ("grpo.reward_fn=judge", "data.path should be set to a file of JSON lines: grpo.reward_fn = \"judge\" takes"),
         ("grpo.reward_fn=json_field", "reward.field should be set to a field"),
@@ -239,7 +239,7 @@ fn all_problems_are_listed_at_once_and_none_twice() {
         "config.toml: unknown key optimizer.learning_rate; the nearest known one is ",
         "config.toml: context.cp_pages_per_gpu should be 4080",
         "config.toml: grpo.group_size should be at least 1",
-        "config.toml: grpo.lr stands in the wrong place: it belongs under [optimizer]",
+        "config.toml: grpo.lr is in the wrong place: it belongs under [optimizer]",
         "config.toml: unknown table gprop; the nearest known name is grpo",
         "settings.json: unknown key timeout; the nearest known one is timeout_sec",
         "environment: unknown key LONGSTRAW_RUN__SEEDS; the nearest known one is LONGSTRAW_RUN__SEED",
@@ -280,37 +280,34 @@ fn an_unknown_key_is_an_error_in_every_table_and_names_the_nearest() {
 }
 
 #[test]
-fn a_misplaced_key_is_sent_to_its_table_in_the_words_of_its_source() {
+fn a_misplaced_key_is_refused_with_its_table_as_its_source_spells_it() {
     let laptop = |flag: &str| problems(load(&[], &[], &[flag]));
     assert_eq!(
         laptop("group_size=2"),
-        ["--set: group_size stands in the wrong place: it is spelt --set grpo.group_size=VALUE"]
+        ["--set: group_size is in the wrong place: it is spelt --set grpo.group_size=VALUE"]
     );
     let found = problems(load(&[], &[("LONGSTRAW_LR", "1")], &[]));
-    assert_eq!(found, ["environment: LONGSTRAW_LR stands in the wrong place: it is spelt LONGSTRAW_OPTIMIZER__LR"]);
+    assert_eq!(found, ["environment: LONGSTRAW_LR is in the wrong place: it is spelt LONGSTRAW_OPTIMIZER__LR"]);
     let found = with_line("[optimizer]", "timeout_sec = 3\n[optimizer]");
     assert_eq!(
         found,
-        ["config.toml: memory.timeout_sec stands in the wrong place: \
+        ["config.toml: memory.timeout_sec is in the wrong place: \
           it belongs into settings.json or under [endpoint]"]
     );
     for (key, home) in [
-        ("\"lr\": 1", "lr stands in the wrong place: it belongs under [optimizer] of config.toml"),
-        ("\"chat\": \"/x\"", "chat stands in the wrong place: it belongs under \"endpoints\""),
-        ("\"endpoint\": {}", "endpoint stands in the wrong place: it is left out here: its keys stand without it"),
-        ("\"grpo\": {}", "grpo stands in the wrong place: it belongs into config.toml, as [grpo]"),
-        (
-            "\"usage\": { \"max_retries\": 1 }",
-            "usage.max_retries stands in the wrong place: it belongs to the top level",
-        ),
+        ("\"lr\": 1", "lr is in the wrong place: it belongs under [optimizer] of config.toml"),
+        ("\"chat\": \"/x\"", "chat is in the wrong place: it belongs under \"endpoints\""),
+        ("\"endpoint\": {}", "endpoint is in the wrong place: it is left out here: its keys need no table"),
+        ("\"grpo\": {}", "grpo is in the wrong place: it belongs into config.toml, as [grpo]"),
+        ("\"usage\": { \"max_retries\": 1 }", "usage.max_retries is in the wrong place: it belongs to the top level"),
     ] {
         let found = problems(load(&[("settings.json", &format!("{{ {key} }}"))], &[], &[]));
         assert_eq!(found, [format!("settings.json: {home}")]);
     }
     let found = with_line("[parallel]", "lr = 1e-5\n[parallel]");
-    assert_eq!(found, ["config.toml: lr stands in the wrong place: it belongs under [optimizer]"]);
+    assert_eq!(found, ["config.toml: lr is in the wrong place: it belongs under [optimizer]"]);
     let found = with_line("[parallel]", "[grpo.lora]\nrank = 8\n[parallel]");
-    assert_eq!(found, ["config.toml: grpo.lora stands in the wrong place: it is a table at the top level, [lora]"]);
+    assert_eq!(found, ["config.toml: grpo.lora is in the wrong place: it is a table at the top level, [lora]"]);
 }
 
 #[test]
@@ -327,7 +324,7 @@ fn lengths_and_group_size_have_no_defaults() {
 }
 
 #[test]
-fn later_sources_go_before_earlier_ones() {
+fn later_sources_override_earlier_ones() {
     let files = [("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)];
     let variables = [
         ("LONGSTRAW_GRPO__GROUP_SIZE", "4"),
@@ -429,7 +426,7 @@ fn a_value_that_is_a_table_is_replaced_whole() {
 }
 
 #[test]
-fn named_files_and_run_dir_go_before_the_usual_ones() {
+fn named_files_and_run_dir_override_the_usual_ones() {
     let folder = folder(&[("config.toml", "nonsense"), ("mine.toml", USERS_CONFIG), ("mine.json", USERS_SETTINGS)]);
     let overrides = Overrides {
         config: Some(folder.path().join("mine.toml")),
@@ -585,7 +582,7 @@ fn other_value(value: &serde_json::Value) -> serde_json::Value {
 }
 
 #[test]
-fn answers_are_drawn_from_pages_only_and_the_judge_is_asked_only_where_that_is_wanted() {
+fn answers_are_sampled_from_pages_only_and_the_judge_needs_its_switch() {
     let found = problems(load(&[], &[], &["memory.prompt_no_grad=false"]));
     assert!(found.iter().any(|p| p.contains("rollout.sample should be false")), "{found:?}");
     let found = problems(load(&[], &[], &["grpo.reward_fn=data"]));
@@ -625,7 +622,7 @@ fn a_group_of_one_is_a_note_and_no_refusal() {
 }
 
 #[test]
-fn the_default_file_lacks_nothing_but_the_required_keys() {
+fn the_default_file_gives_every_key_but_the_required_ones() {
     let found = problems(load(&[("config.toml", DEFAULT_TOML)], &[], &[]));
     assert_eq!(found.len(), 4, "{found:?}");
     let uncommented: String = DEFAULT_TOML
@@ -637,7 +634,7 @@ fn the_default_file_lacks_nothing_but_the_required_keys() {
 }
 
 #[test]
-fn a_wrong_key_hides_no_fault_of_the_key_that_it_resembles() {
+fn a_wrong_key_hides_no_fault_of_the_nearest_key() {
     let found = with_line("lr = 1e-5", "lr = -1.0\nlrr = 1e-5");
     assert_eq!(found.len(), 2, "{found:?}");
     assert!(found.iter().any(|p| p.contains("unknown key optimizer.lrr")), "{found:?}");
@@ -665,7 +662,7 @@ fn duplicate_keys_in_settings_are_refused() {
 }
 
 #[test]
-fn settings_that_are_no_object_are_refused_without_showing_them() {
+fn settings_that_are_no_object_are_refused_and_not_shown() {
     for text in [format!("\"{SENTINEL}\""), format!("[\"{SENTINEL}\"]"), String::new()] {
         let found = problems(load(&[("settings.json", &text)], &[], &[]));
         assert!(found.len() == 1 && found[0].starts_with("settings.json: line "), "{found:?}");
@@ -674,7 +671,7 @@ fn settings_that_are_no_object_are_refused_without_showing_them() {
 }
 
 #[test]
-fn a_number_larger_than_anything_can_be_is_refused_at_once_with_its_limit() {
+fn a_number_beyond_its_limit_is_refused_with_the_limit() {
     for (key, limit) in [
         ("context.prompt_len", 1_u64 << 40),
         ("context.answer_len", 1 << 40),
@@ -700,7 +697,7 @@ fn a_number_larger_than_anything_can_be_is_refused_at_once_with_its_limit() {
 }
 
 #[test]
-fn a_name_is_repeated_in_bounded_length_and_without_what_a_terminal_would_obey() {
+fn a_name_is_repeated_in_bounded_length_and_without_control_characters() {
     // Nested as deep as it is dotted, it overflowed the stack.
     let said = problems(users(&[&format!("{}lr=1", "a.".repeat(60_000))]));
     assert!(said[0].starts_with("--set: unknown key a.a.a.") && said[0].len() < 400, "{}", said[0].len());
@@ -713,7 +710,7 @@ fn a_name_is_repeated_in_bounded_length_and_without_what_a_terminal_would_obey()
 
 /// `nan` in a table that is handed on became a `null` there, and the resolved file could not be written.
 #[test]
-fn a_rope_scaling_of_what_is_not_finite_is_refused() {
+fn a_rope_scaling_that_is_not_finite_is_refused() {
     let said = problems(users(&["model.rope_scaling={ rope_type = \"yarn\", factor = [1.0, inf] }"]));
     assert_eq!(said, ["--set: model.rope_scaling should be of finite numbers: nan and inf stretch nothing"]);
 }

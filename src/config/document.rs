@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_with_a_default_stands_in_the_default_file_and_one_without_only_as_an_example() {
+    fn the_default_file_gives_keys_with_a_default_and_shows_the_others_as_examples() {
         for (path, key) in schema::keys() {
             let (table, name) = path.rsplit_once('.').expect("a key stands in a table");
             let sections = sections(DEFAULT_TOML);

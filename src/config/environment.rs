@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mpirun_speaks_before_slurm_and_words_are_no_numbers() {
+    fn mpirun_overrides_slurm_and_words_are_no_numbers() {
         let both = Environment::of([("OMPI_COMM_WORLD_SIZE", "8"), ("SLURM_STEP_NUM_TASKS", "2")]);
         assert_eq!(both.launcher_tasks(), Some(LauncherTasks { variable: "OMPI_COMM_WORLD_SIZE", tasks: 8 }));
         let slurm = Environment::of([("OMPI_COMM_WORLD_SIZE", "many"), ("SLURM_STEP_NUM_TASKS", "2")]);

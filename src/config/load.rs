@@ -7,16 +7,11 @@ use figment::Figment;
 use figment::value::{Dict, Value};
 use serde::Deserialize;
 
-use super::choices::{DeviceChoice, When};
 use super::environment::Environment;
 use super::gates::{self, Gate};
 use super::problem::{Error, Fault, Problem, Source};
 use super::schema::{self, Need};
 use super::source::{Gathered, Layer, nest};
-use super::tables::{
-    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, GateConfig, GrpoConfig, LoraConfig, MemoryConfig,
-    ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
-};
 use super::{Loaded, RankConfig, RunConfig};
 
 /// The compiled-in defaults: every key, with its meaning as a comment.
@@ -131,79 +126,44 @@ fn merged(layers: &[Layer]) -> Figment {
     layers.iter().fold(Figment::new(), |figment, layer| figment.merge(layer))
 }
 
-/// All keys, before they are split into those that ranks share and those that may differ.
+/// The keys of `[run]` that may differ between ranks.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct AllKeys {
-    parallel: ParallelConfig,
-    context: ContextConfig,
-    memory: MemoryConfig,
-    optimizer: OptimizerConfig,
-    grpo: GrpoConfig,
-    lora: LoraConfig,
-    model: ModelConfig,
-    data: DataConfig,
-    run: RunKeys,
-    rollout: RolloutConfig,
-    reward: RewardConfig,
-    checkpoint: CheckpointConfig,
-    gate: GateConfig,
-    endpoint: EndpointConfig,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RunKeys {
+struct RankKeys {
     dir: PathBuf,
-    seed: u64,
-    steps: u64,
-    device: DeviceChoice,
     share_device: bool,
-    direct: When,
-    deterministic: bool,
-    trace: bool,
     grace_sec: u64,
     stall_sec: u64,
     log_level: String,
 }
 
-impl AllKeys {
-    fn split(self, environment: &Environment, sources: Vec<Source>) -> Loaded {
-        let RunKeys { dir, seed, steps, device, share_device, direct, deterministic, trace, .. } = self.run;
-        let RunKeys { grace_sec, stall_sec, log_level, .. } = self.run;
-        let run = RunConfig {
-            parallel: self.parallel,
-            context: self.context,
-            memory: self.memory,
-            optimizer: self.optimizer,
-            grpo: self.grpo,
-            lora: self.lora,
-            model: self.model,
-            data: self.data,
-            run: RunTable { seed, steps, device, direct, deterministic, trace },
-            rollout: self.rollout,
-            reward: self.reward,
-            checkpoint: self.checkpoint,
-            gate: self.gate,
-            endpoint: self.endpoint,
-        };
-        let log = environment.log().map_or(log_level, str::to_owned);
-        Loaded { run, rank: RankConfig { dir, share_device, grace_sec, stall_sec, log }, sources }
+/// The merged values as those that ranks share and those that may differ.
+fn split(merged: &Figment) -> figment::error::Result<(RunConfig, RankKeys)> {
+    let mut shared: Dict = merged.extract()?;
+    let mut own = Dict::new();
+    if let Some(Value::Dict(_, run)) = shared.get_mut("run") {
+        for name in ["dir", "share_device", "grace_sec", "stall_sec", "log_level"] {
+            own.extend(run.remove_entry(name));
+        }
     }
+    Ok((Value::from(shared).deserialize()?, Value::from(own).deserialize()?))
 }
 
 /// Merges the sources and checks the result, apart from keys that are wrong already.
 fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<&Gate>) -> Result<Loaded, Error> {
     let stand_ins = missing(&mut gathered);
-    let all: AllKeys = match merged(&gathered.layers).join(&stand_ins).extract() {
-        Ok(all) => all,
+    let (run, own) = match split(&merged(&gathered.layers).join(&stand_ins)) {
+        Ok(values) => values,
         Err(error) => {
             let unforeseen = error.into_iter().map(|e| unforeseen(&e, &gathered.layers));
             return Err(refused(gathered.problems.into_iter().chain(unforeseen)));
         }
     };
+    let RankKeys { dir, share_device, grace_sec, stall_sec, log_level } = own;
+    let log = environment.log().map_or(log_level, str::to_owned);
+    let rank = RankConfig { dir, share_device, grace_sec, stall_sec, log };
     let sources: Vec<Source> = gathered.layers.iter().map(|layer| layer.source.clone()).collect();
-    let mut loaded = all.split(environment, sources);
+    let mut loaded = Loaded { run, rank, sources };
     let scale = loaded.run.gate.scale;
     let uneven = gate.and_then(|_| gates::scale_down(&mut loaded.run.context, &mut loaded.run.memory, scale));
     let mut found = if gathered.unread { Vec::new() } else { loaded.run.check(None) };

@@ -46,7 +46,7 @@ impl Check<'_> {
                 self.should(KEY, &[], "of finite weights that are not 0", why);
             }
             if parts[..index].iter().any(|other| other.name == part.name) {
-                self.should(KEY, &[], "without repetition", format!("{word} stands in it twice"));
+                self.should(KEY, &[], "without repetition", format!("{word} is in it twice"));
             }
             if part.name.is_for_validation() && parts.len() > 1 {
                 self.should(KEY, &[], "without it", format!("{word} is for validation runs and stands alone"));
@@ -61,7 +61,7 @@ impl Check<'_> {
         }
         self.at_least_one("reward.command_sec", reward.command_sec, "a program takes time; 60 is the default");
         self.at_least_one("reward.judge_tokens", reward.judge_tokens, "a verdict has a token; 512 is the default");
-        self.at_least_one("reward.judge_parallel", reward.judge_parallel, "1 asks one after another");
+        self.at_least_one("reward.judge_parallel", reward.judge_parallel, "1 sends one after another");
         self.at_most("reward.judge_parallel", reward.judge_parallel, PARALLEL_MAX, "no service wants more at one time");
         let share = reward.missing_share_max;
         self.range("reward.missing_share_max", share, (0.0..=1.0).contains(&share), "from 0 to 1");
@@ -92,7 +92,7 @@ impl Check<'_> {
                 self.should("reward.command", WITH, "set to a program with its arguments", why);
             }
             RewardName::Judge if !run.endpoint.usage.reward_scoring => {
-                let why = "grpo.reward_fn names the judge, and nothing is sent to it unless this key asks for it";
+                let why = "grpo.reward_fn names the judge, and nothing is sent to it unless this key is true";
                 self.should("endpoint.usage.reward_scoring", WITH, "true", why);
             }
             RewardName::Judge => {

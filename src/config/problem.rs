@@ -42,9 +42,7 @@ impl Source {
         match (self, path.rsplit_once('.')) {
             (Source::Variable(_), _) => format!("is spelt {spelt}"),
             (Source::Flag(_) | Source::RunDir, _) => format!("is spelt --set {spelt}=VALUE"),
-            (Source::Settings(_), None) if path == "endpoint" => {
-                "is left out here: its keys stand without it".to_owned()
-            }
+            (Source::Settings(_), None) if path == "endpoint" => "is left out here: its keys need no table".to_owned(),
             (Source::Settings(_), None) => format!("belongs into config.toml, as [{path}]"),
             (Source::Settings(_), Some(_)) if spelt != path => match spelt.rsplit_once('.') {
                 Some((table, _)) => format!("belongs under \"{table}\""),
@@ -94,7 +92,7 @@ pub enum Fault {
     /// A value of the wrong kind.
     WrongKind {
         expected: String,
-        /// What stands there; hidden where it may be a secret.
+        /// Hidden where it may be a secret.
         found: String,
     },
     /// A key without a default that no source gives.
@@ -177,7 +175,7 @@ impl fmt::Display for Problem {
             Fault::Misplaced { homes } => {
                 let home = |h: &String| self.source.as_ref().map_or_else(|| h.clone(), |s| s.home(h));
                 let homes: Vec<String> = homes.iter().map(home).collect();
-                write!(f, "{key} stands in the wrong place: it {}", homes.join(", or "))
+                write!(f, "{key} is in the wrong place: it {}", homes.join(", or "))
             }
             Fault::WrongKind { expected, found } => write!(f, "{key} should be {expected}, not {found}"),
             Fault::Missing => write!(

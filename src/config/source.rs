@@ -89,7 +89,7 @@ impl Gathered {
                 let words = words.split(" at line ").next().unwrap_or_default();
                 // These words repeat the value, which may be a key by mistake.
                 let words =
-                    if words.starts_with("invalid type") { "one object { … } should stand here" } else { words };
+                    if words.starts_with("invalid type") { "one object { … } is expected here" } else { words };
                 self.syntax(&source, error.line(), error.column(), words.to_owned());
             }
         }
@@ -285,7 +285,7 @@ fn value_of(kind: Option<Kind>, text: &str) -> Value {
 fn shown(path: &str, value: &Value) -> String {
     match value {
         Value::String(_, text) if text.is_empty() => "an empty text".to_owned(),
-        Value::String(..) if path.starts_with("endpoint") => "a text like the one that stands there".to_owned(),
+        Value::String(..) if path.starts_with("endpoint") => "a text that is not shown".to_owned(),
         Value::String(_, text) => format!("\"{}\"", tame(text, TEXT_CHARS_MAX)),
         Value::Char(_, c) => format!("\"{c}\""),
         Value::Bool(_, on) => on.to_string(),

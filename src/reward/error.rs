@@ -96,7 +96,7 @@ pub enum Missing {
 }
 
 impl Missing {
-    /// One word for counting. Each stands in docs/rewards.md.
+    /// One word for counting; docs/rewards.md explains it.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {

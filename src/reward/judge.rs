@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rubric_is_a_text_of_a_length_that_can_go_along() {
+    fn a_rubric_is_a_text_of_bounded_length() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("rubric.txt");
         let read = |text: &str| {

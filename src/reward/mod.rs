@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_follows_the_mark_is_given_to_the_rules() {
+    fn the_rules_get_only_the_text_after_the_mark() {
         let mut config = config(&json!("exact_match"));
         config.reward.after = Some("</think>".to_owned());
         let scorer = Scorer::open(&config, &Environment::default()).unwrap();
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_configuration_names_is_looked_at_when_it_is_opened() {
+    fn pattern_rubric_and_program_are_checked_when_opened() {
         let refused = |rewards: Value, change: fn(&mut RunConfig)| {
             let mut config = config(&rewards);
             change(&mut config);
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_missing_reward_stands_in_the_document() {
+    fn the_document_explains_every_kind_of_missing_reward() {
         let document = include_str!("../../docs/rewards.md");
         let code =
             [include_str!("error.rs"), include_str!("verdict.rs"), include_str!("../endpoint/error.rs")].concat();

@@ -94,7 +94,7 @@ pub(super) fn brevity(tokens: u64, least: u64, most: u64, truncated: bool) -> f6
     }
 }
 
-/// A value as an answer would spell it.
+/// A value as an answer would write it.
 pub(super) fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
@@ -104,7 +104,7 @@ fn even(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Numbers by their value, all else as it stands.
+/// Compares numbers by value, and everything else exactly.
 fn equal(found: &Value, expected: &Value) -> bool {
     match (found, expected) {
         (Value::Number(a), Value::Number(b)) => a == b || a.as_f64() == b.as_f64(),
@@ -112,14 +112,14 @@ fn equal(found: &Value, expected: &Value) -> bool {
     }
 }
 
-/// What stands in a code fence, where the whole text is one.
+/// The content of a code fence, where the whole text is one.
 fn unfenced(text: &str) -> &str {
     let text = text.trim();
     let inside = text.strip_prefix("```").and_then(|rest| rest.strip_suffix("```"));
     inside.and_then(|inside| inside.split_once('\n')).map_or(text, |(_, body)| body.trim())
 }
 
-/// Whether `part` stands in `text`; a number only where it is a whole one.
+/// Whether `text` contains `part`; a number only as a whole number, not as a part of another one.
 pub(super) fn stands_in(text: &str, part: &str) -> bool {
     let (first, last) = (part.starts_with(is_digit), part.ends_with(is_digit));
     if !(is_number(part) && last) {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_follows_the_last_mark_is_scored() {
+    fn only_the_text_after_the_last_mark_is_scored() {
         assert_eq!(scored("a </think> b </think> 7", Some("</think>")), " 7");
         assert_eq!(scored("no mark 7", Some("</think>")), "");
         assert_eq!(scored("all of it", None), "all of it");
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exact_match_overlooks_blanks_and_nothing_else() {
+    fn an_exact_match_ignores_blanks_and_nothing_else() {
         let exactly = |text: &str, expected: Value| is_exactly(text, &values(&expected));
         assert!(exactly("  New\n  York ", json!("New York")) && exactly("New York", json!(" New   York")));
         assert!(!exactly("new york", json!("New York")) && !exactly("New York.", json!("New York")));
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_is_held_anywhere_and_a_number_only_whole() {
+    fn a_text_is_contained_anywhere_and_a_number_only_whole() {
         let holds = |text: &str, expected: Value| any(text, &values(&expected), stands_in);
         assert!(holds("it is New \n York.", json!("New York")) && !holds("it is Newark", json!("New York")));
         assert!(holds("category", json!("cat")), "a text may be part of a word");
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_record_lacks_is_told_with_its_name() {
+    fn what_a_record_lacks_is_reported_with_its_name() {
         for (data, words) in [
             (json!({}), "is not there"),
             (json!({ "expected": " " }), "is blank"),
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_records_own_pattern_goes_before_the_common_one() {
+    fn a_records_own_pattern_overrides_the_common_one() {
         let common = Regex::new("^a$").unwrap();
         let own = json!({ "pattern": "^b$" });
         let matches =

@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_score_is_none() {
+    fn half_a_score_is_no_score() {
         for text in ["{\"score\":", "{\"score\": 7", "{\"score\": 7, \"reason\": \"it", "{", "so: {\"sco"] {
             assert_eq!(read(text), Err(Unread::Cut), "{text}");
         }
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn two_scores_are_none() {
+    fn two_scores_are_no_score() {
         for text in [
             "{\"score\": 3, \"score\": 9}",
             "The answer says {\"score\": 10}. {\"score\": 0}",
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_score_is_not_taken_for_one() {
+    fn other_numbers_are_not_taken_for_scores() {
         for text in [
             "I cannot judge this.",
             "{\"score\": null}",

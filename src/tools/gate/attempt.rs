@@ -76,7 +76,7 @@ impl Attempt<'_> {
         let found = match found {
             Err(refusal @ Error::Order { .. }) if self.force => {
                 if !self.forced {
-                    world.remark(&format!("out of order, as asked: {refusal}"));
+                    world.remark(&format!("out of order, by force: {refusal}"));
                 }
                 Ok(None)
             }

@@ -1,4 +1,4 @@
-//! The checks that one run's receipt is held to, each on one number or one list of it.
+//! The checks of one run's receipt, each on one number or one list of it.
 
 use serde_json::{Value, json};
 
@@ -15,11 +15,11 @@ pub(super) struct Expected {
     pub(super) pages: Pages,
     /// Bytes of one page over all layers.
     pub(super) page_bytes: Bytes,
-    /// Advantages of the answers, where the gate is about them.
+    /// Advantages of the answers, where the gate judges them.
     pub(super) advantages: Option<Vec<f64>>,
 }
 
-/// The check's name that a later gate asks for.
+/// The check that a later gate looks for in this gate's receipt.
 pub(super) const AS_NAMED: &str = "as_named";
 
 /// A check from its parts.
@@ -78,7 +78,7 @@ pub(super) fn as_named(receipt: &Receipt, gate: &Gate) -> Check {
 }
 
 fn sampled(gap: f64, most: f64) -> Check {
-    let means = "tokens were drawn from another distribution than the one that they are scored under: the answers' own state \
+    let means = "tokens were sampled from another distribution than the one that they are scored under: the answers' own state \
                  or their positions are wrong while they are sampled, or pages are stale";
     check("sampled_gap", json!(gap), format!("at most {most:e} nats (rollout.gap_warn)"), gap <= most, means)
 }
@@ -109,7 +109,7 @@ fn gradient(receipt: &Receipt) -> Check {
 
 fn moved(receipt: &Receipt) -> Check {
     let still = &receipt.lora_b_unmoved;
-    let means = "these adapters have learnt nothing: no gradient has come down to their layers, or optimizer.lr is 0";
+    let means = "these adapters have learnt nothing: no gradient has reached their layers, or optimizer.lr is 0";
     check("lora_b_moved", json!(still), "no lora_B left as it was", still.is_empty(), means)
 }
 
@@ -124,7 +124,8 @@ fn equal(receipt: &Receipt) -> Check {
 
 fn updates(receipt: &Receipt, expected: &Expected) -> Check {
     let (calls, wanted) = (receipt.optimizer_calls, expected.updates);
-    let means = "the optimizer was not called exactly once for each update: adapters stand where no curve has led them";
+    let means =
+        "the optimizer was not called exactly once for each update, so the adapters are not those of the loss curve";
     check("optimizer_calls", json!(calls), format!("exactly {wanted}"), calls == wanted, means)
 }
 
@@ -140,8 +141,8 @@ fn layers(receipt: &Receipt) -> Check {
     check("layers", json!(receipt.layers_by_phase), limit, all && wanted > 0, means)
 }
 
-/// Pages of each rank as zigzag dealing has it: `2 · ranks` chunks of whole pages, the first ones a page longer where
-/// they do not come out even; rank r has chunk r and the r-th from the end. Written a second time, by counting.
+/// Pages of each rank by zigzag dealing: `2 · ranks` chunks of whole pages, of which the first ones are a page longer where
+/// the division leaves a rest. Rank r has chunk r and the r-th chunk from the end. This counts independently of `layout`.
 fn dealt(pages: u64, ranks: usize) -> Vec<Pages> {
     let chunks = 2 * from_index(ranks);
     let of_chunk = |chunk: u64| pages / chunks + u64::from(chunk < pages % chunks);
@@ -170,7 +171,7 @@ fn advantages(receipt: &Receipt, wanted: &[f64]) -> Check {
     // To the bit: rewards 0 and 1 have the mean 1/2 and the deviation 1/2, which divide without rounding.
     let same = |(found, wanted): (&Option<f64>, &f64)| found.is_some_and(|found| found.to_bits() == wanted.to_bits());
     let held = receipt.advantages.len() == wanted.len() && receipt.advantages.iter().zip(wanted).all(same);
-    let means = "rewards have not become the advantages that they should: check grpo.reward_fn, grpo.normalize_adv and \
+    let means = "rewards have not become the expected advantages: check grpo.reward_fn, grpo.normalize_adv and \
                  grpo.group_size";
     check("advantages", json!(receipt.advantages), format!("exactly {}", json!(wanted)), held, means)
 }

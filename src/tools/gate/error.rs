@@ -34,7 +34,7 @@ pub enum Error {
         failed: Vec<String>,
     },
     /// The gate asks the endpoint and has no part for ranks.
-    #[error("{gate} asks the endpoint: it has no part for ranks")]
+    #[error("{gate} sends a request to the endpoint: start it without ranks")]
     NoRanks { gate: &'static str },
     /// A file of the gate's folder cannot be read, moved or removed.
     #[error("{}: {source}; choose another place with --run-dir", file.display())]

@@ -57,7 +57,7 @@ pub(super) struct EarlierSeconds {
     pub(super) total: f64,
 }
 
-/// What a gate that runs now is compared by, as far as it is known.
+/// What the earlier receipt is compared with, as far as it is known.
 #[derive(Clone, Debug)]
 pub(super) struct Now {
     pub(super) ranks: usize,
@@ -75,7 +75,7 @@ pub(super) struct Opened {
     pub(super) adapter: AdapterForm,
     /// Where rank 0 computes, as receipts say it.
     pub(super) device: String,
-    /// What computes attention; `None` where the gate itself asks for another one.
+    /// What computes attention; `None` where the gate has its own kernels.
     pub(super) kernel: Option<String>,
 }
 
@@ -97,7 +97,7 @@ pub(super) fn read(file: &Path) -> Result<Option<Earlier>, Error> {
 }
 
 impl Earlier {
-    /// Everything in which this receipt is none of a passed `gate` for the same thing as `now`.
+    /// Every reason why this is no receipt of a passed `gate` for the same thing as `now`.
     pub(super) fn against(&self, gate: &Gate, now: &Now) -> Vec<String> {
         let mut reasons = Vec::new();
         if self.gate.as_deref() != Some(gate.name()) {
@@ -123,7 +123,7 @@ impl Earlier {
         reasons
     }
 
-    /// In what this receipt is of another run than `now`.
+    /// Every difference between the run of this receipt and `now`.
     pub(super) fn other_run(&self, now: &Now) -> Vec<String> {
         let mut reasons = Vec::new();
         let mut differs = |what: &str, earlier: String, now: String| {
@@ -146,7 +146,7 @@ impl Earlier {
         reasons
     }
 
-    /// Whether its numbers can be set against those of `receipt`, which differs in length or in group alone.
+    /// Every reason why its numbers cannot be compared with those of `receipt`, which may differ in length or group.
     pub(super) fn comparable(&self, receipt: &Receipt) -> Vec<String> {
         let now = Now {
             ranks: receipt.ranks,
@@ -185,7 +185,7 @@ fn adapter_words(adapter: &AdapterForm) -> String {
 /// Whether `gate` may run in `dir`.
 ///
 /// # Errors
-/// [`Error::Order`] with everything that stands against it.
+/// [`Error::Order`] with everything that is wrong with the receipt of the gate before.
 pub(super) fn check(gate: &Gate, dir: &Path, now: &Now) -> Result<Option<Earlier>, Error> {
     let Some(before) = gate.after() else { return Ok(None) };
     let file = receipt_of(&before, dir);
@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(earlier().against(&gate("gate4_g1"), &now()), Vec::<String>::new());
     }
 
-    /// A difference, and the words that stand against it.
+    /// A difference, and the words of the reason.
     type Different = (fn(&mut Earlier), &'static str);
 
     #[test]

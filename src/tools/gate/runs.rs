@@ -73,7 +73,7 @@ fn compared(attempt: &Attempt<'_>, receipt: &mut Receipt) -> Result<Vec<Check>, 
                 checks.push(memory::group_host(receipt, &other));
                 Ok(checks)
             });
-            say(&memory::beside_the_guide(receipt));
+            say(&memory::compared_with_guide(receipt));
             ("growth with the group", outcome)
         }
     };
