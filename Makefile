@@ -85,7 +85,7 @@ bench: build ## one update beside the conventional schedule (SmolLM2's shape; AR
 test-kill: deps ## 21 ranks killed or stopped at random, three in every phase, each run resumed (minutes; prints a table)
 	$(TEST_ENVIRONMENT) cargo test --release --locked --test command kills:: -- --ignored --nocapture
 
-gates: ## submit the ladder of gates to Slurm, each after the one before has passed (FROM=gate4 begins there)
+gates: ## submit all gates to Slurm, each after the gate before it has passed (FROM=gate4 begins there)
 	slurm/submit gates --from $(FROM)
 
 gate1: ## and gate2 to gate7: here, without Slurm, on a node's number of ranks (RANKS=4; GATE3=256k is one length of gate3)

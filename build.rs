@@ -1,5 +1,5 @@
-//! Compiles the C++ boundary against the same libtorch that `tch` links, and lets the binary find it without
-//! `LD_LIBRARY_PATH`.
+//! Compiles the C++ boundary against the same libtorch that `tch` links, lets the binary find it without
+//! `LD_LIBRARY_PATH`, and lists the gates.
 
 use std::path::{Path, PathBuf};
 
@@ -34,6 +34,24 @@ fn main() {
     }
     println!("cargo:rustc-link-arg=-Wl,--as-needed");
     name_commit();
+    list_gates();
+}
+
+/// A file of `configs/gates` is a gate: `config::gates` includes the list of their names and texts.
+fn list_gates() {
+    let folder = "configs/gates";
+    println!("cargo:rerun-if-changed={folder}");
+    let entries = std::fs::read_dir(folder).expect("the folder of the gates");
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("a readable folder").path()).collect();
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "toml") && !file.ends_with("every.toml"));
+    files.sort();
+    let row = |file: &PathBuf| {
+        let name = file.file_stem().and_then(|stem| stem.to_str()).expect("a name of plain letters");
+        format!("    ({name:?}, include_str!(concat!(env!(\"CARGO_MANIFEST_DIR\"), \"/{folder}/{name}.toml\"))),\n")
+    };
+    let rows: String = files.iter().map(row).collect();
+    let list = Path::new(&std::env::var("OUT_DIR").expect("Cargo sets it")).join("gates.rs");
+    std::fs::write(list, format!("&[\n{rows}]\n")).expect("a folder for what is built");
 }
 
 /// Sets the commit that receipts name; `unknown` outside a checkout.

@@ -42,10 +42,12 @@ pub(super) fn device(text: &str) -> Result<DeviceChoice, String> {
 }
 
 pub(super) fn gate_name(text: &str) -> Result<Gate, String> {
-    Gate::named(text).ok_or_else(|| {
-        let names: Vec<&str> = Gate::ALL.into_iter().map(Gate::name).collect();
-        format!("should be one of {}", names.join(", "))
-    })
+    Gate::named(text).ok_or_else(|| format!("should be one of {}", gate_names()))
+}
+
+/// Every gate's name, in their order.
+pub(super) fn gate_names() -> String {
+    Gate::all().iter().map(Gate::name).collect::<Vec<_>>().join(", ")
 }
 
 pub(super) fn residency(text: &str) -> Result<Residency, String> {

@@ -17,7 +17,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 use longstraw::config::Gate;
 use longstraw::runtime::failure::Exit;
 
-use arguments::gate_name;
+use arguments::{gate_name, gate_names};
 pub(crate) use arguments::take_set_flags;
 use convert::{ConvertFlags, convert};
 use data::{DataVerb, generate, keychain};
@@ -50,12 +50,11 @@ enum Verb {
         #[arg(long)]
         resume: bool,
     },
-    /// A validation run with checks and a receipt; each gate requires the one below it
+    /// A validation run with checks and a receipt; each gate runs after another one has passed
     Gate {
-        /// From `gate1_key`, `gate2_32k` and `gate3_128k` … `gate3_2m` to `gate4_g1`, `gate5_g2`, `gate6_g8` and `gate7_online`
-        #[arg(value_name = "NAME", value_parser = gate_name)]
+        #[arg(value_name = "NAME", value_parser = gate_name, help = format!("One of {}", gate_names()))]
         gate: Gate,
-        /// Run even if the gate below has not passed (`LONGSTRAW_FORCE=1` does the same)
+        /// Run even if the gate before has not passed (`LONGSTRAW_FORCE=1` does the same)
         #[arg(long)]
         force: bool,
         /// Print the receipt as one JSON object
@@ -115,8 +114,8 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> anyhow::Result<Exit> {
     }
     let exit = match verb {
         Verb::Train { json, resume } => train(config, resume, json)?,
-        Verb::Gate { gate: Gate::Key, json, .. } => key_gate(config, json)?,
-        Verb::Gate { gate: name, force, json } => gate(config, name, force, json)?,
+        Verb::Gate { gate, json, .. } if gate.is_endpoint() => key_gate(config, &gate, json)?,
+        Verb::Gate { gate: chosen, force, json } => gate(config, &chosen, force, json)?,
         Verb::Plan(flags) => plan(config, &flags)?,
         Verb::Ping { json } => ping(config, json)?,
         Verb::Doctor { json } => doctor(config, json),

@@ -28,10 +28,10 @@ pub(super) fn ping(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
 }
 
 /// The first gate: the checks of `ping` with a receipt. Needs no ranks and no model.
-pub(super) fn key_gate(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
+pub(super) fn key_gate(flags: ConfigFlags, gate: &Gate, json: bool) -> Result<Exit, Failure> {
     let environment = Environment::process();
     require_one_process(&environment)?;
-    let loaded = config::load_gate(&flags.overrides(), Gate::Key)?;
+    let loaded = config::load_gate(&flags.overrides(), gate)?;
     let dir = &loaded.rank.dir;
     gate::move_away(dir)?;
     std::fs::create_dir_all(dir).map_err(|source| gate::Error::File { file: dir.clone(), source })?;
@@ -50,7 +50,7 @@ pub(super) fn key_gate(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> 
             (vec![check], Some(error))
         }
     };
-    let receipt = gate::end_alone(Gate::Key, &loaded.run, dir, checks)?;
+    let receipt = gate::end_alone(gate, &loaded.run, dir, checks)?;
     if json {
         print_json(&receipt);
     }

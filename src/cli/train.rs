@@ -55,7 +55,7 @@ fn review(loaded: &Loaded, environment: &Environment, world: &World, ended: Ende
 }
 
 /// A gate has nothing to save: after a stop it runs again from its start.
-pub(super) fn gate(flags: ConfigFlags, name: Gate, force: bool, json: bool) -> Result<Exit, Failure> {
+pub(super) fn gate(flags: ConfigFlags, name: &Gate, force: bool, json: bool) -> Result<Exit, Failure> {
     install_signal_handlers()?;
     let environment = Environment::process();
     let mut world = start_world(&environment)?;

@@ -10,6 +10,7 @@ use super::error::Error;
 use super::group::{Group, Limits};
 use super::records;
 use super::tokenizer::Tokenizer;
+use crate::runtime::digest::hex;
 use crate::runtime::units::{Tokens, from_index};
 
 /// How much was left out of prompts longer than the plan's.
@@ -108,7 +109,7 @@ impl Dataset {
                 part(&answer.mask.iter().flatten().map(|&trained| u8::from(trained)).collect::<Vec<u8>>());
             }
         }
-        format!("{:x}", hash.finalize())
+        hex(hash)
     }
 
     /// The longest prompt in the file.

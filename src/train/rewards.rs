@@ -11,7 +11,7 @@ use super::round::Answer;
 use crate::config::{Environment, RewardName, RunConfig};
 use crate::data::{Dataset, Group};
 use crate::report::AnswerLine;
-use crate::reward::{Asked, Rewarded, Scorer};
+use crate::reward::{Candidate, Rewarded, Scorer};
 use crate::runtime::failure::{Classified, Exit, Failure};
 use crate::runtime::units::{Rank, float, from_index};
 use crate::world::{World, stop_requested};
@@ -133,7 +133,7 @@ impl Session {
             answers.iter().map(|group| group.iter().map(text).collect::<Result<_, _>>()).collect::<Result<_, _>>()?;
         let mut asked = Vec::new();
         for ((group, answers), texts) in groups.iter().zip(answers).zip(&texts) {
-            asked.extend(answers.iter().zip(texts).enumerate().map(|(index, (answer, text))| Asked {
+            asked.extend(answers.iter().zip(texts).enumerate().map(|(index, (answer, text))| Candidate {
                 prompt: &group.name,
                 answer: index,
                 text,

@@ -36,7 +36,7 @@ fn a_misspelt_key_is_answered_with_the_nearest_one() {
     let said = room.alone(&["plan", "--set", "grpo.group_sise=4"]);
     said.refused(2, &["--set: unknown key grpo.group_sise; the nearest known one is grpo.group_size"]);
     let said = room.alone(&["plan", "--set", "group_size=4"]);
-    said.refused(2, &["group_size stands in the wrong place", "--set grpo.group_size=VALUE"]);
+    said.refused(2, &["group_size is in the wrong place", "--set grpo.group_size=VALUE"]);
     room.alone(&["plan", "--set", "grpo.group_size"]).refused(2, &["grpo.group_size is no table.key=value"]);
     room.write("config.toml", "[optimiser]\nlr = 1\n");
     room.alone(&["plan"]).refused(2, &["config.toml: unknown table optimiser", "optimizer"]);

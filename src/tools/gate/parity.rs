@@ -13,8 +13,8 @@ use std::rc::Rc;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-use super::Error;
 use super::checks::check;
+use super::error::Error;
 use crate::config::RunConfig;
 use crate::data::Group;
 use crate::model::decoder::Decoder;
