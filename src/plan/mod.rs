@@ -2,11 +2,15 @@
 //! phase. No GPU and no MPI are needed.
 //!
 //! ```text
-//!   sum      the addends, in one list     sizes    lengths and widths that addends share, and what stays for the whole run
-//!   phases   capture, replay, sweep       rollout  sampled answers          special  what dense decoders do not have
-//!   work     operations and bytes by phase         seconds  work divided by rates
-//!   choose   picks what the configuration leaves open     budget   the plan: sums it up and refuses what does not fit
-//!   ladder   the plan of every gate                text     the plan in words
+//!   sum                  every addend, in one list
+//!     sizes              lengths and widths that addends share, and what stays for the whole run
+//!     phases, rollout    what capture, replay, sweep and sampling add
+//!     special            what dense decoders do not have
+//!   choose               picks what the configuration leaves open
+//!   budget               the plan: the layout, the peak of the sum, and what does not fit
+//!   work, operations     operations and bytes by phase, and those of one layer
+//!   seconds              work divided by rates
+//!   ladder, text         the plan of every gate, and the plan in words
 //! ```
 //!
 //! What a run measures is a second number, compared with the plan in the receipt; it never comes from the same formula.
@@ -17,6 +21,7 @@ mod choice;
 mod choose;
 mod error;
 pub mod ladder;
+mod operations;
 mod phases;
 mod rollout;
 pub mod seconds;

@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use super::addend::{Addend, product, within};
 use super::error::Error;
+use super::operations::partial;
 use super::sizes::{Sizes, adapter_elements};
-use super::work::partial;
 use crate::model::attention::KEYS_MAX;
 use crate::model::shape::Layer;
 use crate::prompt::pages::Residency;

@@ -8,7 +8,8 @@
 use serde::Serialize;
 
 use super::choice::Choice;
-use super::work::{StepWork, Work};
+use super::operations::Work;
+use super::work::StepWork;
 use crate::config::RunConfig;
 use crate::model::shape::{Mix, Shape};
 use crate::runtime::failure::Phase;
