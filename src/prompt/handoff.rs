@@ -122,6 +122,14 @@ impl Default for Keeping {
 impl Keeping {
     /// Everything in host memory, every layer's inputs, no attention output.
     pub const HOST: Keeping = Keeping { pages: Residency::Host, tail: Residency::Host, every: 1, attention: false };
+
+    /// Most layer inputs of the tail that are kept at one time, for a model of `layers` layers: those of every k-th layer,
+    /// and the k − 1 between two of them while they are computed again. A short tail keeps all of them.
+    #[must_use]
+    pub fn layer_inputs(&self, layers: u64, tail_is_long: bool) -> u64 {
+        let every = if tail_is_long { from_index(self.every) } else { 1 };
+        layers.div_ceil(every) + every - 1
+    }
 }
 
 /// A captured prompt on one rank.

@@ -50,8 +50,7 @@ pub fn make_room(pass: &Pass, work: &PlacedGroup, keeping: Keeping) -> Result<()
     let tail = layout.tail();
     let rows = |span: &Span| span.of(rank).map(Piece::rows).sum::<Tokens>().0;
     if keeping.tail == Residency::Host {
-        let every = if pass.travels(&tail) { from_index(keeping.every) } else { 1 };
-        add(layers.div_ceil(every) + every - 1, rows(&tail) * width);
+        add(keeping.layer_inputs(layers, pass.travels(&tail)), rows(&tail) * width);
         if keeping.attention && pass.travels(&tail) {
             let row = pass.decoder.mixer(LayerIndex(0)).mixed_row();
             for block in pass.mixer_blocks(&tail) {

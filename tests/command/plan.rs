@@ -106,14 +106,14 @@ fn a_sparse_model_counts_index_sets_by_the_layers_that_choose_and_experts_by_the
 }
 
 #[test]
-fn weights_that_no_eight_devices_hold_are_refused_with_both_ways_out() {
+fn weights_too_large_for_eight_devices_are_refused_with_both_remedies() {
     let said = plan(&room(), "glm-5.2", &["--device-gib", "131", "--host-gib", "1862"]);
     said.refused(5, &["one rank needs 232.65 GiB of device memory and 131.00 GiB are there", "weights, 203.39 GiB"]);
     said.ended(5, &["held in fp8 they would be 101.69 GiB", "parallel.ep_size", "which this build refuses"]);
 }
 
 #[test]
-fn a_family_that_is_only_planned_is_told_apart_from_an_unknown_one() {
+fn a_family_that_is_only_planned_is_distinguished_from_an_unknown_one() {
     let room = room();
     for (name, family) in [("glm-5.2", "glm_moe_dsa"), ("qwen3.6-27b", "qwen3_5_text")] {
         plan(&room, name, &[]).ended(0, &["this build plans it and does not train it yet"]);
@@ -238,7 +238,7 @@ fn predicted_seconds_are_those_of_the_measured_runs() {
 }
 
 #[test]
-fn rates_are_inputs_and_the_slower_of_computing_and_copying_stands() {
+fn rates_are_inputs_and_a_phase_takes_the_longer_of_computing_and_copying() {
     let room = room();
     let of = |flags: &[&str]| plan(&room, "qwen3-8b", &[&["--json"], flags].concat()).json();
     let known = of(&[]);
@@ -292,7 +292,7 @@ fn ladder(table: &Value) -> Vec<&Value> {
 }
 
 #[test]
-fn the_gates_stand_in_one_table_with_pages_bytes_seconds_and_whether_they_fit() {
+fn one_table_has_every_gate_with_pages_bytes_seconds_and_whether_it_fits() {
     let (said, table) = gates("qwen3-8b", "521", &[]);
     said.ended(0, &[]);
     let rows = ladder(&table);
@@ -352,7 +352,7 @@ fn the_users_machines_hold_what_the_documents_say() {
 }
 
 #[test]
-fn a_gate_that_does_not_fit_is_named_with_its_knob_and_the_table_stands_all_the_same() {
+fn a_gate_that_does_not_fit_is_named_with_its_knob_and_the_table_is_still_printed() {
     let said =
         plan(&room(), "qwen3-8b", &["--gates", "--gradient", "exact", "--host-gib", "300", "--device-gib", "80"]);
     said.refused(5, &["gate3_2m: 8 ranks on this machine need", "of host memory and 300.00 GiB are there"]);
