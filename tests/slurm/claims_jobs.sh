@@ -92,7 +92,7 @@ a_stop_reaches_every_rank_and_the_job_comes_back() {
         start_requeued "$id"
         expect_end "$id" "COMPLETED 0:0"
         expect_equal "$(restarts "$id")" 1 "restarts"
-        expect_equal "$(events train asked)" 8 "ranks that got the signal"
+        expect_equal "$(events train signalled)" 8 "ranks that got the signal"
         expect_equal "$(events train passes)" 8 "ranks that passed"
         [ ! -e "$here/runs/train/requeue" ]
         expect_equal "$(awk '$2 == "passes" {print $6}' "$here/log" | sort -u)" 1 "restart that passed"
@@ -111,7 +111,7 @@ a_signal_before_any_handler_is_not_lost() {
     signal "$id" USR1
     start_requeued "$id"
     expect_end "$id" "COMPLETED 0:0"
-    expect_equal "$(events train asked)" 8 "ranks that got the signal"
+    expect_equal "$(events train signalled)" 8 "ranks that got the signal"
 }
 
 requeues_are_bounded() {
