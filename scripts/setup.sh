@@ -138,7 +138,7 @@ fetch() {
         --platform manylinux_2_18_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_12_x86_64 \
         --platform manylinux_2_5_x86_64 --platform manylinux2014_x86_64 --platform any \
         --dest "$INCOMING/wheels" --requirement "$1" >&2 ||
-        die "pip could not fetch the packages of $1 (its message is above)." \
+        die "pip could not fetch what $1 pins (its message is above)." \
             "Behind a mirror: configure pip as for any other package (pip config, PIP_INDEX_URL)." \
             "Without a network: put the wheels into a folder and run  PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER make deps"
 }
