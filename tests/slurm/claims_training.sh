@@ -23,7 +23,7 @@ a_time_limit_interrupts_training_and_the_adapter_is_that_of_an_uninterrupted_run
     local id first
     use_longstraw srun 1 8 1000000
     id=$(SITE_SIGNAL_SECONDS=60 slurm/submit train)
-    wait_until yes 120 has_lines "$here/runs/train/metrics.jsonl"
+    wait_until yes 300 has_lines "$here/runs/train/metrics.jsonl"
     scontrol update "JobId=$id" EndTime=now+62seconds
     wait_for_requeue "$id"
     first=$(sed 's/[^0-9]//g' "$here/runs/train/latest")
@@ -39,7 +39,7 @@ an_interrupted_step_runs_again_and_the_adapter_is_that_of_an_uninterrupted_run()
     use_longstraw srun 1 8 4
     sed -i 's/^\[optimizer\]$/[optimizer]\ngrad_accum = 24/' "$SITE_CONFIG"
     id=$(SITE_SIGNAL_SECONDS=1 slurm/submit train)
-    wait_until yes 120 has_lines "$here/runs/train/metrics.jsonl"
+    wait_until yes 300 has_lines "$here/runs/train/metrics.jsonl"
     sleep 1
     signal "$id" USR1
     start_requeued "$id"
