@@ -20,7 +20,7 @@ FROM ?= gate
 GATE3 ?=
 # Where `make install` puts bin/longstraw and lib/longstraw/.
 PREFIX ?= $(if $(filter 0,$(shell id -u)),/usr/local,$(HOME)/.local)
-SHELL_FILES = $(wildcard scripts/*.sh .ci/run slurm/*.sbatch slurm/*.sh slurm/site.env) slurm/submit slurm/here
+SHELL_FILES = $(wildcard scripts/*.sh tests/slurm/*.sh .ci/run slurm/*.sbatch slurm/*.sh slurm/site.env) slurm/submit slurm/here
 # Test programs of many small cases, one process each: more threads only get in each other's way.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1
 
