@@ -2,15 +2,17 @@
 
 use std::path::Path;
 
+use longstraw::config::Gradient;
 use longstraw::runtime::units::Tokens;
-use longstraw::tools::parity::{self, Gradient, Options, Report};
+use longstraw::tools::parity::distance::Squares;
+use longstraw::tools::parity::{self, Options, Report};
 use longstraw::world::World;
 use tch::Kind;
 
 use crate::fixture::{device, run};
 
 const FAMILIES: [&str; 4] = ["qwen3", "qwen2", "llama", "mistral"];
-const GRADIENTS: [Gradient; 3] = [Gradient::Last(Tokens(1)), Gradient::Last(Tokens(0)), Gradient::Exact];
+const GRADIENTS: [Gradient; 3] = [Gradient::Response, Gradient::Last(Tokens(0)), Gradient::Exact];
 
 fn report(world: &World, family: &str, options: &Options) -> Report {
     let folder = format!("tests/cases/{family}/base");
@@ -57,8 +59,8 @@ pub(crate) fn one_and_all(world: &mut World) {
                 let one = report(world, family, &options);
                 world.cut(world.all.size()).expect("all ranks on one prompt");
                 for ((name, all), (_, one)) in all.gradients.iter().zip(&one.gradients) {
-                    let apart = relative(all, one);
-                    assert!(apart <= limit, "{family} {} {kind:?} {name}: {apart:.1e}", options.gradient.name());
+                    let apart = Squares::between(all, one).relative();
+                    assert!(apart <= limit, "{family} {} {kind:?} {name}: {apart:.1e}", options.gradient);
                 }
             }
         }
@@ -81,12 +83,6 @@ pub(crate) fn micro_blocks(world: &mut World) {
     let small = Options { micro_block: Tokens(1), ..large };
     let (large, small) = (report(world, "qwen3", &large), report(world, "qwen3", &small));
     for ((name, large), (_, small)) in large.gradients.iter().zip(&small.gradients) {
-        assert!(relative(small, large) <= 1e-12, "{name}");
+        assert!(Squares::between(small, large).relative() <= 1e-12, "{name}");
     }
-}
-
-fn relative(one: &tch::Tensor, two: &tch::Tensor) -> f64 {
-    let norm = |x: &tch::Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
-    let (apart, size) = (norm(&(one - two)), norm(two));
-    if size < 1e-12 { apart } else { apart / size }
 }
