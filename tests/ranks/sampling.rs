@@ -25,7 +25,7 @@ fn request(pages_on_device: bool) -> SampleRequest<'static> {
 }
 
 /// A group's answers as they are sampled, and the score pass's log-probabilities of them, in order.
-fn sampled(
+fn sample(
     world: &World,
     model: &Model,
     prompt: usize,
@@ -67,12 +67,12 @@ pub(crate) fn as_scored(world: &mut World) {
             let model = Model::random(&config(family, &extra), kind);
             for (prompt, page_size) in [(50, 7), (20, 64), (1, 3)] {
                 let how = How { page_size, ..PLAIN };
-                let (all, scores) = sampled(world, &model, prompt, how, &request(true));
+                let (all, scores) = sample(world, &model, prompt, how, &request(true));
                 let gap = worst_gap(&all, &scores);
                 assert!(gap <= most, "{family} {kind:?} prompt {prompt}: {gap}");
                 let ranks = world.all.size();
                 world.cut(1).expect("every rank by itself");
-                let (alone, _) = sampled(world, &model, prompt, how, &request(true));
+                let (alone, _) = sample(world, &model, prompt, how, &request(true));
                 world.cut(ranks).expect("all of them");
                 let ids =
                     |sampled: &[SampledAnswer]| sampled.iter().map(|answer| answer.ids.clone()).collect::<Vec<_>>();
@@ -91,7 +91,7 @@ pub(crate) fn as_scored(world: &mut World) {
 /// Each sampled token's log-probability is what a whole-sequence pass under autograd has for it.
 pub(crate) fn as_conventional(world: &mut World) {
     let model = Model::random(&config("qwen2", &json!({})), Kind::Double);
-    let (answers, _) = sampled(world, &model, 33, PLAIN, &request(true));
+    let (sampled, _) = sample(world, &model, 33, PLAIN, &request(true));
     let prompt_ids = Group::random(2, 61, 33, &[1]).prompt_ids;
     let answers: Vec<Vec<i64>> = sampled.iter().map(|answer| answer.ids.clone()).collect();
     let whole = conventional::Group {
@@ -111,7 +111,7 @@ pub(crate) fn as_conventional(world: &mut World) {
 pub(crate) fn ends(world: &mut World) {
     let model = Model::random(&config("llama", &json!({})), Kind::Float);
     let longest = Tokens(12);
-    let (answers, _) = sampled(world, &model, 50, PLAIN, &SampleRequest { longest, ..request(true) });
+    let (sampled, _) = sample(world, &model, 50, PLAIN, &SampleRequest { longest, ..request(true) });
     for answer in &sampled {
         let end = answer.ids.iter().position(|id| ENDS.contains(id));
         let length = from_index(answer.ids.len());
@@ -129,7 +129,7 @@ pub(crate) fn ends(world: &mut World) {
     let different: std::collections::BTreeSet<_> = sampled.iter().map(|answer| &answer.ids).collect();
     assert_eq!(different.len(), sampled.len(), "answers of a group have noise of their own");
     let one = SampleRequest { longest: Tokens(1), ..request(true) };
-    let (short, scores) = sampled(world, &model, 50, PLAIN, &one);
+    let (short, scores) = sample(world, &model, 50, PLAIN, &one);
     assert!(short.iter().all(|answer| answer.ids.len() == 1) && worst_gap(&short, &scores) <= 1e-4);
 }
 
@@ -140,10 +140,10 @@ fn most_entropy(tokens: u64) -> f64 {
 /// Pages that stay on the device and pages that come layer by layer give the same bits, and nothing stays behind.
 pub(crate) fn residency(world: &mut World) {
     let model = Model::random(&config("qwen3", &json!({})), Kind::Float);
-    let (resident, _) = sampled(world, &model, 50, PLAIN, &request(true));
-    let (by_layer, _) = sampled(world, &model, 50, PLAIN, &request(false));
+    let (resident, _) = sample(world, &model, 50, PLAIN, &request(true));
+    let (by_layer, _) = sample(world, &model, 50, PLAIN, &request(false));
     let on_device = How { keeping: Keeping { pages: Residency::Device, ..Keeping::HOST }, ..PLAIN };
-    let (there_anyhow, _) = sampled(world, &model, 50, on_device, &request(false));
+    let (there_anyhow, _) = sample(world, &model, 50, on_device, &request(false));
     assert_eq!(resident, by_layer);
     assert_eq!(resident, there_anyhow);
 }
