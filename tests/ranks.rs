@@ -7,8 +7,6 @@ mod axes;
 #[path = "ranks/cases.rs"]
 mod cases;
 mod claims;
-#[path = "ranks/drawn.rs"]
-mod drawn;
 #[path = "ranks/fixture.rs"]
 mod fixture;
 #[path = "ranks/judged.rs"]
@@ -17,6 +15,8 @@ mod judged;
 mod learning;
 #[path = "ranks/memory.rs"]
 mod memory;
+#[path = "ranks/sampling.rs"]
+mod sampling;
 #[path = "ranks/wire.rs"]
 mod wire;
 
@@ -47,10 +47,10 @@ const CLAIMS: &[Claim] = &[
     ("prompt_groups_side_by_side_equal_one_with_their_groups_accumulated", axes::dp_equals_accumulation),
     ("equal_rewards_give_a_gradient_of_exactly_zero", learning::equal_rewards),
     ("ten_updates_leave_bit_equal_adapters_on_all_ranks_and_repeat", learning::ten_updates),
-    ("drawn_answers_are_the_same_on_any_ranks_and_their_log_probabilities_are_their_scores", drawn::as_scored),
-    ("drawn_answers_have_the_log_probabilities_of_a_whole_sequence", drawn::as_conventional),
-    ("an_answer_ends_at_an_end_or_at_the_longest_length", drawn::ends),
-    ("answers_are_drawn_alike_from_pages_on_the_device_and_pages_that_come", drawn::residency),
+    ("sampled_answers_are_the_same_on_any_ranks_and_their_log_probabilities_are_their_scores", sampling::as_scored),
+    ("sampled_answers_have_the_log_probabilities_of_a_whole_sequence", sampling::as_conventional),
+    ("an_answer_ends_at_an_end_or_at_the_longest_length", sampling::ends),
+    ("answers_are_sampled_alike_from_pages_on_the_device_and_pages_that_are_staged", sampling::residency),
     ("stale_pages_are_refused_after_an_update", learning::stale_pages),
     ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),
 ];

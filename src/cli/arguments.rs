@@ -2,23 +2,14 @@
 
 use std::ffi::OsString;
 
-use longstraw::config::{DeviceChoice, Gate};
+use longstraw::config::{DeviceChoice, Gate, Gradient};
 use longstraw::data::keychain;
 use longstraw::prompt::pages::Residency;
 use longstraw::runtime::units::Tokens;
-use longstraw::tools::parity::Gradient;
 use longstraw::tools::study;
 
 pub(super) fn gradient(text: &str) -> Result<Gradient, String> {
-    match text {
-        "exact" => Ok(Gradient::Exact),
-        "response" => Ok(Gradient::Last(Tokens(1))),
-        other => other
-            .strip_prefix("last=")
-            .and_then(|rows| rows.parse().ok())
-            .map(|rows| Gradient::Last(Tokens(rows)))
-            .ok_or_else(|| "should be exact, response or last=N".into()),
-    }
+    text.parse().map_err(str::to_owned)
 }
 
 /// A dtype by the configuration's name.

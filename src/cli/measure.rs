@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use longstraw::config::{DeviceChoice, Environment};
+use longstraw::config::{DeviceChoice, Environment, Gradient};
 use longstraw::prompt::handoff::Keeping;
 use longstraw::prompt::pages::Residency;
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::runtime::units::Tokens;
 use longstraw::tools::bench;
-use longstraw::tools::parity::{self, Gradient};
+use longstraw::tools::parity;
 use longstraw::tools::study;
 use longstraw::world::World;
 use longstraw::world::devices;

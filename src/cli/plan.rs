@@ -9,7 +9,6 @@ use longstraw::plan::seconds::Rates;
 use longstraw::plan::{self, Room, ladder};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
-use longstraw::tools::parity;
 
 use super::arguments::{at_least_one, gradient, rate, share};
 use super::output::print_json;
@@ -40,7 +39,7 @@ pub(super) struct PlanFlags {
     gates: bool,
     /// The gates' gradient mode: exact, response or last=N
     #[arg(long, requires = "gates", value_parser = gradient, default_value = "response")]
-    gradient: parity::Gradient,
+    gradient: Gradient,
     #[command(flatten)]
     rates: RateFlags,
     /// Print one JSON object
@@ -161,11 +160,7 @@ fn gates(
             config::Error::Unset { key: "model.path", how: "name a folder that is there with --model FOLDER" }.into()
         );
     };
-    let gradient = match flags.gradient {
-        parity::Gradient::Exact => Gradient::Exact,
-        parity::Gradient::Last(rows) if rows.0 == 1 => Gradient::Response,
-        parity::Gradient::Last(rows) => Gradient::Last(rows),
-    };
+    let gradient = flags.gradient;
     let table = ladder::table(config, ranks, shape, room, gradient, rates(shape));
     if flags.json {
         print_json(&table);

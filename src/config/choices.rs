@@ -1,6 +1,7 @@
 //! Values that are one of a few words.
 
 use std::fmt;
+use std::str::FromStr;
 
 use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -125,6 +126,23 @@ impl Gradient {
             Gradient::Exact => prompt_len,
             Gradient::Response => prompt_len.min(Tokens(1)),
             Gradient::Last(tail) => prompt_len.min(tail),
+        }
+    }
+}
+
+impl FromStr for Gradient {
+    type Err = &'static str;
+
+    /// From the name that [`fmt::Display`] writes; `last=1` is `response`.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "exact" => Ok(Gradient::Exact),
+            "response" => Ok(Gradient::Response),
+            other => match other.strip_prefix("last=").and_then(|rows| rows.parse().ok()) {
+                Some(1) => Ok(Gradient::Response),
+                Some(rows) => Ok(Gradient::Last(Tokens(rows))),
+                None => Err("should be exact, response or last=N"),
+            },
         }
     }
 }

@@ -11,6 +11,7 @@ use crate::model::lora::Adapters;
 use crate::model::planes::Planes;
 use crate::runtime::units::{LayerIndex, Tokens, as_dim, from_index};
 use crate::step::objective::Objective;
+use crate::step::replay::TrainedAnswer;
 use crate::tensor::boundary::backward;
 use crate::tensor::{self, accumulation};
 
@@ -156,6 +157,20 @@ impl Group<'_> {
 }
 
 impl Target {
+    /// `answer` with its own scores as reference. An answer without an advantage takes no part: nothing of it is left with
+    /// a weight of 0.
+    #[must_use]
+    pub fn new(answer: &TrainedAnswer, old: Tensor) -> Target {
+        let numbers = |mask: &Vec<bool>| mask.iter().map(|&trained| f32::from(u8::from(trained))).collect::<Vec<_>>();
+        Target {
+            trained: answer.mask.as_ref().map(|mask| Tensor::from_slice(&numbers(mask)).to_device(old.device())),
+            reference: old.shallow_clone(),
+            advantage: answer.advantage.unwrap_or(0.0),
+            weight: answer.advantage.map_or(0.0, |_| answer.weight),
+            old,
+        }
+    }
+
     /// The answer's share of the loss.
     fn loss(&self, logprobs: &Tensor, terms: &Objective) -> Tensor {
         let ratio = (logprobs - &self.old).exp();

@@ -51,6 +51,12 @@ pub struct Objective {
     pub aggregation: Aggregation,
 }
 
+impl Objective {
+    /// The configuration's defaults: clips of 0.2, no KL term, every answer weighs the same.
+    pub const DEFAULT: Objective =
+        Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
+}
+
 /// Rewards this close together, relative to the largest, are equal: what is left is rounding of how they were summed.
 const EQUAL: f64 = 1e-9;
 
@@ -133,7 +139,7 @@ impl Batch {
 
 /// Some tokens of one answer, in the accumulation dtype, [t] each.
 #[derive(Debug)]
-pub struct Tokens<'a> {
+pub struct AnswerTokens<'a> {
     /// Log-probabilities under the policy.
     pub logprobs: &'a Tensor,
     /// Frozen log-probabilities under the policy that is being improved upon.
@@ -186,8 +192,8 @@ impl TokenStats {
 
 /// Loss and gradient of some tokens. By hand, since the graph would be three lines long.
 #[must_use]
-pub fn tokens(tokens: &Tokens, terms: &Objective) -> Added {
-    let Tokens { logprobs, old, reference, advantage, weight, trained } = *tokens;
+pub fn tokens(tokens: &AnswerTokens, terms: &Objective) -> Added {
+    let AnswerTokens { logprobs, old, reference, advantage, weight, trained } = *tokens;
     let ratio = (logprobs - old).exp();
     let free = &ratio * advantage;
     let bounded = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high) * advantage;
@@ -256,7 +262,8 @@ mod tests {
     #[test]
     fn a_clipped_token_whose_ratio_overflows_has_no_gradient() {
         let (lp, old) = (Tensor::from_slice(&[0.0f32]), Tensor::from_slice(&[-200.0f32]));
-        let given = Tokens { logprobs: &lp, old: &old, reference: None, advantage: 1.0, weight: 1.0, trained: None };
+        let given =
+            AnswerTokens { logprobs: &lp, old: &old, reference: None, advantage: 1.0, weight: 1.0, trained: None };
         let added = tokens(&given, &TERMS);
         assert!((added.loss + 1.2).abs() < 1e-6 && added.dlogprobs.double_value(&[0]).abs() < 1e-12);
     }
@@ -273,7 +280,7 @@ mod tests {
             let loss = (token + (gap.exp() - &gap - 1.0) * 0.04).sum(Kind::Double) * 0.125;
             loss.backward();
             let detached = lp.detach();
-            let given = Tokens {
+            let given = AnswerTokens {
                 logprobs: &detached,
                 old: &old,
                 reference: Some(&reference),
@@ -292,7 +299,7 @@ mod tests {
         let (lp, old) = (Tensor::from_slice(&[-1.0f64, f64::NAN, -0.5]), Tensor::from_slice(&[-1.4f64, -1.0, -0.5]));
         let mask = Tensor::from_slice(&[1.0f64, 0.0, 1.0]);
         let all = |logprobs: &Tensor, old: &Tensor, trained: Option<&Tensor>| {
-            tokens(&Tokens { logprobs, old, reference: Some(old), advantage: 1.0, weight: 0.5, trained }, &TERMS)
+            tokens(&AnswerTokens { logprobs, old, reference: Some(old), advantage: 1.0, weight: 0.5, trained }, &TERMS)
         };
         let part = |x: &Tensor| x.index_select(0, &Tensor::from_slice(&[0i64, 2]));
         let (masked, without) = (all(&lp, &old, Some(&mask)), all(&part(&lp), &part(&old), None));
@@ -312,7 +319,7 @@ mod tests {
             (Tensor::from_slice(&[0.5f64, -0.5, 0.0]), Tensor::zeros([3], (Kind::Double, tch::Device::Cpu)));
         let reference = Tensor::from_slice(&[1.5f64, -0.5, 0.0]);
         let at = |advantage, reference| {
-            let given = Tokens { logprobs: &lp, old: &old, reference, advantage, weight: 1.0, trained: None };
+            let given = AnswerTokens { logprobs: &lp, old: &old, reference, advantage, weight: 1.0, trained: None };
             tokens(&given, &TERMS).stats
         };
         assert_eq!(at(1.0, None), TokenStats { tokens: 3, clipped_low: 0, clipped_high: 1, kl: 0.0 });
@@ -328,7 +335,7 @@ mod tests {
     fn kl_weight_changes_the_gradient_of_a_policy_that_has_moved() {
         let (lp, old, reference) = (Tensor::from(-1.0f64), Tensor::from(-1.0f64), Tensor::from(-2.0f64));
         let at = |kl_coef| {
-            let given = Tokens {
+            let given = AnswerTokens {
                 logprobs: &lp,
                 old: &old,
                 reference: Some(&reference),

@@ -21,9 +21,9 @@ use crate::prompt::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
-use crate::runtime::units::{Bytes, LayerIndex, as_dim};
+use crate::runtime::units::{Bytes, LayerIndex, as_dim, from_index};
 use crate::step::extremes::Range;
-use crate::step::objective::{self, Objective, TokenStats, Tokens};
+use crate::step::objective::{self, Aggregation, AnswerTokens, Batch, Counted, Objective, TokenStats};
 use crate::tensor::gpu::Mark;
 
 /// One answer as it is trained.
@@ -48,19 +48,37 @@ pub struct FrozenScores {
     pub reference: Option<Scores>,
 }
 
-/// What the answers are pulled towards.
+impl TrainedAnswer {
+    /// The answers of one group that is a whole batch by itself. An answer without an advantage takes no part.
+    #[must_use]
+    pub fn whole_batch(
+        answers: &[Vec<i64>],
+        advantages: &[Option<f64>],
+        aggregation: Aggregation,
+    ) -> Vec<TrainedAnswer> {
+        let pairs = || answers.iter().zip(advantages);
+        let batch = Batch::of(
+            pairs().map(|(ids, advantage)| Counted { tokens: from_index(ids.len()), scored: advantage.is_some() }),
+        );
+        let answer = |(ids, &advantage): (&Vec<i64>, &Option<f64>)| TrainedAnswer {
+            ids: ids.clone(),
+            mask: None,
+            advantage,
+            weight: batch.weight(aggregation, from_index(ids.len())),
+        };
+        pairs().map(answer).collect()
+    }
+}
+
+/// What the replay's loss reads besides the log-probabilities of the replay itself.
 #[derive(Clone, Copy)]
 pub struct ReplayTargets<'a> {
-    /// Frozen log-probabilities of the policy.
-    pub old: &'a Scores,
-    /// Frozen log-probabilities of the reference policy, if there is a KL term.
-    pub reference: Option<&'a Scores>,
-    /// Advantage of each answer; `None` takes no part.
-    pub advantages: &'a [Option<f64>],
-    /// Weight of each token of each answer.
-    pub weights: &'a [f64],
-    /// The objective.
-    pub terms: &'a Objective,
+    /// Advantage and weight of each answer of the group, in its order.
+    pub answers: &'a [TrainedAnswer],
+    /// Frozen log-probabilities.
+    pub scores: &'a FrozenScores,
+    /// Loss of a token.
+    pub objective: &'a Objective,
 }
 
 /// What a replay leaves besides the adapters' gradients: this rank's share of the group's numbers.
@@ -96,7 +114,7 @@ struct Replay<'a> {
     head: &'a Head,
     work: &'a PlacedGroup,
     captured: &'a Captured,
-    goal: ReplayTargets<'a>,
+    targets: ReplayTargets<'a>,
     tracker: &'a Tracker,
     pool: HiddenPool,
     /// Tail inputs that were computed again.
@@ -117,7 +135,7 @@ pub fn run(
     head: &Head,
     work: &PlacedGroup,
     captured: &Captured,
-    goal: ReplayTargets,
+    targets: ReplayTargets,
     tracker: &Tracker,
 ) -> Result<Replayed, Failure> {
     let device = pass.decoder.device();
@@ -134,7 +152,7 @@ pub fn run(
     let (pool, again) = (pool(Residency::Host, Purpose::Hidden), pool(captured.keeping.tail, Purpose::Checkpoints));
     let (filled_from, turns) = (None, Vec::new());
     let mut replay =
-        Replay { pass, head, work, captured, goal, tracker, pool, again, filled_from, turns, done: nothing };
+        Replay { pass, head, work, captured, targets, tracker, pool, again, filled_from, turns, done: nothing };
     let top = LayerIndex(pass.decoder.layers() - 1);
     for (index, answer) in work.answers.iter().enumerate() {
         let inputs = work.inputs(answer, pass.cp_group.axis.rank());
@@ -355,26 +373,28 @@ impl Replay<'_> {
         Some(dtail)
     }
 
-    /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities. `trained` says
-    /// which of them take part; `None`: all.
+    /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities. `trained` is 1
+    /// for tokens that take part and 0 for others; `None`: all do. `part` picks these tokens from scores of the answer.
     fn loss(
         &mut self,
         index: usize,
         logprobs: &Tensor,
         trained: Option<Tensor>,
-        of: impl Fn(&Logprobs) -> &Tensor,
+        part: impl Fn(&Logprobs) -> &Tensor,
     ) -> Tensor {
-        let Some(advantage) = self.goal.advantages[index] else { return logprobs.zeros_like() };
+        let TrainedAnswer { advantage, weight, .. } = self.targets.answers[index];
+        let FrozenScores { old, reference } = self.targets.scores;
+        let Some(advantage) = advantage else { return logprobs.zeros_like() };
         let trained = trained.map(|trained| trained.to_device(logprobs.device()));
-        let tokens = Tokens {
+        let tokens = AnswerTokens {
             logprobs,
-            old: of(&self.goal.old.0[index]),
-            reference: self.goal.reference.map(|scores| of(&scores.0[index])),
+            old: part(&old.0[index]),
+            reference: reference.as_ref().map(|scores| part(&scores.0[index])),
             advantage,
-            weight: self.goal.weights[index],
+            weight,
             trained: trained.as_ref(),
         };
-        let added = objective::tokens(&tokens, self.goal.terms);
+        let added = objective::tokens(&tokens, self.targets.objective);
         self.done.loss += added.loss;
         self.done.stats.add(added.stats);
         self.done.ratio = Range::cover(self.done.ratio, added.ratio);

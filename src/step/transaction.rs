@@ -142,15 +142,7 @@ impl Transaction<'_> {
             None => Rc::new(FrozenScores { old: self.scored(&group, &captured, observer)?, reference }),
         };
         observer.enter(Phase::Replay);
-        let advantages: Vec<Option<f64>> = answers.iter().map(|answer| answer.advantage).collect();
-        let weights: Vec<f64> = answers.iter().map(|answer| answer.weight).collect();
-        let targets = ReplayTargets {
-            old: &scores.old,
-            reference: scores.reference.as_ref(),
-            advantages: &advantages,
-            weights: &weights,
-            terms: &self.objective,
-        };
+        let targets = ReplayTargets { answers, scores: &scores, objective: &self.objective };
         let replayed = replay::run(&self.policy, &self.head, &group, &captured, targets, observer.tracker())?;
         observer.add(Phase::Replay, replayed.seconds.up);
         observer.add(Phase::Sweep, replayed.seconds.down);

@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::config::TooLong;
+use crate::config::{Gradient, TooLong};
 use crate::data::{self, Answers, Dataset, Limits, Tokenizer, keychain};
 use crate::model::adapter_file;
 use crate::model::decoder::Decoder;
@@ -23,17 +23,18 @@ use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
-use crate::prompt::handoff::{Keeping, PlacedGroup, Scores};
-use crate::prompt::layout::PromptLayout;
+use crate::prompt::handoff::{Keeping, Scores};
 use crate::report::say;
 use crate::runtime::failure::{Classified, Exit, Failure, Phase};
 use crate::runtime::memory::Ledger;
 use crate::runtime::units::{Tokens, float, from_index};
-use crate::step::objective::{Aggregation, Batch, Counted, Objective, advantages};
-use crate::step::replay::ReplayTargets;
-use crate::step::{capture, finalize, replay, score};
+use crate::step::finalize;
+use crate::step::objective::{Objective, advantages};
+use crate::step::observer::Observer;
+use crate::step::replay::TrainedAnswer;
+use crate::step::transaction::Transaction;
 use crate::tensor::accumulation;
-use crate::tools::parity::{Gradient, dtype_name};
+use crate::tools::parity::dtype_name;
 use crate::world::World;
 use crate::world::exchange::sum_number;
 
@@ -45,8 +46,6 @@ pub const ANSWER_TOKENS_MAX: Tokens = Tokens(64);
 const DRAWN_B: f64 = 0.01;
 const LORA_RANK: u64 = 16;
 const LORA_ALPHA: f64 = 32.0;
-const TERMS: Objective =
-    Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
 /// The name under which all projections together are reported.
 const TOGETHER: &str = "all";
 
@@ -55,10 +54,8 @@ const TOGETHER: &str = "all";
 pub enum Error {
     /// The prompts are written to a file before they are read.
     #[error("cannot make a temporary folder for the prompts: {source}; set TMPDIR to a folder that can be written")]
-    Folder {
-        /// Why.
-        source: std::io::Error,
-    },
+    #[expect(missing_docs, reason = "a source")]
+    Folder { source: std::io::Error },
 }
 
 impl Classified for Error {
@@ -368,41 +365,36 @@ impl Study<'_> {
             prompts: data.len(),
             adapters: name.to_owned(),
             logprob: [mean(&logprobs[0]), mean(&logprobs[1])],
-            gradient: gradient.name(),
+            gradient: gradient.to_string(),
             projections,
         });
         Ok(runs.collect())
     }
 
-    /// One group's gradient in one mode: capture, score, replay, finalize without a clip.
+    /// One group's gradient in one mode: a transaction, and finalize without a clip.
     fn gradient(&self, adapters: &Adapters, group: &data::Group, gradient: Gradient) -> Result<Taken, Failure> {
-        let (world, tracker) = (self.world, self.world.tracker());
-        let prompt = Tokens(from_index(group.prompt_ids.len()));
-        let layout =
-            PromptLayout::new(prompt, self.options.page_size, world.cp.size(), gradient.tail(prompt).min(prompt));
-        let answers = group.answers.iter().map(|answer| answer.ids.clone()).collect();
-        let work = PlacedGroup::new(layout, group.prompt_ids.clone(), answers);
+        let world = self.world;
         let cp_group = CpGroup { axis: &world.cp, ledger: &self.ledger };
-        let pass = Pass { decoder: &*self.decoder, adapters, cp_group, micro_block: self.options.micro_block };
-        tracker.enter(Phase::Capture);
-        let captured = capture::run(&pass, &work, Keeping::HOST, tracker)?;
-        tracker.enter(Phase::Score);
-        let old = score::run(&pass, &self.head, &work, &captured, tracker)?;
+        let transaction = Transaction {
+            policy: Pass { decoder: &*self.decoder, adapters, cp_group, micro_block: self.options.micro_block },
+            reference: None,
+            head: self.head,
+            objective: Objective::DEFAULT,
+            gradient,
+            page_size: self.options.page_size,
+            keeping: Keeping::HOST,
+            pins_memory: false,
+        };
         let rewards: Vec<Option<f64>> = group.answers.iter().map(|answer| answer.reward).collect();
-        let counted =
-            || group.answers.iter().zip(&rewards).map(|(answer, reward)| (answer.ids.len(), reward.is_some()));
-        let batch = Batch::of(counted().map(|(tokens, scored)| Counted { tokens: from_index(tokens), scored }));
-        let weights: Vec<f64> =
-            counted().map(|(tokens, _)| batch.weight(TERMS.aggregation, from_index(tokens))).collect();
-        let advantages = advantages(&rewards, true);
-        let goal =
-            ReplayTargets { old: &old, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
-        tracker.enter(Phase::Replay);
-        replay::run(&pass, &self.head, &work, &captured, goal, tracker)?;
-        tracker.enter(Phase::Finalize);
-        let reduced = world.agree(finalize::run(&world.cp, finalize::take(adapters), adapters, 0.0))?;
-        let gradients = reduced.gradients().iter().map(Tensor::shallow_clone).collect();
-        Ok(Taken { gradients, logprob: self.logprob(group, &old) })
+        let answer_ids: Vec<Vec<i64>> = group.answers.iter().map(|answer| answer.ids.clone()).collect();
+        let aggregation = Objective::DEFAULT.aggregation;
+        let answers = TrainedAnswer::whole_batch(&answer_ids, &advantages(&rewards, true), aggregation);
+        let mut observer = Observer::new(world.tracker(), self.options.device);
+        let done = transaction.train(&group.prompt_ids, None, &answers, None, &mut observer)?;
+        let summed =
+            observer.host_phase(Phase::Finalize, || finalize::run(&world.cp, finalize::take(adapters), adapters, 0.0));
+        let gradients = world.agree(summed)?.gradients().iter().map(Tensor::shallow_clone).collect();
+        Ok(Taken { gradients, logprob: self.logprob(group, &done.scores.old) })
     }
 
     /// Mean log-probability of a token of the right and of the wrong answers, over all ranks.

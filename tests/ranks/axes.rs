@@ -2,11 +2,12 @@
 
 use longstraw::runtime::units::from_index;
 use longstraw::step::objective::{Batch, Counted};
+use longstraw::tools::parity::distance::Distance;
 use longstraw::world::World;
 use serde_json::json;
 use tch::{Kind, Tensor};
 
-use crate::fixture::{Group, Model, PLAIN, apart, config, reduced, step};
+use crate::fixture::{Group, Model, PLAIN, config, distance, reduced, step};
 
 /// dp 2 × cp N/2 with one group each equals cp N with two groups accumulated; where N is odd, dp N × cp 1 with N groups.
 /// Counts are uneven on purpose.
@@ -31,6 +32,6 @@ pub(crate) fn dp_equals_accumulation(world: &mut World) {
     world.cut(ranks / parts).expect("prompt groups side by side");
     step(world, &model, &groups[world.dp_index], PLAIN, &batch);
     let side_by_side = reduced(world, &model.adapters);
-    let (worst, name) = apart(&model.adapters, side_by_side.gradients(), &accumulated);
-    assert!(worst <= 1e-12, "{name} is {worst:.1e} off");
+    let Distance { worst, worst_tensor, .. } = distance(&model.adapters, side_by_side.gradients(), &accumulated);
+    assert!(worst <= 1e-12, "{worst_tensor} is {worst:.1e} off");
 }

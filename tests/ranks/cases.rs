@@ -2,8 +2,10 @@
 
 use std::path::Path;
 
+use longstraw::config::Gradient;
 use longstraw::runtime::units::Tokens;
-use longstraw::tools::parity::{self, Gradient, Options, Report};
+use longstraw::tools::parity::distance::Squares;
+use longstraw::tools::parity::{self, Options, Report};
 use longstraw::world::World;
 use serde_json::Value;
 use tch::Kind;
@@ -11,7 +13,7 @@ use tch::Kind;
 use crate::fixture::{device, run};
 
 const CASES: &str = "tests/cases";
-const GRADIENTS: [Gradient; 3] = [Gradient::Last(Tokens(1)), Gradient::Last(Tokens(0)), Gradient::Exact];
+const GRADIENTS: [Gradient; 3] = [Gradient::Response, Gradient::Last(Tokens(0)), Gradient::Exact];
 
 /// Every `FAMILY/CASE` that is a folder of tests/cases, in the order of the alphabet.
 fn cases() -> Vec<String> {
@@ -87,8 +89,8 @@ pub(crate) fn one_and_all(world: &mut World) {
                 let one = report(world, &case, &options);
                 world.cut(world.all.size()).expect("all ranks on one prompt");
                 for ((name, all), (_, one)) in all.gradients.iter().zip(&one.gradients) {
-                    let apart = relative(all, one);
-                    assert!(apart <= limit, "{case} {} {kind:?} {name}: {apart:.1e}", options.gradient.name());
+                    let apart = Squares::between(all, one).relative();
+                    assert!(apart <= limit, "{case} {} {kind:?} {name}: {apart:.1e}", options.gradient);
                 }
             }
         }
@@ -111,12 +113,6 @@ pub(crate) fn micro_blocks(world: &mut World) {
     let small = Options { micro_block: Tokens(1), ..large };
     let (large, small) = (report(world, "qwen3/base", &large), report(world, "qwen3/base", &small));
     for ((name, large), (_, small)) in large.gradients.iter().zip(&small.gradients) {
-        assert!(relative(small, large) <= 1e-12, "{name}");
+        assert!(Squares::between(small, large).relative() <= 1e-12, "{name}");
     }
-}
-
-fn relative(one: &tch::Tensor, two: &tch::Tensor) -> f64 {
-    let norm = |x: &tch::Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
-    let (apart, size) = (norm(&(one - two)), norm(two));
-    if size < 1e-12 { apart } else { apart / size }
 }

@@ -4,30 +4,32 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::OnceLock;
 
-use longstraw::config::DeviceChoice;
+use longstraw::config::{DeviceChoice, Gradient};
 use longstraw::model::decoder::Decoder;
 use longstraw::model::head::Head;
-use longstraw::model::lora::{Adapter, Adapters};
+use longstraw::model::lora::Adapters;
 use longstraw::model::mixer::CpGroup;
 use longstraw::model::pass::Pass;
 use longstraw::model::spec::Spec;
 use longstraw::model::weights::Weights;
-use longstraw::prompt::handoff::{Captured, Keeping, PlacedGroup, ReducedGrads, Scores};
-use longstraw::prompt::layout::PromptLayout;
+use longstraw::prompt::handoff::{Keeping, Logprobs, PlacedGroup, ReducedGrads, Scores};
 use longstraw::runtime::memory::Ledger;
-use longstraw::runtime::units::{Tokens, from_index};
-use longstraw::step::conventional;
-use longstraw::step::objective::{Aggregation, Batch, Counted, Objective};
-use longstraw::step::replay::{self, ReplayTargets, Replayed};
-use longstraw::step::{capture, finalize, score};
+use longstraw::runtime::units::{Tokens, as_dim, from_index};
+use longstraw::step::conventional::{self, Target};
+use longstraw::step::finalize;
+use longstraw::step::objective::{Batch, Counted, Objective};
+use longstraw::step::observer::Observer;
+use longstraw::step::replay::{FrozenScores, Replayed, TrainedAnswer};
+use longstraw::step::transaction::Transaction;
 use longstraw::tensor::accumulation;
+use longstraw::tools::parity::distance::Distance;
+use longstraw::tools::parity::random::RandomAdapters;
 use longstraw::world::World;
 use longstraw::world::devices;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-pub(crate) const TERMS: Objective =
-    Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
+pub(crate) const OBJECTIVE: Objective = Objective { kl_coef: 0.04, ..Objective::DEFAULT };
 
 /// Where claims compute: the CPU, or with `CLAIMS_DEVICE=cuda` a GPU, which ranks share.
 static DEVICE: OnceLock<Device> = OnceLock::new();
@@ -69,17 +71,17 @@ impl Model {
         let table = config.as_object().expect("a config is an object");
         let spec = Spec::from_config(table, None, Path::new("config.json")).unwrap_or_else(|error| panic!("{error}"));
         let weights = Weights::random(&spec, 7, kind, device()).unwrap_or_else(|error| panic!("{error}"));
-        tch::manual_seed(11);
-        let acc = accumulation(kind);
-        let drawn = |rows, columns| {
-            Tensor::randn([rows, columns], (Kind::Double, Device::Cpu)).to_kind(acc).to_device(device()) * 0.2
+        let random = RandomAdapters {
+            rank: 3,
+            alpha: 6.0,
+            a_deviation: 0.2,
+            b_deviation: 0.2,
+            seed: 11,
+            sampled_in: Kind::Double,
+            kind: accumulation(kind),
+            device: device(),
         };
-        let pairs = spec.linear_layers().into_iter().map(|linear| Adapter {
-            module: linear.module,
-            a_ri: drawn(3, longstraw::runtime::units::as_dim(linear.inputs)),
-            b_or: drawn(longstraw::runtime::units::as_dim(linear.outputs), 3),
-        });
-        let adapters = Adapters::new(pairs.collect(), 2.0, "policy");
+        let adapters = random.sample(spec.linear_layers());
         Model { decoder: spec.family.decoder(&spec, Rc::new(weights), kind), adapters }
     }
 }
@@ -97,7 +99,7 @@ impl Group {
     pub(crate) fn random(seed: i64, vocabulary: i64, prompt: usize, lengths: &[usize]) -> Group {
         tch::manual_seed(seed);
         let draw = |count: usize| -> Vec<i64> {
-            let shape = [longstraw::runtime::units::as_dim(from_index(count))];
+            let shape = [as_dim(from_index(count))];
             let drawn = Tensor::randint(vocabulary, shape, (Kind::Int64, Device::Cpu));
             Vec::<i64>::try_from(drawn).expect("integers")
         };
@@ -108,6 +110,17 @@ impl Group {
 
     pub(crate) fn batch(&self) -> Batch {
         Batch::of(self.answers.iter().map(|answer| Counted { tokens: from_index(answer.len()), scored: true }))
+    }
+
+    /// The answers as a part of `batch`.
+    pub(crate) fn trained(&self, batch: &Batch) -> Vec<TrainedAnswer> {
+        let trained = |index: usize| TrainedAnswer {
+            ids: self.answers[index].clone(),
+            mask: self.masks[index].clone(),
+            advantage: self.advantages[index],
+            weight: batch.weight(OBJECTIVE.aggregation, from_index(self.answers[index].len())),
+        };
+        (0..self.answers.len()).map(trained).collect()
     }
 }
 
@@ -130,55 +143,52 @@ pub(crate) struct Done {
     pub(crate) pages_have_graph: bool,
 }
 
-/// Captures, scores and replays one group over the world's prompt group; gradients stay in the adapters. Old scores are
-/// the step's own, shifted a little, so that ratios lie on both sides of 1; the reference is another shift.
+/// The transaction under the model's own adapters.
+pub(crate) fn transaction<'a>(world: &'a World, model: &'a Model, how: How, ledger: &'a Ledger) -> Transaction<'a> {
+    let cp_group = CpGroup { axis: &world.cp, ledger };
+    let micro_block = Tokens(how.micro_block);
+    Transaction {
+        policy: Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block },
+        reference: None,
+        head: HEAD,
+        objective: OBJECTIVE,
+        gradient: Gradient::Last(Tokens(how.tail)),
+        page_size: Tokens(how.page_size),
+        keeping: how.keeping,
+        pins_memory: false,
+    }
+}
+
+pub(crate) fn observer(world: &World) -> Observer {
+    Observer::new(world.tracker(), device())
+}
+
+/// One group's transaction over the world's prompt group; gradients stay in the adapters. Old scores are the step's own,
+/// shifted a little, so that ratios lie on both sides of 1; the reference is another shift.
 pub(crate) fn step(world: &World, model: &Model, group: &Group, how: How, batch: &Batch) -> Done {
     let ledger = Ledger::default();
-    let work = work(world, group, how);
-    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
-    let pass =
-        Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(how.micro_block) };
-    let captured = run(capture::run(&pass, &work, how.keeping, world.tracker()));
-    let pages_have_graph = captured.pages.has_graph();
-    let frozen = run(score::run(&pass, &HEAD, &work, &captured, world.tracker()));
-    let replayed = replay(world, &pass, group, &work, &captured, &frozen, batch);
-    Done { replayed, ledger, pages_have_graph }
-}
-
-pub(crate) fn work(world: &World, group: &Group, how: How) -> PlacedGroup {
-    let prompt = Tokens(from_index(group.prompt_ids.len()));
-    let tail = Tokens(how.tail.min(prompt.0));
-    let layout = PromptLayout::new(prompt, Tokens(how.page_size), world.cp.size(), tail);
-    PlacedGroup::new(layout, group.prompt_ids.clone(), group.answers.clone()).masked(group.masks.clone())
-}
-
-fn replay(
-    world: &World,
-    pass: &Pass,
-    group: &Group,
-    work: &PlacedGroup,
-    captured: &Captured,
-    frozen: &Scores,
-    batch: &Batch,
-) -> Replayed {
+    let transaction = transaction(world, model, how, &ledger);
+    let mut observer = observer(world);
+    let scored = run(transaction.score(&group.prompt_ids, None, group.answers.clone(), &mut observer));
+    let pages_have_graph = scored.captured.pages.has_graph();
     let shifted = |by: f64| {
-        let logprobs = frozen.0.iter().map(|one| longstraw::prompt::handoff::Logprobs {
-            rows: &one.rows + by,
-            first: one.first.as_ref().map(|first| first + by),
-        });
+        let logprobs = scored
+            .scores
+            .0
+            .iter()
+            .map(|one| Logprobs { rows: &one.rows + by, first: one.first.as_ref().map(|first| first + by) });
         Scores(logprobs.collect())
     };
-    let (old, reference) = (shifted(OLD), shifted(REFERENCE));
-    let weights: Vec<f64> =
-        group.answers.iter().map(|answer| batch.weight(TERMS.aggregation, from_index(answer.len()))).collect();
-    let goal = ReplayTargets {
-        old: &old,
-        reference: Some(&reference),
-        advantages: &group.advantages,
-        weights: &weights,
-        terms: &TERMS,
-    };
-    run(replay::run(pass, &HEAD, work, captured, goal, world.tracker()))
+    let scores = Rc::new(FrozenScores { old: shifted(OLD), reference: Some(shifted(REFERENCE)) });
+    let answers = group.trained(batch);
+    let captured = Some(scored.captured);
+    let done = run(transaction.train(&group.prompt_ids, captured, &answers, Some(scores), &mut observer));
+    Done { replayed: done.replayed, ledger, pages_have_graph }
+}
+
+/// The group dealt to ranks.
+pub(crate) fn placed(world: &World, model: &Model, group: &Group, how: How) -> PlacedGroup {
+    transaction(world, model, how, &Ledger::default()).placed(&group.prompt_ids, group.answers.clone())
 }
 
 const OLD: f64 = 0.05;
@@ -193,22 +203,12 @@ pub(crate) fn conventional_step(model: &Model, group: &Group, tail: u64, batch: 
         tail: Tokens(tail.min(prompt.0)),
         temperature: HEAD.temperature,
     };
-    let targets: Vec<conventional::Target> = (0..group.answers.len())
-        .map(|index| {
-            let logprobs = tch::no_grad(|| whole.logprobs(&*model.decoder, &model.adapters, index)).detach();
-            conventional::Target {
-                trained: group.masks[index].as_ref().map(|mask| {
-                    let numbers: Vec<f32> = mask.iter().map(|&trained| f32::from(u8::from(trained))).collect();
-                    Tensor::from_slice(&numbers).to_device(device())
-                }),
-                old: &logprobs + OLD,
-                reference: logprobs + REFERENCE,
-                advantage: group.advantages[index].expect("every answer has an advantage"),
-                weight: batch.weight(TERMS.aggregation, from_index(group.answers[index].len())),
-            }
-        })
-        .collect();
-    whole.backward(&*model.decoder, &model.adapters, &targets, &TERMS)
+    let target = |(index, answer): (usize, &TrainedAnswer)| {
+        let logprobs = tch::no_grad(|| whole.logprobs(&*model.decoder, &model.adapters, index)).detach();
+        Target { reference: &logprobs + REFERENCE, ..Target::new(answer, logprobs + OLD) }
+    };
+    let targets: Vec<Target> = group.trained(batch).iter().enumerate().map(target).collect();
+    whole.backward(&*model.decoder, &model.adapters, &targets, &OBJECTIVE)
 }
 
 /// Sums what all ranks of the world have left in the adapters.
@@ -221,18 +221,9 @@ pub(crate) fn own(adapters: &Adapters) -> Vec<Tensor> {
     finalize::take(adapters).0
 }
 
-/// Largest relative L2 distance of two sets of gradients, and the tensor it belongs to.
-pub(crate) fn apart(adapters: &Adapters, one: &[Tensor], two: &[Tensor]) -> (f64, String) {
-    let norm = |x: &Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
-    adapters
-        .names()
-        .zip(one.iter().zip(two))
-        .map(|(name, (one, two))| {
-            let (distance, size) = (norm(&(one - two)), norm(two));
-            let error = if size < 1e-12 { distance } else { distance / size };
-            (if error.is_nan() { f64::INFINITY } else { error }, name)
-        })
-        .fold((0.0, String::new()), |worst, next| if next.0 > worst.0 { next } else { worst })
+/// Relative L2 distance of two sets of gradients.
+pub(crate) fn distance(adapters: &Adapters, found: &[Tensor], expected: &[Tensor]) -> Distance {
+    Distance::between(adapters.names(), found, expected)
 }
 
 /// The value, or a panic with the failure's own words.

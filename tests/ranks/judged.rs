@@ -2,12 +2,13 @@
 
 use longstraw::step::finalize;
 use longstraw::step::optimizer::{AdamW, Settings};
+use longstraw::tools::parity::distance::Distance;
 use longstraw::world::World;
 use longstraw::world::exchange::sum_number;
 use serde_json::json;
 use tch::{Kind, Tensor};
 
-use crate::fixture::{Group, How, Model, PLAIN, apart, config, conventional_step, own, reduced, run, step};
+use crate::fixture::{Group, How, Model, PLAIN, config, conventional_step, distance, own, reduced, run, step};
 
 /// Largest relative error against autograd of the same float64 formulas: rounding only.
 const LIMIT: f64 = 1e-9;
@@ -19,8 +20,8 @@ fn compare(world: &World, model: &Model, group: &Group, how: How, what: &str) {
     let loss = sum_number(&world.cp, done.replayed.loss);
     let expected = conventional_step(model, group, how.tail, &batch);
     let judged = own(&model.adapters);
-    let (worst, name) = apart(&model.adapters, paged.gradients(), &judged);
-    assert!(worst <= LIMIT, "{what}: {name} is {worst:.1e} off");
+    let Distance { worst, worst_tensor, .. } = distance(&model.adapters, paged.gradients(), &judged);
+    assert!(worst <= LIMIT, "{what}: {worst_tensor} is {worst:.1e} off");
     assert!((loss - expected).abs() <= LIMIT, "{what}: loss {loss} for {expected}");
 }
 
@@ -68,7 +69,7 @@ pub(crate) fn masked(world: &mut World) {
         let trained = longstraw::runtime::units::from_index(8 + 1 + 1 + 4 + 1);
         let done = step(world, &model, &group, how, &group.batch());
         let _ = own(&model.adapters);
-        let counted: u64 = world.cp.gather_numbers(done.replayed.told.tokens).iter().sum();
+        let counted: u64 = world.cp.gather_numbers(done.replayed.stats.tokens).iter().sum();
         assert_eq!(counted, trained, "tokens that take part, over all ranks");
     }
 }
@@ -134,6 +135,6 @@ pub(crate) fn ten_exact_updates(world: &mut World) {
         world.cut(world.all.size()).expect("all ranks on one prompt");
     }
     let tensors = |model: &Model| model.adapters.tensors().map(Tensor::detach).collect::<Vec<_>>();
-    let (worst, name) = apart(&paged.adapters, &tensors(&paged), &tensors(&judged));
-    assert!(worst <= 1e-8, "{name} is {worst:.1e} off after ten updates");
+    let Distance { worst, worst_tensor, .. } = distance(&paged.adapters, &tensors(&paged), &tensors(&judged));
+    assert!(worst <= 1e-8, "{worst_tensor} is {worst:.1e} off after ten updates");
 }

@@ -1,18 +1,16 @@
 //! How long tensors live, and how many bytes they take.
 
-use longstraw::model::mixer::CpGroup;
-use longstraw::model::pass::Pass;
 use longstraw::prompt::handoff::Keeping;
 use longstraw::prompt::pages::{PlaneRow, Residency};
 use longstraw::runtime::memory::{Ledger, Purpose};
-use longstraw::runtime::units::{Bytes, LayerIndex, Rank, Tokens};
+use longstraw::runtime::units::{Bytes, LayerIndex, Rank};
 use longstraw::step::capture;
 use longstraw::tensor::boundary::{MemorySpace, counted, forget_peaks};
 use longstraw::world::World;
 use serde_json::json;
 use tch::{Device, Kind};
 
-use crate::fixture::{Group, How, Model, PLAIN, config, device, own, run, step, work};
+use crate::fixture::{Group, How, Model, PLAIN, config, device, own, placed, run, step, transaction};
 
 fn model(kind: Kind) -> Model {
     Model::random(&config("qwen3", &json!({})), kind)
@@ -60,10 +58,9 @@ pub(crate) fn exact_pages(world: &mut World) {
         for (prompt, page_size) in [(50, 7), (64, 64), (1, 3)] {
             let group = Group::random(3, 61, prompt, &[3]);
             let how = How { page_size, ..PLAIN };
-            let (ledger, work) = (Ledger::default(), work(world, &group, how));
-            let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
-            let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(5) };
-            let captured = run(capture::run(&pass, &work, Keeping::HOST, world.tracker()));
+            let ledger = Ledger::default();
+            let (transaction, work) = (transaction(world, &model, how, &ledger), placed(world, &model, &group, how));
+            let captured = run(capture::run(&transaction.policy, &work, Keeping::HOST, world.tracker()));
             assert!(!captured.pages.has_graph(), "pages carry no graph");
             let rows = model.decoder.mixer(LayerIndex(0)).planes();
             let row_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0;
@@ -90,11 +87,10 @@ pub(crate) fn falling_pages(world: &mut World) {
     let all = world.all.size();
     for ranks in (1..=all).filter(|ranks| all.is_multiple_of(*ranks)) {
         world.cut(ranks).expect("a divisor of the world");
-        let (ledger, work) = (Ledger::default(), work(world, &group, how));
-        let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
-        let pass = Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(5) };
+        let ledger = Ledger::default();
+        let (transaction, work) = (transaction(world, &model, how, &ledger), placed(world, &model, &group, how));
         let before = alive();
-        let captured = run(capture::run(&pass, &work, Keeping::HOST, world.tracker()));
+        let captured = run(capture::run(&transaction.policy, &work, Keeping::HOST, world.tracker()));
         let kept = alive() - before;
         let held = captured.pages.audit(&model.decoder.mixer(LayerIndex(0)).planes()).expect("exact").0;
         let all_held = world.cp.gather_numbers(held);
@@ -114,7 +110,7 @@ pub(crate) fn foreign_runs(world: &mut World) {
     let how = How { page_size: 3, ..PLAIN };
     let done = step(world, &model, &group, how, &group.batch());
     let _ = own(&model.adapters);
-    let layout = work(world, &group, how).layout;
+    let layout = placed(world, &model, &group, how).layout;
     let row_bytes = model.decoder.mixer(LayerIndex(0)).planes().iter().map(PlaneRow::bytes).sum::<Bytes>().0;
     let chunks = (0..world.cp.size()).flat_map(|rank| layout.chunks_of(Rank(rank)));
     let largest = chunks.map(|run| run.rows().0 * row_bytes).max().unwrap_or(0);
@@ -141,7 +137,8 @@ pub(crate) fn flat_in_group(world: &mut World) {
             (answers, peak, done.replayed.pool_bytes)
         })
         .collect();
-    let rows = work(world, &Group::random(3, 61, 100, &[65]), how).answers[0].span.counts()[world.cp.rank().0];
+    let rows =
+        placed(world, &model, &Group::random(3, 61, 100, &[65]), how).answers[0].span.counts()[world.cp.rank().0];
     for &(answers, _, pool) in &measured {
         assert_eq!(pool, Bytes(answers * rows.0 * 64 * 3 * 4), "answers × rows × width × layers × dtype");
     }

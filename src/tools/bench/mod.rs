@@ -13,26 +13,30 @@ use std::time::Instant;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
+use crate::config::Gradient;
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
-use crate::model::lora::{Adapter, Adapters};
+use crate::model::lora::Adapters;
 use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
-use crate::prompt::handoff::{Keeping, PlacedGroup};
-use crate::prompt::layout::PromptLayout;
+use crate::prompt::handoff::Keeping;
 use crate::runtime::failure::{Classified, Exit, Failure, Phase};
 use crate::runtime::memory::{MemorySpace, Purpose};
-use crate::runtime::units::{Bytes, Tokens, as_dim};
-use crate::step::conventional;
-use crate::step::objective::{Aggregation, Batch, Counted, Objective};
-use crate::step::replay::{self, ReplayTargets};
-use crate::step::{capture, finalize, score};
+use crate::runtime::units::{Bytes, Tokens};
+use crate::step::conventional::{self, Target};
+use crate::step::finalize;
+use crate::step::objective::Objective;
+use crate::step::observer::Observer;
+use crate::step::replay::TrainedAnswer;
+use crate::step::transaction::Transaction;
 use crate::tensor::boundary::{counted, forget_peaks, storage_bytes};
 use crate::tensor::kernels::Kernel;
 use crate::tensor::{accumulation, gpu};
-use crate::tools::parity::{Gradient, dtype_name};
+use crate::tools::parity::distance::Distance;
+use crate::tools::parity::dtype_name;
+use crate::tools::parity::random::RandomAdapters;
 use crate::world::World;
 use crate::world::exchange;
 use rates::Rates;
@@ -239,9 +243,6 @@ struct Bench<'a> {
     work: rates::Work,
 }
 
-const TERMS: Objective =
-    Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
-
 /// Runs everything that was asked for.
 ///
 /// # Errors
@@ -262,7 +263,18 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     world.require_equal("the attention kernel", decoder.kernel().name())?;
     let two = Spec { layers: spec.layers.min(2), window: spec.window[..spec.layers.min(2)].to_vec(), ..spec.clone() };
     let short = spec.family.decoder(&two, weights, options.kind);
-    let adapters = random_adapters(&spec, accumulation(options.kind), options.device);
+    let acc = accumulation(options.kind);
+    let random = RandomAdapters {
+        rank: 16,
+        alpha: 32.0,
+        a_deviation: 0.02,
+        b_deviation: 0.01,
+        seed: 1,
+        sampled_in: acc,
+        kind: acc,
+        device: options.device,
+    };
+    let adapters = random.sample(spec.linear_layers());
     let masters = adapters.tensors().map(storage_bytes).sum::<Bytes>();
     let held_adapters = ledger.hold(Purpose::Adapters, MemorySpace::Device, masters);
     let head = Head { rows_max: 512, temperature: 1.0 };
@@ -279,7 +291,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
             runs.push(bench.conventional(&*bench.decoder, options.prompt, group)?);
             let judged = runs.last().map_or(&[][..], |run| &run.gradients);
             let exact = runs[first..].iter().find(|run| run.schedule == "paged" && run.gradient == "exact");
-            apart.extend(exact.map(|run| (group, distance(&run.gradients, judged))));
+            let distance = |run: &Run| Distance::between(bench.adapters.names(), &run.gradients, judged).worst;
+            apart.extend(exact.map(|run| (group, distance(run))));
         }
     }
     drop((held_weights, held_adapters));
@@ -300,25 +313,6 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         runs,
         apart,
     })
-}
-
-/// Adapters of rank 16 on every linear layer, neither half zero.
-fn random_adapters(spec: &Spec, acc: Kind, device: Device) -> Adapters {
-    tch::manual_seed(1);
-    let drawn = |rows: i64, columns: i64, scale: f64| {
-        (Tensor::randn([rows, columns], (acc, Device::Cpu)) * scale).to_device(device)
-    };
-    let pairs = spec.linear_layers().into_iter().map(|linear| Adapter {
-        a_ri: drawn(16, as_dim(linear.inputs), 0.02),
-        b_or: drawn(as_dim(linear.outputs), 16, 0.01),
-        module: linear.module,
-    });
-    Adapters::new(pairs.collect(), 2.0, "policy")
-}
-
-fn distance(one: &[Tensor], two: &[Tensor]) -> f64 {
-    let norm = |x: &Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).sqrt().double_value(&[]);
-    one.iter().zip(two).map(|(one, two)| norm(&(one - two)) / norm(two)).fold(0.0, f64::max)
 }
 
 /// Bytes and time from here on.
@@ -390,100 +384,80 @@ impl Bench<'_> {
         gradients.iter().map(|gradient| gradient.to_device(Device::Cpu)).collect()
     }
 
-    /// Prompt and answers of random tokens.
-    fn tokens(&self, prompt: Tokens, group: u64) -> (Vec<i64>, Vec<Vec<i64>>) {
+    /// Prompt and answers of random tokens, with advantages −1 and +1 in turn.
+    fn group(&self, prompt: Tokens, answers: u64) -> RandomGroup {
         tch::manual_seed(2);
         let draw = |count: Tokens| {
-            let drawn = Tensor::randint(self.decoder.vocabulary(), [count.dim()], (Kind::Int64, Device::Cpu));
-            Vec::<i64>::try_from(drawn).unwrap_or_default()
+            let ids = Tensor::randint(self.decoder.vocabulary(), [count.dim()], (Kind::Int64, Device::Cpu));
+            Vec::<i64>::try_from(ids).unwrap_or_default()
         };
-        (draw(prompt), (0..group).map(|_| draw(self.options.answer)).collect())
+        let prompt_ids = draw(prompt);
+        let answer_ids: Vec<Vec<i64>> = (0..answers).map(|_| draw(self.options.answer)).collect();
+        let advantages: Vec<Option<f64>> =
+            (0..answers).map(|answer| Some(if answer % 2 == 0 { -1.0 } else { 1.0 })).collect();
+        let answers = TrainedAnswer::whole_batch(&answer_ids, &advantages, Objective::DEFAULT.aggregation);
+        RandomGroup { prompt_ids, answer_ids, answers }
     }
 
-    /// Advantages −1 and +1 in turn, and the weight of a token.
-    fn goal(&self, group: u64) -> (Vec<Option<f64>>, f64) {
-        let tokens = self.options.answer.0;
-        let batch = Batch::of((0..group).map(|_| Counted { tokens, scored: true }));
-        let advantages = (0..group).map(|answer| Some(if answer % 2 == 0 { -1.0 } else { 1.0 })).collect();
-        (advantages, batch.weight(TERMS.aggregation, tokens))
-    }
-
-    fn paged(&self, decoder: &dyn Decoder, prompt: Tokens, group: u64, gradient: Gradient) -> Result<Run, Failure> {
-        let (prompt_ids, answers) = self.tokens(prompt, group);
-        let (advantages, weight) = self.goal(group);
-        let tail = Tokens(gradient.tail(prompt).0.min(prompt.0));
-        let layout = PromptLayout::new(prompt, self.options.page_size, self.world.cp.size(), tail);
-        let work = PlacedGroup::new(layout, prompt_ids, answers);
+    fn paged(&self, decoder: &dyn Decoder, prompt: Tokens, answers: u64, gradient: Gradient) -> Result<Run, Failure> {
+        let RandomGroup { prompt_ids, answer_ids, answers: trained } = self.group(prompt, answers);
         let cp_group = CpGroup { axis: &self.world.cp, ledger: self.world.ledger() };
-        let pass = Pass { decoder, adapters: &self.adapters, cp_group, micro_block: self.options.micro_block };
-        let tracker = self.world.tracker();
-        let pinning = Instant::now();
-        capture::make_room(&pass, &work, self.options.keeping)?;
-        let pinning_seconds = pinning.elapsed().as_secs_f64();
+        let transaction = Transaction {
+            policy: Pass { decoder, adapters: &self.adapters, cp_group, micro_block: self.options.micro_block },
+            reference: None,
+            head: self.head,
+            objective: Objective::DEFAULT,
+            gradient,
+            page_size: self.options.page_size,
+            keeping: self.options.keeping,
+            pins_memory: false,
+        };
+        let mut observer = Observer::new(self.world.tracker(), self.options.device);
+        transaction.pin(&transaction.placed(&prompt_ids, answer_ids), &mut observer)?;
         let meter = Meter::start(self.options.device)?;
-        tracker.enter(Phase::Capture);
-        let captured = capture::run(&pass, &work, self.options.keeping, tracker)?;
-        let capture_seconds = meter.seconds()?;
-        tracker.enter(Phase::Score);
-        let frozen = score::run(&pass, &self.head, &work, &captured, tracker)?;
-        let score_seconds = meter.seconds()? - capture_seconds;
-        let weights = vec![weight; work.answers.len()];
-        let goal =
-            ReplayTargets { old: &frozen, reference: None, advantages: &advantages, weights: &weights, terms: &TERMS };
-        tracker.enter(Phase::Replay);
-        let done = replay::run(&pass, &self.head, &work, &captured, goal, tracker)?;
-        let tail_seconds = done.seconds.tail;
+        let done = transaction.train(&prompt_ids, None, &trained, None, &mut observer)?;
+        let (seconds, replayed) = (observer.seconds(), done.replayed);
+        let capture_seconds = seconds[Phase::Capture];
         Ok(Run {
             schedule: "paged",
-            gradient: gradient.name(),
-            group,
+            gradient: gradient.to_string(),
+            group: answers,
             capture_seconds,
-            score_seconds,
-            answers_seconds: done.seconds.up + done.seconds.down - tail_seconds,
-            tail_seconds,
+            score_seconds: seconds[Phase::Score],
+            answers_seconds: seconds[Phase::Replay] + seconds[Phase::Sweep] - replayed.seconds.tail,
+            tail_seconds: replayed.seconds.tail,
             total_seconds: meter.seconds()?,
             stage_wait_seconds: meter.waited(),
             bytes_in: meter.moved()[0],
             bytes_out: meter.moved()[1],
-            pinning_seconds,
+            pinning_seconds: seconds.pinning,
             capture_rate: (self.work.linear_tera + self.work.attention_tera) / capture_seconds,
             device_bytes: meter.device(),
             peak_device_bytes: counted(MemorySpace::Device).peak,
             host_bytes: counted(MemorySpace::Host).peak,
-            loss: done.loss,
+            loss: replayed.loss,
             gradients: self.taken(),
         })
     }
 
-    fn conventional(&self, decoder: &dyn Decoder, prompt: Tokens, group: u64) -> Result<Run, Failure> {
-        let (prompt_ids, answers) = self.tokens(prompt, group);
-        let (advantages, weight) = self.goal(group);
+    fn conventional(&self, decoder: &dyn Decoder, prompt: Tokens, answers: u64) -> Result<Run, Failure> {
+        let RandomGroup { prompt_ids, answer_ids, answers: trained } = self.group(prompt, answers);
         let whole = conventional::Group {
             prompt_ids: &prompt_ids,
-            answers: &answers,
+            answers: &answer_ids,
             tail: prompt,
             temperature: self.head.temperature,
         };
         let meter = Meter::start(self.options.device)?;
-        let scored: Vec<Tensor> = (0..answers.len()).map(|index| whole.score(decoder, &self.adapters, index)).collect();
+        let score = |(index, answer)| Target::new(answer, whole.score(decoder, &self.adapters, index));
+        let targets: Vec<Target> = trained.iter().enumerate().map(score).collect();
         let score_seconds = meter.seconds()?;
-        let targets: Vec<conventional::Target> = scored
-            .into_iter()
-            .zip(&advantages)
-            .map(|(old, advantage)| conventional::Target {
-                trained: None,
-                reference: old.shallow_clone(),
-                old,
-                advantage: advantage.unwrap_or(0.0),
-                weight,
-            })
-            .collect();
-        let loss = whole.backward_checkpointed(decoder, &self.adapters, &targets, &TERMS)?;
+        let loss = whole.backward_checkpointed(decoder, &self.adapters, &targets, &Objective::DEFAULT)?;
         let total_seconds = meter.seconds()?;
         Ok(Run {
             schedule: "conventional",
             gradient: "exact".into(),
-            group,
+            group: answers,
             capture_seconds: 0.0,
             score_seconds,
             answers_seconds: total_seconds - score_seconds,
@@ -501,4 +475,10 @@ impl Bench<'_> {
             gradients: self.taken(),
         })
     }
+}
+
+struct RandomGroup {
+    prompt_ids: Vec<i64>,
+    answer_ids: Vec<Vec<i64>>,
+    answers: Vec<TrainedAnswer>,
 }

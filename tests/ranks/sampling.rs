@@ -1,67 +1,61 @@
-//! Answers that the policy draws for itself.
+//! Answers that the policy samples.
 
-use longstraw::model::mixer::CpGroup;
-use longstraw::model::pass::Pass;
-use longstraw::prompt::handoff::{Keeping, Logprobs, PlacedGroup};
+use longstraw::prompt::handoff::{Answer, Keeping, Logprobs, PlacedGroup};
+use longstraw::prompt::pages::Residency;
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Tokens, from_index};
 use longstraw::step::conventional;
 use longstraw::step::rollout::{self, SampleRequest, SampledAnswer, Sampling, Stream};
-use longstraw::step::{capture, score};
+use longstraw::step::transaction::{Outcome, Verdict};
 use longstraw::world::World;
+use longstraw::world::exchange::gather_rows;
 use serde_json::json;
 use tch::{Kind, Tensor};
 
-use crate::fixture::{Group, HEAD, How, Model, PLAIN, config, run, work};
+use crate::fixture::{Group, HEAD, How, Model, PLAIN, config, observer, run, transaction};
 
 /// Seldom enough that some answers end by themselves and some are cut off.
 const ENDS: [i64; 2] = [3, 17];
 const LONGEST: Tokens = Tokens(40);
 
-fn ask(pages_on_device: bool) -> SampleRequest<'static> {
+fn request(pages_on_device: bool) -> SampleRequest<'static> {
     let sampling = Sampling { top_p: 0.95, top_k: 30 };
     let stream = Stream::of_seed(7).part(4);
     SampleRequest { answers: 5, longest: LONGEST, ends: &ENDS, sampling, stream, pages_on_device }
 }
 
-/// A group's answers as they are drawn, and the score pass's log-probabilities of them, in order.
-fn drawn(
+/// A group's answers as they are sampled, and the score pass's log-probabilities of them, in order.
+fn sample(
     world: &World,
     model: &Model,
     prompt: usize,
     how: How,
-    ask: &SampleRequest,
+    request: &SampleRequest,
 ) -> (Vec<SampledAnswer>, Vec<Tensor>) {
     let ledger = Ledger::default();
-    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
-    let pass =
-        Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block: Tokens(how.micro_block) };
-    let group = Group::random(2, 61, prompt, &[1]);
-    let prompt_work = work(world, &group, how);
-    let captured = run(capture::run(&pass, &prompt_work, how.keeping, world.tracker()));
-    let drawn = run(rollout::run(&pass, &HEAD, &prompt_work.layout, &captured, ask, world.tracker()));
-    let answers: Vec<Vec<i64>> = drawn.iter().map(|answer| answer.ids.clone()).collect();
-    let scored = PlacedGroup::new(prompt_work.layout.clone(), group.prompt_ids, answers);
-    let scores = run(score::run(&pass, &HEAD, &scored, &captured, world.tracker()));
-    let whole = scores.0.iter().zip(&scored.answers).map(|(one, answer)| whole(world, one, &scored, answer));
-    let whole = whole.collect();
-    (drawn, whole)
+    let prompt_ids = Group::random(2, 61, prompt, &[1]).prompt_ids;
+    let mut sampled = Vec::new();
+    let transaction = transaction(world, model, how, &ledger);
+    let outcome = run(transaction.run(&prompt_ids, Some(request), &mut observer(world), |_, answers| {
+        sampled = answers?;
+        Ok(Verdict::Score(sampled.iter().map(|answer| answer.ids.clone()).collect()))
+    }));
+    let Outcome::Scored(scored) = outcome else { panic!("the answers are scored") };
+    let pairs = scored.scores.0.iter().zip(&scored.group.answers);
+    let logprobs = pairs.map(|(one, answer)| whole(world, one, &scored.group, answer)).collect();
+    (sampled, logprobs)
 }
 
 /// All ranks' log-probabilities of an answer, in the order of its tokens.
-fn whole(world: &World, one: &Logprobs, work: &PlacedGroup, answer: &longstraw::prompt::handoff::Answer) -> Tensor {
+fn whole(world: &World, one: &Logprobs, group: &PlacedGroup, answer: &Answer) -> Tensor {
     let first = one.first.as_ref().map_or_else(|| one.rows.narrow(0, 0, 0), Tensor::shallow_clone);
-    let owner = work.layout.last_row_owner();
-    let ranks = 0..world.cp.size();
-    let firsts: Vec<Tokens> =
-        ranks.map(|rank| Tokens(u64::from(longstraw::runtime::units::Rank(rank) == owner))).collect();
-    let first = longstraw::world::exchange::gather_rows(&world.cp, &first, &firsts);
-    let rows = longstraw::world::exchange::gather_rows(&world.cp, &one.rows, &answer.span.counts());
+    let first = gather_rows(&world.cp, &first, &group.layout.last_row_counts());
+    let rows = gather_rows(&world.cp, &one.rows, &answer.span.counts());
     Tensor::cat(&[first, rows], 0)
 }
 
-fn worst_gap(drawn: &[SampledAnswer], scores: &[Tensor]) -> f64 {
-    drawn.iter().zip(scores).map(|(answer, scored)| rollout::gap(&answer.logprobs, scored)).fold(0.0, f64::max)
+fn worst_gap(sampled: &[SampledAnswer], scores: &[Tensor]) -> f64 {
+    sampled.iter().zip(scores).map(|(answer, scored)| rollout::gap(&answer.logprobs, scored)).fold(0.0, f64::max)
 }
 
 /// Sampled log-probabilities are those of the score pass; answers are the same alone and on all ranks, with windows and
@@ -73,14 +67,15 @@ pub(crate) fn as_scored(world: &mut World) {
             let model = Model::random(&config(family, &extra), kind);
             for (prompt, page_size) in [(50, 7), (20, 64), (1, 3)] {
                 let how = How { page_size, ..PLAIN };
-                let (all, scores) = drawn(world, &model, prompt, how, &ask(true));
+                let (all, scores) = sample(world, &model, prompt, how, &request(true));
                 let gap = worst_gap(&all, &scores);
                 assert!(gap <= most, "{family} {kind:?} prompt {prompt}: {gap}");
                 let ranks = world.all.size();
                 world.cut(1).expect("every rank by itself");
-                let (alone, _) = drawn(world, &model, prompt, how, &ask(true));
+                let (alone, _) = sample(world, &model, prompt, how, &request(true));
                 world.cut(ranks).expect("all of them");
-                let ids = |drawn: &[SampledAnswer]| drawn.iter().map(|answer| answer.ids.clone()).collect::<Vec<_>>();
+                let ids =
+                    |sampled: &[SampledAnswer]| sampled.iter().map(|answer| answer.ids.clone()).collect::<Vec<_>>();
                 assert_eq!(ids(&all), ids(&alone), "{family} {kind:?} prompt {prompt}");
                 let told = world.all.gather_texts(&format!("{:?}", ids(&all)));
                 assert!(told.iter().all(|other| *other == told[0]), "all ranks have the same answers");
@@ -93,19 +88,19 @@ pub(crate) fn as_scored(world: &mut World) {
     }
 }
 
-/// Each drawn token's log-probability is what a whole-sequence pass under autograd has for it.
+/// Each sampled token's log-probability is what a whole-sequence pass under autograd has for it.
 pub(crate) fn as_conventional(world: &mut World) {
     let model = Model::random(&config("qwen2", &json!({})), Kind::Double);
-    let (drawn, _) = drawn(world, &model, 33, PLAIN, &ask(true));
+    let (sampled, _) = sample(world, &model, 33, PLAIN, &request(true));
     let prompt_ids = Group::random(2, 61, 33, &[1]).prompt_ids;
-    let answers: Vec<Vec<i64>> = drawn.iter().map(|answer| answer.ids.clone()).collect();
+    let answers: Vec<Vec<i64>> = sampled.iter().map(|answer| answer.ids.clone()).collect();
     let whole = conventional::Group {
         prompt_ids: &prompt_ids,
         answers: &answers,
         tail: Tokens(0),
         temperature: HEAD.temperature,
     };
-    for (index, answer) in drawn.iter().enumerate() {
+    for (index, answer) in sampled.iter().enumerate() {
         let expected = tch::no_grad(|| whole.logprobs(&*model.decoder, &model.adapters, index));
         let gap = rollout::gap(&answer.logprobs, &expected.detach());
         assert!(gap <= 1e-12, "answer {index}: {gap}");
@@ -116,8 +111,8 @@ pub(crate) fn as_conventional(world: &mut World) {
 pub(crate) fn ends(world: &mut World) {
     let model = Model::random(&config("llama", &json!({})), Kind::Float);
     let longest = Tokens(12);
-    let (drawn, _) = drawn(world, &model, 50, PLAIN, &SampleRequest { longest, ..ask(true) });
-    for answer in &drawn {
+    let (sampled, _) = sample(world, &model, 50, PLAIN, &SampleRequest { longest, ..request(true) });
+    for answer in &sampled {
         let end = answer.ids.iter().position(|id| ENDS.contains(id));
         let length = from_index(answer.ids.len());
         match end {
@@ -127,11 +122,14 @@ pub(crate) fn ends(world: &mut World) {
         assert_eq!(answer.logprobs.len(), answer.ids.len());
         assert!(answer.entropy > 0.0 && answer.entropy <= most_entropy(length));
     }
-    assert!(drawn.iter().any(|answer| answer.truncated) && drawn.iter().any(|answer| !answer.truncated), "{drawn:?}");
-    let different: std::collections::BTreeSet<_> = drawn.iter().map(|answer| &answer.ids).collect();
-    assert_eq!(different.len(), drawn.len(), "answers of a group have noise of their own");
-    let one = SampleRequest { longest: Tokens(1), ..ask(true) };
-    let (short, scores) = self::drawn(world, &model, 50, PLAIN, &one);
+    assert!(
+        sampled.iter().any(|answer| answer.truncated) && sampled.iter().any(|answer| !answer.truncated),
+        "{sampled:?}"
+    );
+    let different: std::collections::BTreeSet<_> = sampled.iter().map(|answer| &answer.ids).collect();
+    assert_eq!(different.len(), sampled.len(), "answers of a group have noise of their own");
+    let one = SampleRequest { longest: Tokens(1), ..request(true) };
+    let (short, scores) = sample(world, &model, 50, PLAIN, &one);
     assert!(short.iter().all(|answer| answer.ids.len() == 1) && worst_gap(&short, &scores) <= 1e-4);
 }
 
@@ -142,11 +140,10 @@ fn most_entropy(tokens: u64) -> f64 {
 /// Pages that stay on the device and pages that come layer by layer give the same bits, and nothing stays behind.
 pub(crate) fn residency(world: &mut World) {
     let model = Model::random(&config("qwen3", &json!({})), Kind::Float);
-    let (resident, _) = drawn(world, &model, 50, PLAIN, &ask(true));
-    let (by_layer, _) = drawn(world, &model, 50, PLAIN, &ask(false));
-    let on_device =
-        How { keeping: Keeping { pages: longstraw::prompt::pages::Residency::Device, ..Keeping::HOST }, ..PLAIN };
-    let (there_anyhow, _) = drawn(world, &model, 50, on_device, &ask(false));
+    let (resident, _) = sample(world, &model, 50, PLAIN, &request(true));
+    let (by_layer, _) = sample(world, &model, 50, PLAIN, &request(false));
+    let on_device = How { keeping: Keeping { pages: Residency::Device, ..Keeping::HOST }, ..PLAIN };
+    let (there_anyhow, _) = sample(world, &model, 50, on_device, &request(false));
     assert_eq!(resident, by_layer);
     assert_eq!(resident, there_anyhow);
 }
