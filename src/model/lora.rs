@@ -170,7 +170,7 @@ impl Adapters {
         for tensor in self.tensors() {
             hash.update(views::view(&tensor.detach().to_device(Device::Cpu).contiguous()));
         }
-        hash.finalize().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+        format!("{:x}", hash.finalize())
     }
 }
 

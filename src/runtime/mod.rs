@@ -3,4 +3,6 @@
 pub mod failure;
 pub mod liveness;
 pub mod memory;
+pub mod names;
+pub mod random;
 pub mod units;

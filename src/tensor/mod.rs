@@ -8,6 +8,7 @@ pub mod bytes;
 pub mod gpu;
 pub mod kernels;
 pub mod link;
+pub mod stored;
 pub mod views;
 
 use tch::Kind;

@@ -69,7 +69,7 @@ impl Case {
     /// Weights of bfloat16 in either dtype, so that both compute with the same numbers.
     fn new(spec: &Spec, kind: Kind, prompt: u64, device: Device) -> Case {
         let weights = Weights::random(spec, 5, Kind::BFloat16, device).unwrap_or_else(|error| panic!("{error}"));
-        let decoder = spec.family.decoder(spec, Rc::new(weights.converted(kind)), kind);
+        let decoder = spec.decoder(Rc::new(weights.converted(kind)), kind);
         tch::manual_seed(7);
         let drawn = |rows: u64, columns: u64, scale: f64| {
             let values = Tensor::randn([as_dim(rows), as_dim(columns)], (Kind::Float, Device::Cpu)) * scale;

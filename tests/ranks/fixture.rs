@@ -79,7 +79,7 @@ impl Model {
             b_or: drawn(longstraw::runtime::units::as_dim(linear.outputs), 3),
         });
         let adapters = Adapters::new(pairs.collect(), 2.0, "policy");
-        Model { decoder: spec.family.decoder(&spec, Rc::new(weights), kind), adapters }
+        Model { decoder: spec.decoder(Rc::new(weights), kind), adapters }
     }
 }
 

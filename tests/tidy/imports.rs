@@ -7,7 +7,7 @@ use crate::source::Source;
 /// A module imports only from entries above its own. A room stands here whole, or cut into the modules that have an order
 /// among themselves: failures name units, pages are pages of a layout, `doctor` asks what `plan` says.
 const TABLE: [(u8, &[&str]); 28] = [
-    (0, &["runtime::units"]),
+    (0, &["runtime::units", "runtime::names", "runtime::random"]),
     (0, &["runtime::failure"]),
     (0, &["runtime::liveness"]),
     (0, &["runtime::memory"]),

@@ -258,10 +258,10 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let weights = Rc::new(weights);
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
-    let decoder = spec.family.decoder(&spec, weights.clone(), options.kind);
+    let decoder = spec.decoder(weights.clone(), options.kind);
     world.same("the attention kernel", decoder.kernel().name())?;
-    let two = Spec { layers: spec.layers.min(2), window: spec.window[..spec.layers.min(2)].to_vec(), ..spec.clone() };
-    let short = spec.family.decoder(&two, weights, options.kind);
+    let two = spec.first_layers(2);
+    let short = two.decoder(weights, options.kind);
     let adapters = random_adapters(&spec, accumulation(options.kind), options.device);
     let masters = adapters.tensors().map(storage_bytes).sum::<Bytes>();
     let held_adapters = ledger.hold(Purpose::Adapters, MemorySpace::Device, masters);

@@ -150,8 +150,8 @@ impl<'a> Case<'a> {
         let answer = group.answers.iter().map(|answer| answer.ids.len()).max().unwrap_or(0);
         let extent = Extent { layers: 0, of_layers: whole.layers, prompt: group.prompt_ids.len(), answer };
         let layers = agreed_layers(session, extent, world)?;
-        let spec = cut(whole, layers);
-        let decoder = spec.family.decoder(&spec, Rc::new(session.weights().part(&spec, kind)), kind);
+        let spec = whole.first_layers(layers);
+        let decoder = spec.decoder(Rc::new(session.weights().part(&spec, kind)), kind);
         let adapters = drawn(&spec, config, accumulation(kind), session.weights().device())?;
         let rewards: Vec<Option<f64>> =
             (0..group.answers.len()).map(|index| Some(if index % 2 == 0 { 0.0 } else { 1.0 })).collect();
@@ -209,7 +209,7 @@ impl<'a> Case<'a> {
         let plain = own()?;
         let kind = accumulation(self.kind);
         let weights = Rc::new(self.session.weights().part(&self.spec, kind));
-        let reference = self.plain(&*self.spec.family.decoder(&self.spec, weights, kind), tail, tracker)?;
+        let reference = self.plain(&*self.spec.decoder(weights, kind), tail, tracker)?;
         let plain = Some(self.apart(&plain, &reference));
         Ok(Outcome { gradient, paged: self.apart(paged, &reference), plain })
     }
@@ -263,11 +263,6 @@ fn apart(names: impl Iterator<Item = String>, one: &[Tensor], two: &[Tensor]) ->
     Apart { all: (distance / size).sqrt(), worst, tensor: worst_name }
 }
 
-/// The first layers of a model.
-fn cut(spec: &Spec, layers: usize) -> Spec {
-    Spec { layers, window: spec.window[..layers].to_vec(), ..spec.clone() }
-}
-
 /// Adapters like the run's, neither half zero: with B = 0 the gradient of A would be 0 whatever the code does.
 fn drawn(spec: &Spec, config: &RunConfig, acc: Kind, device: Device) -> Result<Adapters, Failure> {
     let lora = &config.lora;
@@ -315,7 +310,7 @@ fn needed(spec: &Spec, kind: Kind, device: Device, layers: usize, extent: Extent
     let (width, ffn, heads) = (float(spec.width), float(spec.ffn_width), float(spec.query_heads));
     let inner = heads * float(spec.head_dim);
     // bfloat16 is judged by a float32 copy.
-    let copy = if kind == Kind::BFloat16 { float(cut(spec, layers).parameter_count()) * 4.0 } else { 0.0 };
+    let copy = if kind == Kind::BFloat16 { float(spec.first_layers(layers).parameter_count()) * 4.0 } else { 0.0 };
     let graph = |rows: f64| rows * (3.0 * ffn + 8.0 * width + 6.0 * inner) * element;
     let logits = answer * float(spec.vocabulary) * 4.0 * element;
     let exact = positions * width * (count + 1.0) * element + graph(positions);

@@ -277,7 +277,7 @@ fn open(
     let spec = Spec::read(folder, None)?;
     let weights = Rc::new(Weights::load(folder, &spec, options.kind, options.device)?);
     let adapters = case.adapters(&spec, accumulation(options.kind), options.device);
-    Ok((case, spec.family.decoder(&spec, weights, options.kind), adapters, work))
+    Ok((case, spec.decoder(weights, options.kind), adapters, work))
 }
 
 /// The case's old and reference log-probabilities, cut to this rank's tokens.
