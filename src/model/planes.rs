@@ -24,6 +24,7 @@ impl Planes {
     }
 
     /// One tensor for each plane.
+    #[must_use]
     pub fn into_tensors(self) -> Vec<Tensor> {
         self.0
     }
