@@ -5,8 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::View;
-use safetensors::{Dtype, SafeTensors, serialize_to_file};
+use safetensors::{SafeTensors, serialize_to_file};
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
@@ -14,11 +13,11 @@ use super::error::Error;
 use super::state::{Sealed, State};
 use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
 use crate::model::lora::Adapters;
-use crate::model::shards::kind_of;
 use crate::prompt::handoff::Moments;
 use crate::runtime::digest::{hex, sha256_hex};
 use crate::runtime::units::{as_index, from_dim};
-use crate::tensor::bytes::{bytes_of, fill_from_bytes, map_file};
+use crate::tensor::bytes::{fill_from_bytes, map_file};
+use crate::tensor::stored::{StoredTensor, kind_of};
 
 const STATE: &str = "state.json";
 const MASTERS: &str = "masters.safetensors";
@@ -254,7 +253,7 @@ fn fill(
     for (part, tensors) in PARTS.iter().zip(parts) {
         for (name, tensor) in adapters.names().zip(tensors) {
             let name = format!("{part}.{name}");
-            let value = Value::of(tensor).map_err(|source| Error::Bytes { name: name.clone(), source })?;
+            let value = StoredTensor::master(tensor).map_err(|source| Error::Bytes { name: name.clone(), source })?;
             values.push((name, value));
         }
     }
@@ -295,40 +294,6 @@ fn tensor(tensors: &SafeTensors<'_>, file: &Path, name: String, like: &Tensor) -
 
 fn sizes(tensor: &Tensor) -> Vec<usize> {
     tensor.size().into_iter().map(|size| as_index(from_dim(size))).collect()
-}
-
-/// A tensor as the file holds it: its own dtype, in row-major order, in host memory.
-struct Value {
-    dtype: Dtype,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
-}
-
-impl Value {
-    fn of(tensor: &Tensor) -> Result<Value, crate::tensor::bytes::Error> {
-        // Masters and moments are in the accumulation dtype, which is one of these two.
-        let dtype = if tensor.kind() == Kind::Double { Dtype::F64 } else { Dtype::F32 };
-        debug_assert_eq!(kind_of(dtype), Some(tensor.kind()), "masters are in the accumulation dtype");
-        Ok(Value { dtype, shape: sizes(tensor), bytes: bytes_of(tensor)? })
-    }
-}
-
-impl View for Value {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
-        (&self.bytes).into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes.len()
-    }
 }
 
 /// A name that is no checkpoint's, for what is on its way into or out of one's place.

@@ -17,8 +17,8 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 use longstraw::config::Gate;
 use longstraw::runtime::failure::Exit;
 
-use arguments::{gate_name, gate_names};
 pub(crate) use arguments::take_set_flags;
+use arguments::{gate_name, gate_names};
 use convert::{ConvertFlags, convert};
 use data::{DataVerb, generate, keychain};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};

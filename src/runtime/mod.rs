@@ -4,4 +4,6 @@ pub mod digest;
 pub mod failure;
 pub mod liveness;
 pub mod memory;
+pub mod names;
+pub mod random;
 pub mod units;

@@ -136,7 +136,7 @@ impl Session {
         world.require_equal("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
         let weights = Rc::new(weights);
-        let decoder = spec.family.decoder(&spec, weights.clone(), kind);
+        let decoder = spec.decoder(weights.clone(), kind);
         world.require_equal("the attention kernel", decoder.kernel().name())?;
         tracing::info!("attention kernel: {}", decoder.kernel().name());
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
