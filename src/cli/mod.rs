@@ -52,7 +52,8 @@ enum Verb {
     },
     /// A validation run with checks and a receipt; each gate requires the one below it
     Gate {
-        /// From `gate1_key`, `gate2_32k` and `gate3_128k` … `gate3_2m` to `gate4_g1`, `gate5_g2`, `gate6_g8` and `gate7_online`
+        /// From `gate1_key`, `gate2_32k` and `gate3_128k` … `gate3_2m` to `gate4_g1`, `gate5_g2`, `gate6_g8` and
+        /// `gate7_online`
         #[arg(value_name = "NAME", value_parser = gate_name)]
         gate: Gate,
         /// Run even if the gate below has not passed (`LONGSTRAW_FORCE=1` does the same)
@@ -82,7 +83,8 @@ enum Verb {
     Bench(BenchFlags),
     /// Compare gradient modes with the exact gradient on real text, by length and projection; nothing is trained
     Study(StudyFlags),
-    /// Write one HTML page about one or several runs: curves, seconds and bytes by phase, gates, answers; needs no network
+    /// Write one HTML page about one or several runs: curves, seconds and bytes by phase, gates, answers; needs no
+    /// network
     Report(ReportFlags),
     /// Convert a GGUF file, with its tokenizer, to an HF folder
     Convert(ConvertFlags),

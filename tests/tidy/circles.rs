@@ -52,8 +52,8 @@ pub(crate) fn faults(sources: &[Source]) -> Vec<String> {
     new.chain(stale).collect()
 }
 
-/// Sets of files that reach each other by imports. A `pub use` in a `mod.rs` is no import: it only renames what its children
-/// define. `main.rs` and `lib.rs` only name modules.
+/// Sets of files that reach each other by imports. A `pub use` in a `mod.rs` is no import: it only renames what its
+/// children define. `main.rs` and `lib.rs` only name modules.
 fn circles(sources: &[Source]) -> Vec<BTreeSet<&str>> {
     let file_of = |source: &'_ Source| Some((source.module_path()?.join("::"), name(source)?));
     let files: BTreeMap<String, &str> = sources.iter().filter_map(file_of).collect();

@@ -3,8 +3,8 @@
 use crate::paths::named_paths;
 use crate::source::Source;
 
-/// A module imports only from entries above its own. A room is one entry, or several entries if its modules have an order:
-/// failures name units, pages are pages of a layout, `doctor` uses `plan`.
+/// A module imports only from entries above its own. A room is one entry, or several entries if its modules have an
+/// order: failures name units, pages are pages of a layout, `doctor` uses `plan`.
 const TABLE: [(u8, &[&str]); 28] = [
     (0, &["runtime::units", "runtime::digest"]),
     (0, &["runtime::failure"]),

@@ -13,8 +13,8 @@ pub(crate) struct NamedPath {
     pub(crate) reexported: bool,
 }
 
-/// Every path of the code before the unit tests that begins with `crate`, `longstraw`, `super` or `self`, and every path of a
-/// `use` (which may begin with a child module).
+/// Every path of the code before the unit tests that begins with `crate`, `longstraw`, `super` or `self`, and every
+/// path of a `use` (which may begin with a child module).
 pub(crate) fn named_paths(source: &Source, own: &[&str]) -> Vec<NamedPath> {
     let mut found = Vec::new();
     each_level(&source.tokens(), &mut |level| {
