@@ -12,7 +12,7 @@ use crate::runtime::units::Position;
 use crate::tensor::accumulation;
 use crate::world::Axis;
 
-/// This rank's cp_group among the ranks that share a prompt.
+/// This rank's `cp_group` among the ranks that share a prompt.
 #[derive(Clone, Copy)]
 pub struct CpGroup<'a> {
     /// Those ranks.
