@@ -66,8 +66,8 @@ fn circles(sources: &[Source]) -> Vec<BTreeSet<&str>> {
             if path.reexported && file.ends_with("/mod") {
                 continue;
             }
-            let lengths = (1..=path.segments.len()).rev();
-            let target = lengths.filter_map(|length| files.get(&path.segments[..length].join("::"))).next();
+            let mut lengths = (1..=path.segments.len()).rev();
+            let target = lengths.find_map(|length| files.get(&path.segments[..length].join("::")));
             edges.entry(file).or_default().extend(target.filter(|target| **target != file));
         }
     }

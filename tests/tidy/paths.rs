@@ -30,7 +30,7 @@ pub(crate) fn named_paths(source: &Source, own: &[&str]) -> Vec<NamedPath> {
             }
             let reexported = is_use && start > 0 && is_visibility(&level[start - 1]);
             found.extend(tree.into_iter().filter_map(|(line, segments)| {
-                let segments = resolve(segments, own, is_use)?;
+                let segments = resolve(&segments, own, is_use)?;
                 Some(NamedPath { line, segments, reexported })
             }));
             at = at.max(start + 1);
@@ -84,7 +84,7 @@ fn read_tree(level: &[TokenTree], mut at: usize, prefix: &[String], found: &mut 
 }
 
 /// The segments from the root of the library; none for a path into another crate.
-fn resolve(segments: Vec<String>, own: &[&str], is_use: bool) -> Option<Vec<String>> {
+fn resolve(segments: &[String], own: &[&str], is_use: bool) -> Option<Vec<String>> {
     let owned = |path: &[&str]| path.iter().map(|&segment| segment.to_owned()).collect::<Vec<String>>();
     let supers = segments.iter().take_while(|segment| *segment == "super").count();
     let rest = |skipped: usize| segments[skipped..].iter().filter(|segment| *segment != "self").cloned();
