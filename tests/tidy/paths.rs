@@ -22,7 +22,9 @@ pub(crate) fn named_paths(source: &Source, own: &[&str]) -> Vec<NamedPath> {
         while at < level.len() {
             let start = at;
             let is_use = is_word(&level[at], &["use"]);
-            let begins = is_word(&level[at], &["crate", "longstraw", "super", "self"]) && !follows_colon(level, at);
+            let begins = is_word(&level[at], &["crate", "longstraw", "super", "self"])
+                && is_colons(level, at + 1)
+                && !(at > 1 && is_colons(level, at - 2));
             at += usize::from(is_use);
             let mut tree = Vec::new();
             if is_use || begins {
@@ -47,8 +49,9 @@ fn is_punct(token: Option<&TokenTree>, sign: char) -> bool {
     matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == sign)
 }
 
-fn follows_colon(level: &[TokenTree], at: usize) -> bool {
-    at > 0 && is_punct(level.get(at - 1), ':') && at > 1 && is_punct(level.get(at - 2), ':')
+/// Whether `::` begins at this index.
+fn is_colons(level: &[TokenTree], at: usize) -> bool {
+    is_punct(level.get(at), ':') && is_punct(level.get(at + 1), ':')
 }
 
 /// `pub`, or the parentheses of `pub(crate)`.
@@ -74,7 +77,7 @@ fn read_tree(level: &[TokenTree], mut at: usize, prefix: &[String], found: &mut 
             _ => break,
         }
         at += 1;
-        if !(is_punct(level.get(at), ':') && is_punct(level.get(at + 1), ':')) {
+        if !is_colons(level, at) {
             break;
         }
         at += 2;

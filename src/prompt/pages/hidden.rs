@@ -39,7 +39,7 @@ struct Arriving {
 pub struct HiddenPool {
     // First, because fields are dropped in order: copies must end before their memory is freed.
     outbox: RefCell<Outbox>,
-    /// Prefetched slots.
+    /// Slots whose copies have started before they are staged.
     arriving: RefCell<BTreeMap<Slot, Arriving>>,
     slots: BTreeMap<Slot, (Tensor, Held)>,
     residency: Residency,
