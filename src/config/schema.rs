@@ -264,8 +264,6 @@ pub(super) fn homes(name: &str) -> Vec<String> {
     keys().map(|(path, _)| path).chain(tables).filter(|p| tail(p)).collect()
 }
 
-/// Characters of a name that are compared with those of known ones.
-const NAME_CHARS_MAX: usize = 80;
 
 /// The known key or table whose name is nearest to `name`: in `table` if one there is near, else anywhere.
 pub(super) fn nearest(table: &str, name: &str) -> String {

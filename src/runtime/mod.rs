@@ -1,4 +1,5 @@
-//! What every other room uses: units, failures, digests, the memory ledger, and where a rank is. Contains no MPI and no tensors.
+//! What every other room uses: units, failures, digests, the memory ledger, and where a rank is. Contains no MPI and no
+//! tensors.
 
 pub mod digest;
 pub mod failure;

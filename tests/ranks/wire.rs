@@ -1,7 +1,7 @@
 //! Bytes between ranks.
 
 use longstraw::prompt::layout::PromptLayout;
-use longstraw::prompt::ring::visit_runs as pass_round;
+use longstraw::prompt::ring::visit_runs;
 use longstraw::runtime::memory::{Ledger, Purpose};
 use longstraw::runtime::units::{Bytes, Tokens, as_dim};
 use longstraw::world::World;

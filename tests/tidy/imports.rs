@@ -95,5 +95,7 @@ pub(crate) fn faults(sources: &[Source]) -> Vec<String> {
             faults.push(source.fault_at(path.line, &message));
         }
     }
+    // `room::{self, Item}` names the room twice.
+    faults.dedup();
     faults
 }
