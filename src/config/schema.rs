@@ -264,7 +264,6 @@ pub(super) fn homes(name: &str) -> Vec<String> {
     keys().map(|(path, _)| path).chain(tables).filter(|p| tail(p)).collect()
 }
 
-
 /// The known key or table whose name is nearest to `name`: in `table` if one there is near, else anywhere.
 pub(super) fn nearest(table: &str, name: &str) -> String {
     let likeness = |path: &str| likeness(name, path.rsplit('.').next().unwrap_or(path));
