@@ -1,11 +1,13 @@
-//! One training step: the objective, the phases, which never import each other, and the conventional schedule that the
-//! paged one is judged by.
+//! One training step. `transaction` says what a group goes through; the phases, which never import each other, do it; and
+//! `conventional` is plain autograd over whole sequences, which the paged step is judged by.
 
 pub mod capture;
 pub mod conventional;
 pub mod finalize;
 pub mod objective;
+pub mod observer;
 pub mod optimizer;
 pub mod replay;
 pub mod rollout;
 pub mod score;
+pub mod transaction;

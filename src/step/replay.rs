@@ -25,6 +25,28 @@ use crate::runtime::units::{Bytes, LayerIndex, as_dim};
 use crate::step::objective::{self, Objective, TokenStats, Tokens};
 use crate::tensor::gpu::Mark;
 
+/// One answer as it is trained.
+#[derive(Clone, Debug)]
+pub struct TrainedAnswer {
+    /// Its tokens.
+    pub ids: Vec<i64>,
+    /// Which of its tokens are trained; `None`: all.
+    pub mask: Option<Vec<bool>>,
+    /// Its advantage; `None`: it takes no part.
+    pub advantage: Option<f64>,
+    /// Weight of each of its tokens in the loss.
+    pub weight: f64,
+}
+
+/// Log-probabilities that stay the same for all updates of a round.
+#[derive(Debug)]
+pub struct FrozenScores {
+    /// Of the policy before the round's first update.
+    pub old: Scores,
+    /// Of the reference policy, if there is a KL term.
+    pub reference: Option<Scores>,
+}
+
 /// What the answers are pulled towards.
 #[derive(Clone, Copy)]
 pub struct ReplayTargets<'a> {

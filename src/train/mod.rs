@@ -1,76 +1,88 @@
-//! The training loop: one step from top to bottom, one call a phase.
+//! The training loop: open; for each update take its groups, step, log, save; evaluate before and after; close.
 
+mod answer;
+mod checkpoints;
 mod evaluate;
 mod inputs;
 mod memory;
-mod patience;
+mod metrics;
+mod open;
+mod outcome;
 mod rate;
 mod records;
 mod rewards;
 mod round;
-mod saves;
-mod setup;
+mod round_state;
+mod session;
 mod step;
-mod tally;
+mod stop;
+mod stop_files;
+mod totals;
 mod trace;
 mod whole;
 
-pub use setup::Session;
+pub use session::Session;
 
 use crate::config::Loaded;
 use crate::report::{HeldOut, Receipt, Reporter, Step};
 use crate::runtime::failure::{Failure, Phase};
+use crate::runtime::units::Rank;
+use crate::step::observer::Observer;
 use crate::world::World;
-use patience::Patience;
+use checkpoints::{Checkpoints, Start};
+use outcome::Outcome;
 use records::Records;
-use saves::Saves;
-use step::Desk;
-use tally::Tally;
+use round::Round;
+use step::{Update, UpdateContext};
+use stop::StopPolicy;
+use stop_files::{Ended, StopFiles};
+use totals::{RunEnd, RunTotals};
 
-/// Trains as the configuration says, from the start, or with `resume` from the newest checkpoint, to the last step or to
-/// where it is asked to stop. Leaves receipt and adapters behind, or receipt and checkpoint.
+/// Trains as the configuration says, from the start, or with `resume` from the newest checkpoint, to the last update or until
+/// a stop is requested. Leaves receipt and adapters, or receipt and checkpoint.
 ///
 /// # Errors
 /// When something cannot be loaded or saved, does not fit, or is not finite.
 pub fn run(loaded: &Loaded, resume: bool, world: &mut World) -> Result<Receipt, Failure> {
-    let mut finished = Run::open(loaded, Course { resume, stop_after: None }, world)?.train(loaded, world)?;
+    let options = RunOptions { resume, stop_after: None };
+    let mut finished = Run::open(loaded, options, world)?.train(world)?;
     finished.write(world)?;
     Ok(finished.receipt)
 }
 
 /// Where a run begins and ends.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Course {
-    /// It goes on from the newest checkpoint.
+pub struct RunOptions {
+    /// Goes on from the newest checkpoint.
     pub resume: bool,
-    /// It stops after this update, as if it were asked to.
+    /// Stops after this update, as if a stop were requested.
     pub stop_after: Option<u64>,
 }
 
-/// A run that is ready, before its first step.
+/// A run that is open, before its first update.
+#[expect(missing_docs, reason = "the names and types say everything")]
 pub struct Run {
-    /// What it has opened.
     pub session: Session,
-    saves: Saves,
-    course: Course,
+    checkpoints: Checkpoints,
+    stop_files: StopFiles,
+    options: RunOptions,
 }
 
 /// A run that has ended well and whose receipt is still to be written: a gate judges it first.
+#[expect(missing_docs, reason = "the names and types say everything")]
 pub struct Finished {
-    /// What came out.
     pub receipt: Receipt,
-    /// What it had opened.
     pub session: Session,
     reporter: Reporter,
 }
 
 impl Finished {
-    /// Writes the receipt as it is now, and says what stands in it; all ranks agree that it is written.
+    /// Writes the receipt as it is now, and prints its table; all ranks agree that it is written.
     ///
     /// # Errors
     /// When it cannot be written.
     pub fn write(&mut self, world: &World) -> Result<(), Failure> {
-        world.agree(self.reporter.receipt(&self.receipt).map_err(Failure::from))?;
+        world.on_root(|| Ok(self.reporter.receipt(&self.receipt)?))?;
         self.reporter.table(&self.receipt);
         Ok(())
     }
@@ -81,128 +93,151 @@ impl Run {
     ///
     /// # Errors
     /// When something cannot be loaded, or does not fit.
-    pub fn open(loaded: &Loaded, course: Course, world: &mut World) -> Result<Run, Failure> {
-        let saves = Saves::open(loaded, course.resume, world)?;
-        Ok(Run { session: Session::open(loaded, world)?, saves, course })
+    pub fn open(loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
+        let checkpoints = Checkpoints::open(loaded, options.resume, world)?;
+        let stop_files = StopFiles::open(&loaded.rank.dir, world)?;
+        Ok(Run { session: Session::open(loaded, world)?, checkpoints, stop_files, options })
     }
 
-    /// Trains to the last step or to where the run is asked to stop, and saves what came out; all ranks agree on it.
+    /// Trains to the last update or until a stop is requested, and saves what came out; all ranks agree on it.
     ///
     /// # Errors
     /// When something cannot be saved, does not fit, or is not finite.
-    pub fn train(self, loaded: &Loaded, world: &mut World) -> Result<Finished, Failure> {
-        let Run { mut session, mut saves, course } = self;
-        let start = saves.start(&mut session, loaded, world)?;
-        let dir = &loaded.rank.dir;
-        let opened = Reporter::open(dir, world.all.rank().0 == 0, &loaded.run.to_toml(), start.updates);
-        let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
-        session.notes(loaded).iter().chain(&start.notes).for_each(|note| reporter.line(note));
-        let records = Records::begin(&session, loaded, world, reporter.phases())?;
-        let tally = Tally::after(start.updates, earlier);
-        let patience = Patience::begin(loaded, world);
-        let mut way = Way { loaded, session, saves, reporter, records, tally, patience, stopped: false };
-        let before = if start.resumed { start.held_out } else { way.held_out(world)? };
-        // A first evaluation that was dropped leaves nothing to go on from.
-        let begun = !way.stopped;
-        if begun {
-            way.updates(world, course, start.updates, before)?;
-        }
-        let after = if way.stopped { None } else { way.held_out(world)? };
-        way.end(world, [before, after], begun, start.updates)
+    pub fn train(mut self, world: &World) -> Result<Finished, Failure> {
+        let Run { session, checkpoints, options, .. } = &mut self;
+        let start = if options.resume { checkpoints.resume(session, world)? } else { Start::default() };
+        let mut trainer = Trainer::open(self, &start, world)?;
+        let ending = trainer.train(&start, world)?;
+        trainer.close(ending, &start, world)
     }
 }
 
-/// A run between its first step and its end.
-struct Way<'a> {
-    loaded: &'a Loaded,
+/// How the loop has ended.
+enum Ending {
+    /// The first evaluation was dropped: there is nothing to go on from.
+    NotBegun,
+    /// A stop was requested before the last update.
+    Stopped,
+    Finished {
+        held_out_after: Option<HeldOut>,
+    },
+}
+
+/// A run between its first update and its end.
+struct Trainer {
     session: Session,
-    saves: Saves,
+    checkpoints: Checkpoints,
+    stop_files: StopFiles,
+    options: RunOptions,
     reporter: Reporter,
     records: Records,
-    tally: Tally,
-    patience: Patience,
-    /// Whether it ends before its end.
-    stopped: bool,
+    observer: Observer,
+    stop: StopPolicy,
+    totals: RunTotals,
+    held_out_before: Option<HeldOut>,
 }
 
-impl Way<'_> {
-    /// Measures on held-out prompts, if there are any and no signal stops the run there.
-    fn held_out(&mut self, world: &World) -> Result<Option<HeldOut>, Failure> {
-        let measured = evaluate::held_out(&self.session, world, &mut self.reporter, &mut self.patience);
-        Ok(patience::dropped(measured)?.unwrap_or_else(|why| {
-            self.reporter.line(&format!("the held-out evaluation is {why}"));
-            self.stopped = true;
-            None
-        }))
+impl Trainer {
+    fn open(run: Run, start: &Start, world: &World) -> Result<Trainer, Failure> {
+        let Run { session, checkpoints, stop_files, options } = run;
+        let Loaded { run: config, rank, .. } = &session.loaded;
+        let opened = Reporter::open(&rank.dir, world.all.rank() == Rank(0), &config.to_toml(), start.updates);
+        let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
+        session.notes().iter().chain(&start.notes).for_each(|note| reporter.line(note));
+        Ok(Trainer {
+            records: Records::open(&session, world, reporter.phases())?,
+            observer: Observer::new(world.tracker(), session.model.decoder.device()),
+            stop: StopPolicy::open(&session.loaded, world),
+            totals: RunTotals::resume(start.updates, earlier),
+            held_out_before: start.held_out_before,
+            session,
+            checkpoints,
+            stop_files,
+            options,
+            reporter,
+        })
     }
 
-    /// The updates that are left, each with its line and its checkpoint.
-    fn updates(&mut self, world: &World, course: Course, made: u64, before: Option<HeldOut>) -> Result<(), Failure> {
-        let steps = self.loaded.run.run.steps;
-        let left = steps.saturating_sub(made);
-        self.reporter.expect(&self.session.lengths_ahead(world, left), left, steps);
-        for step in made + 1..=steps {
-            self.stopped = course.stop_after.is_some_and(|last| step > last) || self.saves.asked_to_stop(world);
-            if self.stopped {
-                break;
+    fn train(&mut self, start: &Start, world: &World) -> Result<Ending, Failure> {
+        if !start.resumed {
+            let Outcome::Done(measured) = self.evaluate(world)? else { return Ok(Ending::NotBegun) };
+            self.held_out_before = measured;
+        }
+        let steps = self.session.config().run.steps;
+        let left = steps.saturating_sub(start.updates);
+        self.reporter.expect(&self.session.prompt_tokens_ahead(world, left), left, steps);
+        for step in start.updates + 1..=steps {
+            if self.stops_before(step, world) {
+                return Ok(Ending::Stopped);
             }
-            self.records.step(world, step)?;
-            let cursor = self.session.cursor.clone();
-            let mut round = match self.session.round.take() {
-                Some(round) => round,
-                None => self.session.next_round(world),
-            };
-            self.patience.step(self.tally.last_step_s());
-            let mut unrewarded = false;
-            let mut desk = Desk {
-                reporter: &mut self.reporter,
-                tally: &mut self.tally,
-                patience: &self.patience,
-                unrewarded: &mut unrewarded,
-            };
-            let outcome = step::one_step(&mut self.session, world, &mut desk, &mut round, step);
-            self.patience.rest();
-            self.records.stepped(world)?;
-            let outcome = match patience::dropped(outcome) {
-                Err(failure) if unrewarded => {
-                    self.session.cursor = cursor;
-                    return Err(self.kept(world, before, step, failure));
-                }
-                outcome => outcome?,
-            };
-            match outcome {
-                Ok(done) => {
-                    round.made += 1;
-                    self.session.round = Some(round).filter(|round| round.made < self.session.updates_per_group);
-                    let done = Step { memory: self.records.step_memory(), ..done };
-                    self.reporter.step(&done, steps)?;
-                    self.tally.stepped(done);
-                }
-                Err(why) => {
+            let groups = self.session.groups_per_update(world);
+            self.records.begin_update(world, step)?;
+            let mut round = self.session.data.take_round(groups);
+            match self.update(&mut round, step, world)? {
+                Outcome::Done(update) => self.log(update, round)?,
+                Outcome::Dropped { why } => {
                     self.reporter.line(&format!("update {step} is {why}"));
-                    self.stopped = true;
-                    // Groups that an update was made of stay as they are frozen; others run again from the start.
-                    if round.made == 0 {
-                        self.session.cursor = cursor;
-                    } else {
-                        self.session.round = Some(round);
-                    }
-                    break;
+                    self.session.data.give_back(round);
+                    return Ok(Ending::Stopped);
+                }
+                Outcome::NoRewards { failure } => {
+                    self.session.data.give_back(round);
+                    return Err(self.save_before(step, failure, world));
                 }
             }
-            if self.saves.due(step) {
-                self.save(world, before)?;
+            let every = self.session.config().checkpoint.every;
+            if every > 0 && step.is_multiple_of(every) {
+                self.save(world)?;
             }
         }
+        let Outcome::Done(held_out_after) = self.evaluate(world)? else { return Ok(Ending::Stopped) };
+        Ok(Ending::Finished { held_out_after })
+    }
+
+    /// Measures on held-out prompts, where there are any. Without rewards there is no evaluation, so the run fails.
+    fn evaluate(&mut self, world: &World) -> Result<Outcome<Option<HeldOut>>, Failure> {
+        let measured = evaluate::evaluate(&self.session, world, &mut self.reporter, &self.stop);
+        let outcome = Outcome::of(measured)?;
+        match outcome {
+            Outcome::NoRewards { failure } => return Err(failure),
+            Outcome::Dropped { ref why } => self.reporter.line(&format!("the held-out evaluation is {why}")),
+            Outcome::Done(_) => {}
+        }
+        Ok(outcome)
+    }
+
+    fn stops_before(&self, step: u64, world: &World) -> bool {
+        self.options.stop_after.is_some_and(|last| step > last) || self.stop_files.stop_requested(world)
+    }
+
+    fn update(&mut self, round: &mut Round, step: u64, world: &World) -> Result<Outcome<Update>, Failure> {
+        let Trainer { session, reporter, observer, stop, totals, .. } = self;
+        let mut context = UpdateContext { reporter, observer, stop };
+        let update = stop.droppable(totals.last_update_s(), || step::update(session, world, &mut context, round, step));
+        self.records.end_update(world)?;
+        Outcome::of(update)
+    }
+
+    fn log(&mut self, update: Update, round: Round) -> Result<(), Failure> {
+        let config = self.session.config();
+        let step = Step { memory: self.records.update_memory(), ..update.step };
+        self.reporter.step(&step, config.run.steps)?;
+        self.totals.add_update(step, update.pinning_s, round.mine.last());
+        let updates_per_group = config.grpo.updates_per_group;
+        self.session.data.update_made(round, updates_per_group);
         Ok(())
     }
 
+    fn save(&mut self, world: &World) -> Result<(), Failure> {
+        self.checkpoints.save(&self.session, world, &self.reporter, &self.stop, self.held_out_before)
+    }
+
     /// Saves what was learnt before update `step`, which has failed on all ranks alike, and gives the failure back.
-    fn kept(&mut self, world: &World, before: Option<HeldOut>, step: u64, failure: Failure) -> Failure {
+    fn save_before(&mut self, step: u64, failure: Failure, world: &World) -> Failure {
         if step == 1 {
             return failure;
         }
-        if let Err(another) = self.save(world, before) {
+        if let Err(another) = self.save(world) {
             return another;
         }
         self.reporter.line(&format!(
@@ -212,40 +247,39 @@ impl Way<'_> {
         failure
     }
 
-    fn save(&mut self, world: &World, before: Option<HeldOut>) -> Result<(), Failure> {
-        let Way { loaded, session, saves, reporter, patience, .. } = self;
-        patience.save(|| saves.save(session, loaded, world, reporter, before))
-    }
-
-    /// Saves what came out, and what it was.
-    fn end(
-        mut self,
-        world: &World,
-        held_out: [Option<HeldOut>; 2],
-        begun: bool,
-        earlier: u64,
-    ) -> Result<Finished, Failure> {
-        let (made, steps) = (self.tally.steps(), self.loaded.run.run.steps);
-        // What the last save takes is no part of the updates.
-        let recorded = self.records.gathered(&self.session, world);
+    /// Saves what came out, and makes the receipt.
+    fn close(mut self, ending: Ending, start: &Start, world: &World) -> Result<Finished, Failure> {
+        // The last save is no part of the updates, so the records end before it.
+        let records = self.records.gather(&self.session, world);
         world.tracker().enter(Phase::Save);
-        if self.stopped && begun {
-            self.save(world, held_out[0])?;
-        } else if !self.stopped {
-            self.session.save(self.loaded, world)?;
-        }
-        let Way { loaded, session, saves, reporter, records, tally, patience, stopped } = self;
-        patience.end(world);
-        let receipt = tally.receipt(&session, loaded, world, held_out, recorded, stopped);
-        records.end(world)?;
-        if let Some(note) = saves.end(world, stopped, made > earlier)? {
-            reporter.line(note);
+        let held_out_after = match ending {
+            Ending::NotBegun => None,
+            Ending::Stopped => {
+                self.save(world)?;
+                None
+            }
+            Ending::Finished { held_out_after } => {
+                Checkpoints::export_adapters(&self.session, world)?;
+                held_out_after
+            }
+        };
+        let stopped = !matches!(ending, Ending::Finished { .. });
+        self.stop.close(world);
+        let updates = self.totals.updates;
+        let pages = self.observer.own_pages();
+        let end = RunEnd { held_out_before: self.held_out_before, held_out_after, stopped, records, pages };
+        let receipt = self.totals.receipt(&self.session, world, end);
+        self.records.close(world)?;
+        let ended = Ended { stopped, progress: updates > start.updates };
+        if let Some(note) = self.stop_files.close(world, ended)? {
+            self.reporter.line(note);
         }
         if stopped {
-            reporter.line(&format!(
-                "stopped after update {made} of {steps}, as asked; go on with `longstraw train --resume` in the same way"
+            let steps = self.session.config().run.steps;
+            self.reporter.line(&format!(
+                "stopped after update {updates} of {steps}, as requested; go on with `longstraw train --resume` in the same way"
             ));
         }
-        Ok(Finished { receipt, session, reporter })
+        Ok(Finished { receipt, session: self.session, reporter: self.reporter })
     }
 }

@@ -1,356 +1,260 @@
 //! One update over `dp_size × grad_accum` groups, from prompts to the optimizer.
 //!
-//! Ranks of different prompts meet three times in a turn: before rewards, in them, and behind the replay. A stop that comes
-//! in the middle is agreed on there, so that no rank waits in a collective that another has left.
+//! Ranks of different prompts meet three times in a turn: before rewards, in them, and after the transaction. A stop that
+//! comes in the middle is settled there, so that no rank waits in a collective that another rank has left.
 
 use std::time::Instant;
 
-use super::patience::Patience;
-use super::rewards::{self, Told};
-use super::round::{Answer, Frozen, Place, Round};
-use super::tally::Tally;
-use super::{Session, whole};
+use tch::Tensor;
+
+use super::answer::{Answer, GroupPlace};
+use super::metrics::{UpdateMetrics, report_seconds};
+use super::outcome::Interruption;
+use super::rewards;
+use super::round::{FrozenGroup, Round};
+use super::round_state::gather_logprobs;
+use super::session::Session;
+use super::stop::StopPolicy;
+use super::whole;
 use crate::data::Group;
-use crate::model::lora::Adapters;
-use crate::prompt::handoff::{Captured, PlacedGroup, Scores};
+use crate::prompt::handoff::ReducedGrads;
 use crate::report::{Reporter, Seconds, Step};
 use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::units::{Tokens, from_index};
-use crate::step::objective;
-use crate::step::replay::ReplayTargets;
-use crate::step::{capture, finalize, replay, rollout, score};
-use crate::tensor::gpu;
+use crate::runtime::units::from_index;
+use crate::step::observer::Observer;
+use crate::step::rollout::SampledAnswer;
+use crate::step::transaction::{Outcome, Trained, Verdict};
+use crate::step::{finalize, rollout};
 use crate::world::World;
 
-/// What an update writes to beside the adapters.
-pub(super) struct Desk<'a> {
+/// What follows an update and decides on it.
+pub(super) struct UpdateContext<'a> {
     pub(super) reporter: &'a mut Reporter,
-    pub(super) tally: &'a mut Tally,
-    pub(super) patience: &'a Patience,
-    /// Whether the update fails on all ranks for want of rewards: what was learnt before is worth keeping.
-    pub(super) unrewarded: &'a mut bool,
+    pub(super) observer: &'a mut Observer,
+    pub(super) stop: &'a StopPolicy,
 }
 
-/// A group's answers, and the captured prompt if they were drawn from it.
-struct Answered {
-    answers: Vec<Answer>,
-    captured: Option<Captured>,
-    /// Log-probabilities of the tokens when they were drawn.
-    drawn: Vec<Vec<f64>>,
+/// An update that was made.
+pub(super) struct Update {
+    pub(super) step: Step,
+    /// Seconds in which host memory was pinned on this rank.
+    pub(super) pinning_s: f64,
 }
 
-/// One update.
-pub(super) fn one_step(
+/// Makes update `step` of the groups in `round`; all ranks agree on it.
+///
+/// # Errors
+/// When the update is dropped, answers cannot be scored, or a phase fails.
+pub(super) fn update(
     session: &mut Session,
     world: &World,
-    desk: &mut Desk,
+    context: &mut UpdateContext,
     round: &mut Round,
     step: u64,
-) -> Result<Step, Failure> {
+) -> Result<Update, Interruption> {
     let start = Instant::now();
-    all_groups(session, world, desk, round, step)?;
-    if round.made == 0 {
-        let enough = world.agree(round.enough(session.missing_share_max, step).map_err(Failure::from));
-        *desk.unrewarded |= enough.is_err();
-        enough?;
-    }
-    let tally = &mut *desk.tally;
-    world.tracker().enter(Phase::Finalize);
-    let divisor = round.counts.divisor(session.terms.aggregation);
-    let local = finalize::divided(finalize::take(&session.adapters), divisor);
-    let summed =
-        tally.clock.time("finalize", || finalize::run(&world.all, local, &session.adapters, session.max_grad_norm));
-    let reduced = world.agree(summed)?;
-    let numbers = tally.batch_numbers(world, divisor);
-    if !numbers.loss.is_finite() {
-        return world.agree(Err(finalize::Error::Number { what: "loss", value: numbers.loss }.into()));
-    }
-    world.tracker().enter(Phase::Update);
-    let learning_rate = session.learning_rate(step);
-    tally.clock.time("update", || session.optimizer.update(&mut session.adapters, &reduced, learning_rate));
-    world.agree(finalize::check(&session.adapters, learning_rate))?;
-    let seconds = Seconds { total: start.elapsed().as_secs_f64(), ..tally.step_seconds() };
-    let groups = || round.places.iter().map(|place| session.data.group(place.index));
-    let prompts: Vec<u64> = groups().map(|group| from_index(group.prompt_ids.len())).collect();
-    let draws = session.sampler.is_some();
-    let step = Step {
+    let UpdateContext { reporter, observer, stop } = context;
+    let metrics = UpdateMetrics::default();
+    let metrics = Turns { session, world, reporter, stop, round, step, metrics }.run(observer)?;
+    require_rewards(session, world, round, step)?;
+    let divisor = round.counts.divisor(session.objective().aggregation);
+    let gradients = finalize(session, world, observer, divisor)?;
+    let metrics = metrics.reduce(world);
+    require_finite(world, metrics.loss / divisor)?;
+    let learning_rate = session.policy.schedule.at(step);
+    optimize(session, world, observer, &gradients, learning_rate)?;
+    let spent = observer.take_seconds();
+    let seconds = Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) };
+    let groups = || round.places.iter().map(|place| session.data.train.group(place.index));
+    let prompt_tokens: Vec<u64> = groups().map(|group| from_index(group.prompt_ids.len())).collect();
+    let numbers = Step {
         step,
-        gradient: session.gradient.to_string(),
-        grad_norm: reduced.norm(),
+        gradient: session.config().grpo.gradient.to_string(),
+        grad_norm: gradients.norm(),
         learning_rate,
         prompts: groups().map(|group| group.name.clone()).collect(),
         seconds,
-        ..numbers.into_step(session.reference.is_some())
+        ..metrics.describe(divisor, session.policy.reference.is_some())
     };
-    let step = round.numbers(step, &prompts, draws);
-    if let Some(gap) = step.sampled_gap.filter(|&gap| gap > session.gap_warn || gap.is_nan()) {
-        desk.reporter.line(&format!(
-            "warning: a token was drawn with a log-probability that lies {gap:.1e} from its score, more than \
-             rollout.gap_warn allows ({:.1e}): drawing and scoring do not compute the same policy",
-            session.gap_warn
-        ));
-    }
-    Ok(step)
+    let numbers = round.describe(numbers, &prompt_tokens, session.samples());
+    warn_of_gap(session, reporter, &numbers);
+    Ok(Update { step: numbers, pinning_s: spent.pinning })
 }
 
-/// This rank's groups, one after another: answered, scored and frozen in a round's first update, replayed in each.
-fn all_groups(session: &Session, world: &World, desk: &mut Desk, round: &mut Round, step: u64) -> Result<(), Failure> {
-    let turns = round.places.len() / world.dp_size;
-    for turn in 0..turns {
-        let place = round.places[turn * world.dp_size + world.dp_index];
-        let name = &session.data.group(place.index).name;
-        let at = turn + 1;
-        desk.reporter.now(&format!("step {step}: prompt {at} of {turns} on this rank ({name})"));
-        if round.made == 0 {
-            first_turn(session, world, desk, round, (turn, step))?;
+/// The groups of an update on this rank, one turn after another; gradients add up in the adapters.
+struct Turns<'a> {
+    session: &'a Session,
+    world: &'a World,
+    reporter: &'a mut Reporter,
+    stop: &'a StopPolicy,
+    round: &'a mut Round,
+    step: u64,
+    metrics: UpdateMetrics,
+}
+
+impl Turns<'_> {
+    fn run(&mut self, observer: &mut Observer) -> Result<UpdateMetrics, Interruption> {
+        let turns = self.round.places.len() / self.world.dp_size;
+        for turn in 0..turns {
+            let name = &self.session.data.train.group(self.own_place(turn).index).name;
+            let line = format!("step {}: prompt {} of {turns} on this rank ({name})", self.step, turn + 1);
+            self.reporter.now(&line);
+            if self.round.made == 0 {
+                self.first_update(turn, observer)?;
+            } else {
+                self.further_update(turn, observer)?;
+            }
+        }
+        Ok(self.metrics)
+    }
+
+    /// This prompt group's group in a turn.
+    fn own_place(&self, turn: usize) -> GroupPlace {
+        self.round.places[turn * self.world.dp_size + self.world.dp_index]
+    }
+
+    /// A group in the first update of its round: answered, rewarded, scored (frozen for the round) and replayed.
+    fn first_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
+        let (session, world, stop) = (self.session, self.world, self.stop);
+        let place = self.own_place(turn);
+        if !session.config().memory.prompt_no_grad {
+            return self.conventional_update(turn, observer);
+        }
+        let prompt_ids = &session.data.train.group(place.index).prompt_ids;
+        let request = session.sample_request(place.number);
+        let mut sampled_logprobs: Vec<Vec<f64>> = Vec::new();
+        let reward = |observer: &mut Observer, sampled: Result<Vec<SampledAnswer>, Failure>| {
+            let sampled = stop.settle(world, sampled)?;
+            sampled_logprobs = sampled.iter().map(|answer| answer.logprobs.clone()).collect();
+            self.reward(turn, sampled, observer)
+        };
+        let outcome = session.transaction(world).run(prompt_ids, request.as_ref(), observer, reward);
+        if let Outcome::Trained(trained) = stop.settle(world, outcome)? {
+            for (index, sampled) in sampled_logprobs.iter().enumerate() {
+                let scored = gather_logprobs(&trained.scores.old.0[index], index, &trained.group, world);
+                self.metrics.add_gap(rollout::gap(sampled, &Tensor::from_slice(&scored)));
+            }
+            self.round.mine[turn].scores = Some(trained.scores.clone());
+            self.add_trained(&trained);
+        }
+        Ok(())
+    }
+
+    /// A group whose prompt is no page but a part of whole sequences.
+    fn conventional_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
+        let loss = match self.reward(turn, Vec::new(), observer)? {
+            Verdict::Skip => Ok(0.0),
+            Verdict::Train { .. } | Verdict::Score(_) => {
+                whole::train_group(self.session, &self.round.mine[turn], observer)
+            }
+        };
+        self.metrics.loss += self.stop.settle(self.world, loss)?;
+        self.session.count_gradients(self.world);
+        Ok(())
+    }
+
+    /// Rewards the answers of all groups of a turn, and freezes this rank's group. Without `sampled` answers they come with
+    /// the data.
+    fn reward(
+        &mut self,
+        turn: usize,
+        sampled: Vec<SampledAnswer>,
+        observer: &mut Observer,
+    ) -> Result<Verdict, Interruption> {
+        let (session, world) = (self.session, self.world);
+        let place = self.own_place(turn);
+        self.metrics.add_sampled(&sampled);
+        let answers: Vec<Answer> = if session.samples() {
+            sampled.into_iter().map(Answer::sampled).collect()
         } else {
-            let again = again(session, world, &round.mine[turn], desk.tally);
-            desk.patience.agree(world, again)?;
+            session.data.train.group(place.index).answers.iter().map(Answer::from_data).collect()
+        };
+        let side_by_side = &self.round.places[turn * world.dp_size..(turn + 1) * world.dp_size];
+        let groups: Vec<&Group> = side_by_side.iter().map(|place| session.data.train.group(place.index)).collect();
+        let reward_groups = || rewards::reward_groups(session, world, self.stop, &groups, &answers);
+        let rewarded = observer.host_phase(Phase::Reward, reward_groups)?;
+        for (rewarded, group) in rewarded.iter().zip(&groups) {
+            let lines = rewards::answer_lines(session, self.step, group, rewarded);
+            self.reporter.answers(&lines).map_err(Failure::from)?;
+            self.round.add(rewarded, session.has_no_gradient(&rewarded.values()));
         }
+        let rewards = rewarded[world.dp_index].values();
+        let advantages = session.advantages(&rewards);
+        let skipped = session.has_no_gradient(&rewards);
+        let frozen = FrozenGroup { place, answers, rewards, advantages, scores: None };
+        let answers = frozen.trained_answers(session.objective().aggregation);
+        self.round.mine.push(frozen);
+        Ok(if skipped { Verdict::Skip } else { Verdict::Train { answers, scores: None } })
     }
-    Ok(())
-}
 
-/// A group's turn in the first update of its round.
-fn first_turn(
-    session: &Session,
-    world: &World,
-    desk: &mut Desk,
-    round: &mut Round,
-    (turn, step): (usize, u64),
-) -> Result<(), Failure> {
-    let side_by_side = turn * world.dp_size..(turn + 1) * world.dp_size;
-    let place = round.places[side_by_side.start + world.dp_index];
-    let answered = desk.patience.agree(world, answered(session, world, place, desk.tally))?;
-    world.tracker().enter(Phase::Reward);
-    let start = Instant::now();
-    let groups: Vec<&Group> = round.places[side_by_side].iter().map(|place| session.data.group(place.index)).collect();
-    let told = rewards::told(session, world, desk.patience, &groups, &answered.answers);
-    *desk.unrewarded |= told.is_err();
-    let told = told?;
-    desk.tally.clock.add("reward", start.elapsed().as_secs_f64());
-    for (told, group) in told.iter().zip(&groups) {
-        let rewards = told.rewards();
-        if session.tells_answers {
-            desk.reporter.answers(&rewards::lines(step, group, told, &session.advantages(&rewards)))?;
+    /// A group in a further update of its round: captured under the adapters as they are now, and replayed.
+    fn further_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
+        let session = self.session;
+        let frozen = &self.round.mine[turn];
+        let trained = match &frozen.scores {
+            None => Ok(None),
+            Some(scores) => {
+                let prompt_ids = &session.data.train.group(frozen.place.index).prompt_ids;
+                let answers = frozen.trained_answers(session.objective().aggregation);
+                let transaction = session.transaction(self.world);
+                transaction.train(prompt_ids, &answers, Some(scores.clone()), observer).map(Some)
+            }
+        };
+        if let Some(trained) = self.stop.settle(self.world, trained)? {
+            self.add_trained(&trained);
         }
-        round.know(told, session.leaves_nothing(&rewards));
+        Ok(())
     }
-    let frozen = freeze(session, world, place, answered, &told[world.dp_index], desk.tally);
-    round.mine.push(desk.patience.agree(world, frozen)?);
-    Ok(())
+
+    fn add_trained(&mut self, trained: &Trained) {
+        self.session.count_gradients(self.world);
+        self.metrics.add_replay(&trained.replayed);
+    }
 }
 
-/// A group's answers: those of the data set, or what the policy answers to the captured prompt.
-fn answered(session: &Session, world: &World, place: Place, tally: &mut Tally) -> Result<Answered, Failure> {
-    let group = session.data.group(place.index);
-    let Some(sampler) = &session.sampler else {
-        let answers = group.answers.iter().map(Answer::supplied).collect();
-        return Ok(Answered { answers, captured: None, drawn: Vec::new() });
-    };
-    let longest = vec![vec![0; sampler.longest.index()]; sampler.answers];
-    make_room(session, world, &session.work(&group.prompt_ids, &longest, world), tally)?;
-    let work = session.work(&group.prompt_ids, &[], world);
-    let captured = captured(session, world, &work, &session.adapters, tally)?;
-    let drawn = draw(session, world, &work, &captured, place, tally)?;
-    let logprobs = drawn.iter().map(|drawn| drawn.logprobs.clone()).collect();
-    Ok(Answered { answers: drawn.into_iter().map(Answer::drawn).collect(), captured: Some(captured), drawn: logprobs })
-}
-
-/// The policy's answers to a captured prompt.
-fn draw(
-    session: &Session,
-    world: &World,
-    work: &PlacedGroup,
-    captured: &Captured,
-    place: Place,
-    tally: &mut Tally,
-) -> Result<Vec<rollout::SampledAnswer>, Failure> {
-    world.tracker().enter(Phase::Rollout);
-    let pass = session.pass(world, &session.adapters);
-    let ask = session.ask(place.number);
-    let drawn = tally.clock.time("rollout", || {
-        let drawn = rollout::run(&pass, &session.head, &work.layout, captured, &ask, world.tracker())?;
-        gpu::synchronize(session.decoder.device())?;
-        Ok::<_, Failure>(drawn)
-    })?;
-    tally.drawn(&drawn);
-    Ok(drawn)
-}
-
-/// Scores a group's answers for the whole round, and replays them for its first update.
-fn freeze(
-    session: &Session,
-    world: &World,
-    place: Place,
-    answered: Answered,
-    told: &Told,
-    tally: &mut Tally,
-) -> Result<Frozen, Failure> {
-    let Answered { answers, captured: drawn_from, drawn } = answered;
-    let rewards = told.rewards();
-    let advantages = session.advantages(&rewards);
-    let skipped = session.leaves_nothing(&rewards);
-    let mut frozen = Frozen { place, answers, rewards, advantages, old: None, reference: None };
-    tally.group(&frozen);
-    if skipped {
-        return Ok(frozen);
-    }
-    if !session.paged {
-        whole::one_group(session, world, &frozen, tally)?;
-        return Ok(frozen);
-    }
-    let work = session.frozen_work(&frozen, world);
-    if drawn_from.is_none() {
-        make_room(session, world, &work, tally)?;
-    }
-    // Only one captured prompt is held at a time: where there is a reference policy, the policy captures again behind it.
-    let mut drawn_from = drawn_from;
-    if let Some(reference) = &session.reference {
-        drawn_from = None;
-        let work = session.work_without_tail(&session.data.group(place.index).prompt_ids, &frozen.ids(), world);
-        let captured = captured(session, world, &work, reference, tally)?;
-        frozen.reference = Some(scored(session, world, &work, &captured, reference, tally)?);
-    }
-    let captured = match drawn_from {
-        Some(captured) => captured,
-        None => captured(session, world, &work, &session.adapters, tally)?,
-    };
-    let old = scored(session, world, &work, &captured, &session.adapters, tally)?;
-    for (index, drawn) in drawn.iter().enumerate() {
-        let scored = super::round::whole_answer(&old.0[index], index, &work, world);
-        tally.gap(rollout::gap(drawn, &tch::Tensor::from_slice(&scored)));
-    }
-    frozen.old = Some(old);
-    replayed(session, world, &work, &captured, &frozen, tally)?;
-    Ok(frozen)
-}
-
-/// A frozen group in a further update: captured under the adapters as they are now, and replayed.
-fn again(session: &Session, world: &World, frozen: &Frozen, tally: &mut Tally) -> Result<(), Failure> {
-    tally.group(frozen);
-    if frozen.old.is_none() {
+/// All ranks agree on whether enough answers have a reward; a round asks once.
+fn require_rewards(session: &Session, world: &World, round: &Round, step: u64) -> Result<(), Interruption> {
+    if round.made > 0 {
         return Ok(());
     }
-    let work = session.frozen_work(frozen, world);
-    make_room(session, world, &work, tally)?;
-    let captured = captured(session, world, &work, &session.adapters, tally)?;
-    replayed(session, world, &work, &captured, frozen, tally)
+    let enough = round.check_rewards(session.config().reward.missing_share_max, step);
+    world.agree(enough.map_err(Failure::from)).map_err(|failure| Interruption::NoRewards { failure })
 }
 
-fn make_room(session: &Session, world: &World, work: &PlacedGroup, tally: &mut Tally) -> Result<(), Failure> {
-    world.tracker().enter(Phase::Capture);
-    let pass = session.pass(world, &session.adapters);
-    tally.clock.time("pinning", || capture::make_room(&pass, work, session.keeping))
+/// Divides this rank's gradients by the batch's divisor, sums them over all ranks, and clips them.
+fn finalize(session: &Session, world: &World, observer: &mut Observer, divisor: f64) -> Result<ReducedGrads, Failure> {
+    let adapters = &session.policy.adapters;
+    let reduced = observer.host_phase(Phase::Finalize, || {
+        let local = finalize::divided(finalize::take(adapters), divisor);
+        finalize::run(&world.all, local, adapters, session.config().optimizer.max_grad_norm)
+    });
+    world.agree(reduced)
 }
 
-/// Gradients add up in the adapters.
-fn replayed(
-    session: &Session,
+fn require_finite(world: &World, loss: f64) -> Result<(), Failure> {
+    let finite = if loss.is_finite() { Ok(()) } else { Err(finalize::Error::Number { what: "loss", value: loss }) };
+    world.agree(finite.map_err(Failure::from))
+}
+
+/// The optimizer's step; all ranks agree that it has left finite adapters.
+fn optimize(
+    session: &mut Session,
     world: &World,
-    work: &PlacedGroup,
-    captured: &Captured,
-    frozen: &Frozen,
-    tally: &mut Tally,
+    observer: &mut Observer,
+    gradients: &ReducedGrads,
+    learning_rate: f64,
 ) -> Result<(), Failure> {
-    let Some(old) = &frozen.old else { return Ok(()) };
-    let aggregation = session.terms.aggregation;
-    let weights: Vec<f64> = frozen.answers.iter().map(|answer| aggregation.share(answer.trained())).collect();
-    let goal = ReplayTargets {
-        old,
-        reference: frozen.reference.as_ref(),
-        advantages: &frozen.advantages,
-        weights: &weights,
-        terms: &session.terms,
-    };
-    world.tracker().enter(Phase::Replay);
-    let pass = session.pass(world, &session.adapters);
-    let done = replay::run(&pass, &session.head, work, captured, goal, world.tracker())?;
-    session.count_gradients(world);
-    tally.replayed(&done);
-    Ok(())
+    let policy = &mut session.policy;
+    observer.host_phase(Phase::Update, || policy.optimizer.update(&mut policy.adapters, gradients, learning_rate));
+    world.agree(finalize::check(&policy.adapters, learning_rate))
 }
 
-fn captured(
-    session: &Session,
-    world: &World,
-    work: &PlacedGroup,
-    adapters: &Adapters,
-    tally: &mut Tally,
-) -> Result<Captured, Failure> {
-    world.tracker().enter(Phase::Capture);
-    let pass = session.pass(world, adapters);
-    let captured = tally.clock.time("capture", || {
-        let captured = capture::run(&pass, work, session.keeping, world.tracker())?;
-        // A phase's seconds are those until it is done, not until it has been asked for.
-        gpu::synchronize(session.decoder.device())?;
-        Ok::<_, Failure>(captured)
-    })?;
-    tally.captured(work, &captured, session)?;
-    Ok(captured)
-}
-
-fn scored(
-    session: &Session,
-    world: &World,
-    work: &PlacedGroup,
-    captured: &Captured,
-    adapters: &Adapters,
-    tally: &mut Tally,
-) -> Result<Scores, Failure> {
-    world.tracker().enter(Phase::Score);
-    let pass = session.pass(world, adapters);
-    tally.clock.time("score", || {
-        let scores = score::run(&pass, &session.head, work, captured, world.tracker())?;
-        gpu::synchronize(session.decoder.device())?;
-        Ok(scores)
-    })
-}
-
-impl Session {
-    /// Advantages of a group under the run's rule.
-    pub(super) fn advantages(&self, rewards: &[Option<f64>]) -> Vec<Option<f64>> {
-        if self.advantage_is_reward { rewards.to_vec() } else { objective::advantages(rewards, self.normalize) }
-    }
-
-    /// Whether a group with these rewards has no gradient: all advantages are 0, and nothing else pulls.
-    pub(super) fn leaves_nothing(&self, rewards: &[Option<f64>]) -> bool {
-        self.reference.is_none() && self.advantages(rewards).iter().flatten().all(|&advantage| advantage == 0.0)
-    }
-
-    /// What is drawn for the group of this number.
-    fn ask(&self, number: u64) -> rollout::SampleRequest<'_> {
-        let sampler = self.sampler.as_ref().expect("answers are drawn only where there is a sampler");
-        sampler.ask(sampler.stream.part(number))
-    }
-}
-
-/// How the policy answers.
-pub(super) struct Sampler {
-    /// Answers of a group.
-    pub(super) answers: usize,
-    /// Tokens of an answer, at most.
-    pub(super) longest: Tokens,
-    /// Tokens that end one.
-    pub(super) ends: Vec<i64>,
-    /// From which tokens.
-    pub(super) sampling: rollout::Sampling,
-    /// The run's noise.
-    pub(super) stream: rollout::Stream,
-    /// All layers' pages lie on the device meanwhile.
-    pub(super) pages_on_device: bool,
-}
-
-impl Sampler {
-    /// What is drawn with this noise.
-    pub(super) fn ask(&self, stream: rollout::Stream) -> rollout::SampleRequest<'_> {
-        rollout::SampleRequest {
-            answers: self.answers,
-            longest: self.longest,
-            ends: &self.ends,
-            sampling: self.sampling,
-            stream,
-            pages_on_device: self.pages_on_device,
-        }
+fn warn_of_gap(session: &Session, reporter: &Reporter, numbers: &Step) {
+    let gap_warn = session.gap_warn();
+    if let Some(gap) = numbers.sampled_gap.filter(|&gap| gap > gap_warn || gap.is_nan()) {
+        reporter.line(&format!(
+            "warning: a token was sampled with a log-probability that lies {gap:.1e} from its score, more than \
+             rollout.gap_warn allows ({gap_warn:.1e}): sampling and scoring do not compute the same policy"
+        ));
     }
 }

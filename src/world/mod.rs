@@ -8,6 +8,7 @@ mod about;
 mod axis;
 pub mod devices;
 pub mod exchange;
+mod root;
 mod stop;
 mod watchdog;
 

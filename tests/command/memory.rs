@@ -28,8 +28,7 @@ fn the_receipt_tells_memory_by_phase_rank_and_kind() {
     assert_eq!(names, ["start", "capture", "reward", "score", "replay", "sweep", "finalize", "update"]);
     let phase = |name: &str| phases.iter().find(|phase| phase["phase"] == name).unwrap();
     for space in PURSES {
-        let most =
-            |rank: usize| phases.iter().map(|phase| bytes(&phase[format!("{space}_peak")])[rank]).max().unwrap();
+        let most = |rank: usize| phases.iter().map(|phase| bytes(&phase[format!("{space}_peak")])[rank]).max().unwrap();
         assert_eq!(bytes(&receipt[format!("peak_{space}_bytes")]), [most(0), most(1)]);
         // No kind, nor what is beyond them, is larger than all that was alive.
         for phase in phases {

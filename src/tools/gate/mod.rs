@@ -27,7 +27,7 @@ use crate::model::spec::Spec;
 use crate::report::{self, Receipt, open_log, say, write_receipt};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Bytes, Rank, from_index};
-use crate::train::{Course, Finished, Run};
+use crate::train::{Finished, Run, RunOptions};
 use crate::world::{World, asked_to_stop};
 use checks::Expected;
 use order::{Earlier, Now, Opened};
@@ -171,9 +171,9 @@ impl Passage<'_> {
 
     /// One run in the gate's own folder.
     fn once(&mut self, world: &mut World) -> Result<Receipt, Failure> {
-        let run = Run::open(self.loaded, Course::default(), world)?;
+        let run = Run::open(self.loaded, RunOptions::default(), world)?;
         self.behind(Some(&run), world)?;
-        let Finished { mut receipt, session, .. } = run.train(self.loaded, world)?;
+        let Finished { mut receipt, session, .. } = run.train(world)?;
         let mut checks = checks::of_run(&receipt, &self.expected(session.spec()));
         checks.extend(memory::against_plan(&receipt));
         let compared = match world.all.rank() {
@@ -188,15 +188,15 @@ impl Passage<'_> {
     /// Both gradient modes, each in a folder of its own, and parity. The receipt is that of the run that later gates are
     /// compared with.
     fn both_gradients(&mut self, world: &mut World) -> Result<Receipt, Failure> {
-        let run = Run::open(&self.within("response", Gradient::Response), Course::default(), world)?;
+        let run = Run::open(&self.within("response", Gradient::Response), RunOptions::default(), world)?;
         self.behind(Some(&run), world)?;
-        let mut response = run.train(&self.within("response", Gradient::Response), world)?;
+        let mut response = run.train(world)?;
         response.write(world)?;
         let Finished { mut receipt, session, .. } = response;
         let expected = self.expected(session.spec());
         drop(session);
         let exact = self.within("exact", Gradient::Exact);
-        let mut exact = Run::open(&exact, Course::default(), world)?.train(&exact, world)?;
+        let mut exact = Run::open(&exact, RunOptions::default(), world)?.train(world)?;
         exact.write(world)?;
         let mut checks = Vec::new();
         for (mode, receipt) in [("response", &receipt), ("exact", &exact.receipt)] {
