@@ -3,10 +3,12 @@
 
 pub mod capture;
 pub mod conventional;
+pub mod extremes;
 pub mod finalize;
 pub mod objective;
 pub mod observer;
 pub mod optimizer;
+mod outcome;
 pub mod replay;
 pub mod rollout;
 pub mod score;

@@ -12,6 +12,7 @@
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
+use super::extremes::Range;
 use crate::runtime::units::{float, from_index};
 
 /// How tokens weigh in the loss.
@@ -155,12 +156,12 @@ pub struct Added {
     /// Gradient of the loss with respect to `logprobs`, [t].
     pub dlogprobs: Tensor,
     /// Smallest and largest ratio, if there are tokens.
-    pub ratio: Option<(f64, f64)>,
-    /// What trained tokens tell besides.
-    pub told: TokenStats,
+    pub ratio: Option<Range>,
+    /// Counts and sums of the trained tokens.
+    pub stats: TokenStats,
 }
 
-/// What trained tokens tell of an update, as sums over tokens.
+/// Counts and sums over trained tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TokenStats {
     /// Tokens.
@@ -181,15 +182,6 @@ impl TokenStats {
         self.clipped_high += other.clipped_high;
         self.kl += other.kl;
     }
-}
-
-/// The range that covers two ranges; a NaN in either stays, so that it is seen.
-#[must_use]
-pub fn widen(one: Option<(f64, f64)>, two: Option<(f64, f64)>) -> Option<(f64, f64)> {
-    let (Some(a), Some(b)) = (one, two) else { return one.or(two) };
-    let nan = |x: f64, y: f64| x.is_nan() || y.is_nan();
-    let least = if nan(a.0, b.0) { f64::NAN } else { a.0.min(b.0) };
-    Some((least, if nan(a.1, b.1) { f64::NAN } else { a.1.max(b.1) }))
 }
 
 /// Loss and gradient of some tokens. By hand, since the graph would be three lines long.
@@ -223,8 +215,8 @@ pub fn tokens(tokens: &Tokens, terms: &Objective) -> Added {
     Added {
         loss: only(&token).sum(Kind::Double).double_value(&[]) * weight,
         dlogprobs: only(&dtoken) * weight,
-        ratio: any.then(|| (ratios.min().double_value(&[]), ratios.max().double_value(&[]))),
-        told: TokenStats { tokens: count(&takes_part), clipped_low, clipped_high, kl },
+        ratio: any.then(|| Range { least: ratios.min().double_value(&[]), most: ratios.max().double_value(&[]) }),
+        stats: TokenStats { tokens: count(&takes_part), clipped_low, clipped_high, kl },
     }
 }
 
@@ -305,8 +297,8 @@ mod tests {
         let part = |x: &Tensor| x.index_select(0, &Tensor::from_slice(&[0i64, 2]));
         let (masked, without) = (all(&lp, &old, Some(&mask)), all(&part(&lp), &part(&old), None));
         assert!((masked.loss - without.loss).abs() < 1e-15);
-        assert_eq!((masked.told, masked.ratio), (without.told, without.ratio));
-        assert_eq!((masked.told.tokens, masked.told.clipped_high), (2, 1));
+        assert_eq!((masked.stats, masked.ratio), (without.stats, without.ratio));
+        assert_eq!((masked.stats.tokens, masked.stats.clipped_high), (2, 1));
         assert_eq!(
             Vec::<f64>::try_from(part(&masked.dlogprobs)).unwrap(),
             Vec::<f64>::try_from(without.dlogprobs).unwrap()
@@ -321,7 +313,7 @@ mod tests {
         let reference = Tensor::from_slice(&[1.5f64, -0.5, 0.0]);
         let at = |advantage, reference| {
             let given = Tokens { logprobs: &lp, old: &old, reference, advantage, weight: 1.0, trained: None };
-            tokens(&given, &TERMS).told
+            tokens(&given, &TERMS).stats
         };
         assert_eq!(at(1.0, None), TokenStats { tokens: 3, clipped_low: 0, clipped_high: 1, kl: 0.0 });
         assert_eq!(at(-1.0, None), TokenStats { tokens: 3, clipped_low: 1, clipped_high: 0, kl: 0.0 });

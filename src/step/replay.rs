@@ -22,6 +22,7 @@ use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
 use crate::runtime::units::{Bytes, LayerIndex, as_dim};
+use crate::step::extremes::Range;
 use crate::step::objective::{self, Objective, TokenStats, Tokens};
 use crate::tensor::gpu::Mark;
 
@@ -68,9 +69,9 @@ pub struct Replayed {
     /// This rank's part of the loss.
     pub loss: f64,
     /// Smallest and largest ratio to the frozen scores on this rank; `None` where it has no token.
-    pub ratio: Option<(f64, f64)>,
-    /// What this rank's trained tokens tell besides.
-    pub told: TokenStats,
+    pub ratio: Option<Range>,
+    /// Counts and sums of this rank's trained tokens.
+    pub stats: TokenStats,
     /// Log-probabilities of this rank's tokens.
     pub logprobs: Scores,
     /// The most bytes that waited in the pool of answers' hidden states.
@@ -124,7 +125,7 @@ pub fn run(
     let nothing = Replayed {
         loss: 0.0,
         ratio: None,
-        told: TokenStats::default(),
+        stats: TokenStats::default(),
         logprobs: Scores(Vec::new()),
         pool_bytes: Bytes(0),
         seconds: Spent::default(),
@@ -375,8 +376,8 @@ impl Replay<'_> {
         };
         let added = objective::tokens(&tokens, self.goal.terms);
         self.done.loss += added.loss;
-        self.done.told.add(added.told);
-        self.done.ratio = objective::widen(self.done.ratio, added.ratio);
+        self.done.stats.add(added.stats);
+        self.done.ratio = Range::cover(self.done.ratio, added.ratio);
         added.dlogprobs
     }
 }

@@ -1,24 +1,21 @@
 //! The transaction: what one group goes through, from its prompt to its gradient in the adapters.
 //!
 //! ```text
-//!   capture ─▶ sample ─▶ reward ─▶ capture, score (reference) ─▶ capture ─▶ score ─▶ replay and sweep
-//!   └ answers are sampled ┘   │    └ the objective has a KL term ┘         └ first update of the round ┘
-//!                             └─▶ skipped
+//!   capture ▶ sample ▶ reward ▶ [reference: capture ▶ score] ▶ capture ▶ score ▶ replay and sweep
 //! ```
 //!
-//! 1. One captured prompt is held at a time. The policy's prompt serves sampling, scoring and replay; where a reference
-//!    policy scores in between, the policy captures its prompt again.
-//! 2. Scores are frozen when they are computed. Further updates of the same answers capture and replay, with the scores
-//!    of the first update.
-//! 3. Gradients add up in the adapters' `.grad`. `finalize` and `update` follow once for all groups of an update.
+//! 1. Answers that are given need no sampling, scores that are given no scoring.
+//! 2. One captured prompt is held at a time. What the policy samples from, it scores and replays from; where a reference
+//!    policy scores in between, the policy captures the prompt again.
+//! 3. Gradients add up in the adapters' `.grad`. Finalize and update follow once for all groups of an update.
 
 use std::rc::Rc;
 
-use super::capture;
 use super::observer::Observer;
-use super::replay::{self, FrozenScores, ReplayTargets, Replayed, TrainedAnswer};
-use super::rollout::{self, SampleRequest, SampledAnswer};
-use super::score;
+pub use super::outcome::{Outcome, Scored, Trained, Verdict};
+use super::replay::{FrozenScores, ReplayTargets, TrainedAnswer};
+use super::rollout::{SampleRequest, SampledAnswer};
+use super::{capture, replay, rollout, score};
 use crate::config::Gradient;
 use crate::model::head::Head;
 use crate::model::lora::Adapters;
@@ -36,7 +33,7 @@ pub struct Transaction<'a> {
     pub policy: Pass<'a>,
     /// Adapters of the reference policy; `None` where the objective has no KL term.
     pub reference: Option<&'a Adapters>,
-    /// Rows at a time, and temperature, of all log-probabilities.
+    /// Rows at a time and temperature of all log-probabilities.
     pub head: Head,
     /// Loss of a token.
     pub objective: Objective,
@@ -50,54 +47,13 @@ pub struct Transaction<'a> {
     pub pins_memory: bool,
 }
 
-/// The caller's decision once the answers are there.
-pub enum Verdict {
-    /// The group has no gradient: nothing further runs.
-    Skip,
-    /// These answers are scored, and nothing is trained.
-    Score(Vec<Vec<i64>>),
-    /// These answers are trained.
-    Train {
-        /// The answers, with advantage and weight.
-        answers: Vec<TrainedAnswer>,
-        /// Scores of an earlier update on the same answers; `None`: they are computed here and frozen.
-        scores: Option<Rc<FrozenScores>>,
-    },
-}
-
-/// What became of a group.
-pub enum Outcome {
-    /// It was skipped.
-    Skipped,
-    /// Its answers were scored.
-    Scored(Scored),
-    /// Its answers were scored, unless scores were given, and replayed.
-    Trained(Trained),
-}
-
-/// A group that was scored. The prompt stays captured for as long as this lives.
-#[expect(missing_docs, reason = "the names and types say everything")]
-pub struct Scored {
-    pub group: PlacedGroup,
-    pub captured: Captured,
-    pub scores: Scores,
-}
-
-/// A group that was replayed; its gradient is in the adapters.
-#[expect(missing_docs, reason = "the names and types say everything")]
-pub struct Trained {
-    pub group: PlacedGroup,
-    pub scores: Rc<FrozenScores>,
-    pub replayed: Replayed,
-}
-
 impl Transaction<'_> {
-    /// One group. With a `request` the policy samples the answers. `reward` gets them, or why there are none, or an empty
-    /// list without a request; it says what becomes of the group. It is called in every case: ranks of other prompts may
-    /// wait there.
+    /// One group from its prompt on. With a `request` the policy samples the answers. `reward` receives them, or why there
+    /// are none; without a request it receives an empty list. Ranks of other prompts may wait in `reward`, so it is called
+    /// in every case.
     ///
     /// # Errors
-    /// When a phase fails, or `reward` does.
+    /// When a phase or `reward` fails.
     pub fn run<E: From<Failure>>(
         &self,
         prompt_ids: &[i64],
@@ -113,59 +69,54 @@ impl Transaction<'_> {
         };
         match reward(observer, answers)? {
             Verdict::Skip => Ok(Outcome::Skipped),
-            Verdict::Score(answers) => {
-                Ok(Outcome::Scored(self.finish_scoring(prompt_ids, captured, answers, observer)?))
-            }
-            Verdict::Train { answers, scores } => {
-                Ok(Outcome::Trained(self.finish_training(prompt_ids, captured, &answers, scores, observer)?))
+            Verdict::Score(answers) => Ok(Outcome::Scored(self.score(prompt_ids, captured, answers, observer)?)),
+            Verdict::Train(answers) => {
+                Ok(Outcome::Trained(self.train(prompt_ids, captured, &answers, None, observer)?))
             }
         }
     }
 
-    /// Captures the prompt and scores `answers` under the policy.
+    /// The policy answers the prompt.
+    fn sample(
+        &self,
+        prompt_ids: &[i64],
+        request: &SampleRequest,
+        observer: &mut Observer,
+    ) -> Result<(Captured, Vec<SampledAnswer>), Failure> {
+        if self.pins_memory {
+            let longest = vec![vec![0; request.longest.index()]; request.answers];
+            self.pin(&self.placed(prompt_ids, longest), observer)?;
+        }
+        let group = self.placed(prompt_ids, Vec::new());
+        let captured = self.captured(&group, observer)?;
+        let answers = observer.device_phase(Phase::Rollout, |tracker| {
+            rollout::run(&self.policy, &self.head, &group.layout, &captured, request, tracker)
+        })?;
+        Ok((captured, answers))
+    }
+
+    /// Scores `answers` under the policy, from a prompt that it has `captured` or captures here.
     ///
     /// # Errors
     /// When a phase fails.
     pub fn score(
         &self,
         prompt_ids: &[i64],
-        answers: Vec<Vec<i64>>,
-        observer: &mut Observer,
-    ) -> Result<Scored, Failure> {
-        self.finish_scoring(prompt_ids, None, answers, observer)
-    }
-
-    /// Trains `answers`: captures, scores unless `scores` are given, and replays.
-    ///
-    /// # Errors
-    /// When a phase fails.
-    pub fn train(
-        &self,
-        prompt_ids: &[i64],
-        answers: &[TrainedAnswer],
-        scores: Option<Rc<FrozenScores>>,
-        observer: &mut Observer,
-    ) -> Result<Trained, Failure> {
-        self.finish_training(prompt_ids, None, answers, scores, observer)
-    }
-
-    fn finish_scoring(
-        &self,
-        prompt_ids: &[i64],
         captured: Option<Captured>,
         answers: Vec<Vec<i64>>,
         observer: &mut Observer,
     ) -> Result<Scored, Failure> {
-        let group = self.placed(prompt_ids, answers, self.gradient);
-        let captured = match captured {
-            Some(captured) => captured,
-            None => self.captured(&self.policy, &group, observer)?,
-        };
-        let scores = self.scored(&self.policy, &group, &captured, observer)?;
+        let group = self.placed(prompt_ids, answers);
+        let captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
+        let scores = self.scored(&group, &captured, observer)?;
         Ok(Scored { group, captured, scores })
     }
 
-    fn finish_training(
+    /// Trains `answers`: scores them, unless an earlier update of the round has frozen their scores (`given`), and replays.
+    ///
+    /// # Errors
+    /// When a phase fails.
+    pub fn train(
         &self,
         prompt_ids: &[i64],
         mut captured: Option<Captured>,
@@ -173,24 +124,24 @@ impl Transaction<'_> {
         given: Option<Rc<FrozenScores>>,
         observer: &mut Observer,
     ) -> Result<Trained, Failure> {
-        let ids = || answers.iter().map(|answer| answer.ids.clone()).collect::<Vec<_>>();
+        let ids: Vec<Vec<i64>> = answers.iter().map(|answer| answer.ids.clone()).collect();
         let masks = answers.iter().map(|answer| answer.mask.clone()).collect();
-        let group = self.placed(prompt_ids, ids(), self.gradient).masked(masks);
+        let group = self.placed(prompt_ids, ids.clone()).masked(masks);
         if self.pins_memory && captured.is_none() {
             self.pin(&group, observer)?;
         }
         let mut reference = None;
         if let (Some(adapters), None) = (self.reference, &given) {
             captured = None;
-            reference = Some(self.reference_scores(prompt_ids, ids(), adapters, observer)?);
+            // The reference policy only scores: no prompt position carries gradient.
+            let policy = Pass { adapters, ..self.policy };
+            let frozen = Transaction { policy, gradient: Gradient::Last(Tokens(0)), ..*self };
+            reference = Some(frozen.score(prompt_ids, None, ids, observer)?.scores);
         }
-        let captured = match captured {
-            Some(captured) => captured,
-            None => self.captured(&self.policy, &group, observer)?,
-        };
+        let captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
         let scores = match given {
-            Some(given) => given,
-            None => Rc::new(FrozenScores { old: self.scored(&self.policy, &group, &captured, observer)?, reference }),
+            Some(scores) => scores,
+            None => Rc::new(FrozenScores { old: self.scored(&group, &captured, observer)?, reference }),
         };
         observer.enter(Phase::Replay);
         let advantages: Vec<Option<f64>> = answers.iter().map(|answer| answer.advantage).collect();
@@ -208,42 +159,7 @@ impl Transaction<'_> {
         Ok(Trained { group, scores, replayed })
     }
 
-    /// Captures the prompt under the policy and samples answers from it.
-    fn sample(
-        &self,
-        prompt_ids: &[i64],
-        request: &SampleRequest,
-        observer: &mut Observer,
-    ) -> Result<(Captured, Vec<SampledAnswer>), Failure> {
-        if self.pins_memory {
-            let longest = vec![vec![0; request.longest.index()]; request.answers];
-            self.pin(&self.placed(prompt_ids, longest, self.gradient), observer)?;
-        }
-        let group = self.placed(prompt_ids, Vec::new(), self.gradient);
-        let captured = self.captured(&self.policy, &group, observer)?;
-        let answers = observer.device_phase(Phase::Rollout, |tracker| {
-            rollout::run(&self.policy, &self.head, &group.layout, &captured, request, tracker)
-        })?;
-        Ok((captured, answers))
-    }
-
-    /// Scores answers under the reference policy, which captures the prompt for itself and keeps nothing of it: no
-    /// position carries gradient.
-    fn reference_scores(
-        &self,
-        prompt_ids: &[i64],
-        answers: Vec<Vec<i64>>,
-        adapters: &Adapters,
-        observer: &mut Observer,
-    ) -> Result<Scores, Failure> {
-        let reference = Pass { adapters, ..self.policy };
-        let group = self.placed(prompt_ids, answers, Gradient::Last(Tokens(0)));
-        let captured = self.captured(&reference, &group, observer)?;
-        self.scored(&reference, &group, &captured, observer)
-    }
-
-    /// Pins the host memory that `group` takes. A caller that measures time calls this before, and sets `pins_memory` to
-    /// false.
+    /// Pins the host memory that `group` takes. A caller that measures calls this before, with `pins_memory` false.
     ///
     /// # Errors
     /// When the machine gives no more memory that can be pinned.
@@ -251,29 +167,24 @@ impl Transaction<'_> {
         observer.pinning(|| capture::make_room(&self.policy, group, self.keeping))
     }
 
-    fn captured(&self, pass: &Pass, group: &PlacedGroup, observer: &mut Observer) -> Result<Captured, Failure> {
-        let captured =
-            observer.device_phase(Phase::Capture, |tracker| capture::run(pass, group, self.keeping, tracker))?;
-        observer.captured(pass, group, &captured)?;
+    fn captured(&self, group: &PlacedGroup, observer: &mut Observer) -> Result<Captured, Failure> {
+        let work = |tracker: &_| capture::run(&self.policy, group, self.keeping, tracker);
+        let captured = observer.device_phase(Phase::Capture, work)?;
+        observer.captured(&self.policy, group, &captured)?;
         Ok(captured)
     }
 
-    fn scored(
-        &self,
-        pass: &Pass,
-        group: &PlacedGroup,
-        captured: &Captured,
-        observer: &mut Observer,
-    ) -> Result<Scores, Failure> {
-        observer.device_phase(Phase::Score, |tracker| score::run(pass, &self.head, group, captured, tracker))
+    fn scored(&self, group: &PlacedGroup, captured: &Captured, observer: &mut Observer) -> Result<Scores, Failure> {
+        let work = |tracker: &_| score::run(&self.policy, &self.head, group, captured, tracker);
+        observer.device_phase(Phase::Score, work)
     }
 
     /// A group dealt to the ranks that share its prompt.
     #[must_use]
-    pub fn placed(&self, prompt_ids: &[i64], answers: Vec<Vec<i64>>, gradient: Gradient) -> PlacedGroup {
+    pub fn placed(&self, prompt_ids: &[i64], answers: Vec<Vec<i64>>) -> PlacedGroup {
         let prompt_tokens = Tokens(from_index(prompt_ids.len()));
         let ranks = self.policy.cp_group.axis.size();
-        let layout = PromptLayout::new(prompt_tokens, self.page_size, ranks, gradient.tail(prompt_tokens));
+        let layout = PromptLayout::new(prompt_tokens, self.page_size, ranks, self.gradient.tail(prompt_tokens));
         PlacedGroup::new(layout, prompt_ids.to_vec(), answers)
     }
 }

@@ -3,7 +3,8 @@
 use crate::report::{Seconds, Step};
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{Rank, float, from_index};
-use crate::step::objective::{TokenStats, widen};
+use crate::step::extremes::{Range, max_or_nan};
+use crate::step::objective::TokenStats;
 use crate::step::observer::PhaseSeconds;
 use crate::step::replay::Replayed;
 use crate::step::rollout::SampledAnswer;
@@ -15,7 +16,7 @@ pub(super) struct UpdateMetrics {
     /// Sum over answers; not divided by the batch's divisor.
     pub(super) loss: f64,
     /// Smallest and largest ratio to the frozen scores; `None` without a trained token.
-    pub(super) ratio: Option<(f64, f64)>,
+    pub(super) ratio: Option<Range>,
     pub(super) trained: TokenStats,
     pub(super) sampled_tokens: u64,
     /// Sum over sampled tokens of the entropy of their distribution, nats.
@@ -44,8 +45,8 @@ impl UpdateMetrics {
     /// Adds a group that was replayed.
     pub(super) fn add_replay(&mut self, replayed: &Replayed) {
         self.loss += replayed.loss;
-        self.trained.add(replayed.told);
-        self.ratio = widen(self.ratio, replayed.ratio);
+        self.trained.add(replayed.stats);
+        self.ratio = Range::cover(self.ratio, replayed.ratio);
     }
 
     /// The metrics of all ranks, the same bits on every rank: one gather, reduced in rank order.
@@ -62,7 +63,7 @@ impl UpdateMetrics {
         let sum = |of: fn(&UpdateMetrics) -> f64| ranks.iter().map(of).sum();
         UpdateMetrics {
             loss: sum(|rank| rank.loss),
-            ratio: ranks.iter().map(|rank| rank.ratio).fold(None, widen),
+            ratio: ranks.iter().map(|rank| rank.ratio).fold(None, Range::cover),
             trained: TokenStats {
                 tokens: count(|rank| rank.trained.tokens),
                 clipped_low: count(|rank| rank.trained.clipped_low),
@@ -76,7 +77,7 @@ impl UpdateMetrics {
     }
 
     fn to_words(self) -> [u64; WORDS] {
-        let (least, most) = self.ratio.unwrap_or_default();
+        let Range { least, most } = self.ratio.unwrap_or(Range::at(0.0));
         [
             self.loss.to_bits(),
             u64::from(self.ratio.is_some()),
@@ -101,7 +102,7 @@ impl UpdateMetrics {
         let number = |index: usize| f64::from_bits(word(index));
         UpdateMetrics {
             loss: number(0),
-            ratio: (word(1) == 1).then(|| (number(2), number(3))),
+            ratio: (word(1) == 1).then(|| Range { least: number(2), most: number(3) }),
             trained: TokenStats { tokens: word(4), clipped_low: word(5), clipped_high: word(6), kl: number(7) },
             sampled_tokens: word(8),
             sampled_entropy: number(9),
@@ -119,7 +120,7 @@ impl UpdateMetrics {
         Step {
             loss: self.loss / divisor,
             // JSON has no word for infinity, and a ratio that has overflowed was clipped.
-            ratio: self.ratio.map(|(least, most)| [finite(least), finite(most)]),
+            ratio: self.ratio.map(|Range { least, most }| [finite(least), finite(most)]),
             clipped_tokens: clipped_low + clipped_high,
             clip_low_share: share(clipped_low),
             clip_high_share: share(clipped_high),
@@ -149,7 +150,7 @@ pub(super) fn report_seconds(spent: &PhaseSeconds) -> Seconds {
 /// The larger one; a NaN is larger than any number, so that it is seen.
 pub(super) fn largest(one: Option<f64>, two: Option<f64>) -> Option<f64> {
     let (Some(a), Some(b)) = (one, two) else { return one.or(two) };
-    Some(if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) })
+    Some(max_or_nan(a, b))
 }
 
 #[cfg(test)]
@@ -160,7 +161,7 @@ mod tests {
     fn metrics_come_back_from_their_bytes_with_every_bit() {
         let metrics = UpdateMetrics {
             loss: -0.0,
-            ratio: Some((0.1, f64::INFINITY)),
+            ratio: Some(Range { least: 0.1, most: f64::INFINITY }),
             trained: TokenStats { tokens: 7, clipped_low: 1, clipped_high: u64::MAX, kl: f64::MIN_POSITIVE },
             sampled_tokens: 3,
             sampled_entropy: 0.1 + 0.2,

@@ -222,7 +222,7 @@ impl Session {
     /// An answered group placed on the ranks of this prompt group.
     pub(super) fn place_frozen(&self, frozen: &FrozenGroup, world: &World) -> PlacedGroup {
         let prompt_ids = &self.data.train.group(frozen.place.index).prompt_ids;
-        self.transaction(world).placed(prompt_ids, frozen.ids(), self.config().grpo.gradient)
+        self.transaction(world).placed(prompt_ids, frozen.ids())
     }
 
     pub(super) fn head(&self) -> Head {

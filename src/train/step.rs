@@ -144,9 +144,7 @@ impl Turns<'_> {
     fn conventional_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
         let loss = match self.reward(turn, Vec::new(), observer)? {
             Verdict::Skip => Ok(0.0),
-            Verdict::Train { .. } | Verdict::Score(_) => {
-                whole::train_group(self.session, &self.round.mine[turn], observer)
-            }
+            Verdict::Train(_) | Verdict::Score(_) => whole::train_group(self.session, &self.round.mine[turn], observer),
         };
         self.metrics.loss += self.stop.settle(self.world, loss)?;
         self.session.count_gradients(self.world);
@@ -184,7 +182,7 @@ impl Turns<'_> {
         let frozen = FrozenGroup { place, answers, rewards, advantages, scores: None };
         let answers = frozen.trained_answers(session.objective().aggregation);
         self.round.mine.push(frozen);
-        Ok(if skipped { Verdict::Skip } else { Verdict::Train { answers, scores: None } })
+        Ok(if skipped { Verdict::Skip } else { Verdict::Train(answers) })
     }
 
     /// A group in a further update of its round: captured under the adapters as they are now, and replayed.
@@ -197,7 +195,7 @@ impl Turns<'_> {
                 let prompt_ids = &session.data.train.group(frozen.place.index).prompt_ids;
                 let answers = frozen.trained_answers(session.objective().aggregation);
                 let transaction = session.transaction(self.world);
-                transaction.train(prompt_ids, &answers, Some(scores.clone()), observer).map(Some)
+                transaction.train(prompt_ids, None, &answers, Some(scores.clone()), observer).map(Some)
             }
         };
         if let Some(trained) = self.stop.settle(self.world, trained)? {

@@ -6,7 +6,7 @@ use crate::source::Source;
 
 /// A module imports only from entries above its own. A room stands here whole, or cut into the modules that have an order
 /// among themselves: failures name units, pages are pages of a layout, `doctor` asks what `plan` says.
-const TABLE: [(u8, &[&str]); 28] = [
+const TABLE: [(u8, &[&str]); 29] = [
     (0, &["runtime::units"]),
     (0, &["runtime::failure"]),
     (0, &["runtime::liveness"]),
@@ -19,6 +19,7 @@ const TABLE: [(u8, &[&str]); 28] = [
     (3, &["prompt::pages", "prompt::ring"]),
     (3, &["prompt::handoff", "data"]),
     (4, &["model"]),
+    (5, &["step::extremes"]),
     (5, &["step::objective"]),
     (5, &["step::capture", "step::score", "step::replay", "step::finalize", "step::optimizer", "step::rollout"]),
     (5, &["step::conventional"]),
@@ -37,7 +38,7 @@ const TABLE: [(u8, &[&str]); 28] = [
     (9, &["runtime"]),
 ];
 /// The entry of the phases.
-const PHASES: usize = 13;
+const PHASES: usize = 14;
 
 /// The entry that a module path stands in, and its row: that of its first two words, else that of the first.
 fn place(path: &[&str]) -> Option<(usize, u8)> {

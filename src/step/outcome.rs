@@ -1,0 +1,40 @@
+//! What a caller decides in the middle of a transaction, and what becomes of the group.
+
+use std::rc::Rc;
+
+use super::replay::{FrozenScores, Replayed, TrainedAnswer};
+use crate::prompt::handoff::{Captured, PlacedGroup, Scores};
+
+/// What the caller decides once the answers are there.
+pub enum Verdict {
+    /// Nothing would be left of the group: no further phase runs.
+    Skip,
+    /// These answers are scored, and nothing is trained.
+    Score(Vec<Vec<i64>>),
+    /// These answers are scored and trained.
+    Train(Vec<TrainedAnswer>),
+}
+
+/// What became of a group.
+#[expect(missing_docs, reason = "each variant follows the verdict of its name")]
+pub enum Outcome {
+    Skipped,
+    Scored(Scored),
+    Trained(Trained),
+}
+
+/// A group whose answers were scored. Its prompt stays captured while this lives.
+#[expect(missing_docs, reason = "the types say everything")]
+pub struct Scored {
+    pub group: PlacedGroup,
+    pub captured: Captured,
+    pub scores: Scores,
+}
+
+/// A group whose answers were replayed. `scores` are those that the replay was given or that were frozen before it.
+#[expect(missing_docs, reason = "the types say everything")]
+pub struct Trained {
+    pub group: PlacedGroup,
+    pub scores: Rc<FrozenScores>,
+    pub replayed: Replayed,
+}
