@@ -47,9 +47,6 @@ struct Choice {
 impl Checkpoints {
     /// Opens the checkpoints of a run directory. Without `resume` it refuses those of an earlier run: the two would be mixed,
     /// and lost.
-    ///
-    /// # Errors
-    /// When the folder cannot be read, or holds what it should not.
     pub(super) fn open(loaded: &Loaded, resume: bool, world: &World) -> Result<Checkpoints, Failure> {
         let store = Store::of(&loaded.rank.dir);
         world.on_root(|| {
@@ -62,9 +59,6 @@ impl Checkpoints {
     }
 
     /// Brings the session to where the newest whole checkpoint stands. Rank 0 chooses; every rank reads and compares.
-    ///
-    /// # Errors
-    /// When the checkpoint is of another run, or is damaged.
     pub(super) fn resume(&mut self, session: &mut Session, world: &World) -> Result<Start, Failure> {
         let Choice { updates, mut notes } = world.from_root(|| self.choose())?;
         let Some(updates) = updates else {
@@ -111,9 +105,6 @@ impl Checkpoints {
 
     /// Writes a checkpoint of the session as it is now. `latest` names it once all ranks know that it is whole, and only then
     /// older ones are removed.
-    ///
-    /// # Errors
-    /// When something cannot be written.
     pub(super) fn save(
         &mut self,
         session: &Session,
@@ -151,9 +142,6 @@ impl Checkpoints {
     }
 
     /// Writes the adapters into the run directory, for other programs.
-    ///
-    /// # Errors
-    /// When they cannot be written.
     pub(super) fn export_adapters(session: &Session, world: &World) -> Result<(), Failure> {
         let policy = &session.policy;
         let folder = session.loaded.rank.dir.join("adapter");

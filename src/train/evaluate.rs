@@ -34,9 +34,6 @@ struct Sums {
 
 /// Margin and accuracy over the held-out groups that have better and worse answers, and mean reward of sampled answers over
 /// all groups; the same on every rank. `None` without anything to measure.
-///
-/// # Errors
-/// When the evaluation is dropped, answers cannot be scored, or a number is not finite.
 pub(super) fn evaluate(
     session: &Session,
     world: &World,

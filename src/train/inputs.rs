@@ -28,9 +28,6 @@ pub(super) struct Inputs {
 }
 
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
-///
-/// # Errors
-/// When something cannot be read, ranks have read different data, or a reward lacks what it needs.
 pub(super) fn read(config: &RunConfig, world: &World, spec: &Spec) -> Result<Inputs, Failure> {
     let mut inputs = world.agree(read_files(config, spec))?;
     world.same("the data (digest)", &inputs.train_digest)?;

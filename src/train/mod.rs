@@ -1,8 +1,9 @@
-//! The training loop: open; for each update take its groups, step, log, save; evaluate before and after; close.
+//! Training, in the order of a run: `open`, then the loop in `trainer`, in which `step` makes an update of `groups`.
 
 mod answer;
 mod checkpoints;
 mod evaluate;
+mod groups;
 mod inputs;
 mod memory;
 mod metrics;
@@ -13,30 +14,23 @@ mod records;
 mod rewards;
 mod round;
 mod round_state;
+mod run;
 mod session;
 mod step;
 mod stop;
 mod stop_files;
 mod totals;
 mod trace;
+mod trainer;
 mod whole;
 
+pub use run::{Finished, Run, RunOptions};
 pub use session::Session;
 
 use crate::config::Loaded;
-use crate::report::{HeldOut, Receipt, Reporter, Step};
-use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::units::Rank;
-use crate::step::observer::Observer;
+use crate::report::Receipt;
+use crate::runtime::failure::Failure;
 use crate::world::World;
-use checkpoints::{Checkpoints, Start};
-use outcome::Outcome;
-use records::Records;
-use round::Round;
-use step::{Update, UpdateContext};
-use stop::StopPolicy;
-use stop_files::{Ended, StopFiles};
-use totals::{RunEnd, RunTotals};
 
 /// Trains as the configuration says, from the start, or with `resume` from the newest checkpoint, to the last update or until
 /// a stop is requested. Leaves receipt and adapters, or receipt and checkpoint.
@@ -48,238 +42,4 @@ pub fn run(loaded: &Loaded, resume: bool, world: &mut World) -> Result<Receipt, 
     let mut finished = Run::open(loaded, options, world)?.train(world)?;
     finished.write(world)?;
     Ok(finished.receipt)
-}
-
-/// Where a run begins and ends.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct RunOptions {
-    /// Goes on from the newest checkpoint.
-    pub resume: bool,
-    /// Stops after this update, as if a stop were requested.
-    pub stop_after: Option<u64>,
-}
-
-/// A run that is open, before its first update.
-#[expect(missing_docs, reason = "the names and types say everything")]
-pub struct Run {
-    pub session: Session,
-    checkpoints: Checkpoints,
-    stop_files: StopFiles,
-    options: RunOptions,
-}
-
-/// A run that has ended well and whose receipt is still to be written: a gate judges it first.
-#[expect(missing_docs, reason = "the names and types say everything")]
-pub struct Finished {
-    pub receipt: Receipt,
-    pub session: Session,
-    reporter: Reporter,
-}
-
-impl Finished {
-    /// Writes the receipt as it is now, and prints its table; all ranks agree that it is written.
-    ///
-    /// # Errors
-    /// When it cannot be written.
-    pub fn write(&mut self, world: &World) -> Result<(), Failure> {
-        world.on_root(|| Ok(self.reporter.receipt(&self.receipt)?))?;
-        self.reporter.table(&self.receipt);
-        Ok(())
-    }
-}
-
-impl Run {
-    /// Opens everything that the run needs.
-    ///
-    /// # Errors
-    /// When something cannot be loaded, or does not fit.
-    pub fn open(loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
-        let checkpoints = Checkpoints::open(loaded, options.resume, world)?;
-        let stop_files = StopFiles::open(&loaded.rank.dir, world)?;
-        Ok(Run { session: Session::open(loaded, world)?, checkpoints, stop_files, options })
-    }
-
-    /// Trains to the last update or until a stop is requested, and saves what came out; all ranks agree on it.
-    ///
-    /// # Errors
-    /// When something cannot be saved, does not fit, or is not finite.
-    pub fn train(mut self, world: &World) -> Result<Finished, Failure> {
-        let Run { session, checkpoints, options, .. } = &mut self;
-        let start = if options.resume { checkpoints.resume(session, world)? } else { Start::default() };
-        let mut trainer = Trainer::open(self, &start, world)?;
-        let ending = trainer.train(&start, world)?;
-        trainer.close(ending, &start, world)
-    }
-}
-
-/// How the loop has ended.
-enum Ending {
-    /// The first evaluation was dropped: there is nothing to go on from.
-    NotBegun,
-    /// A stop was requested before the last update.
-    Stopped,
-    Finished {
-        held_out_after: Option<HeldOut>,
-    },
-}
-
-/// A run between its first update and its end.
-struct Trainer {
-    session: Session,
-    checkpoints: Checkpoints,
-    stop_files: StopFiles,
-    options: RunOptions,
-    reporter: Reporter,
-    records: Records,
-    observer: Observer,
-    stop: StopPolicy,
-    totals: RunTotals,
-    held_out_before: Option<HeldOut>,
-}
-
-impl Trainer {
-    fn open(run: Run, start: &Start, world: &World) -> Result<Trainer, Failure> {
-        let Run { session, checkpoints, stop_files, options } = run;
-        let Loaded { run: config, rank, .. } = &session.loaded;
-        let opened = Reporter::open(&rank.dir, world.all.rank() == Rank(0), &config.to_toml(), start.updates);
-        let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
-        session.notes().iter().chain(&start.notes).for_each(|note| reporter.line(note));
-        Ok(Trainer {
-            records: Records::open(&session, world, reporter.phases())?,
-            observer: Observer::new(world.tracker(), session.model.decoder.device()),
-            stop: StopPolicy::open(&session.loaded, world),
-            totals: RunTotals::resume(start.updates, earlier),
-            held_out_before: start.held_out_before,
-            session,
-            checkpoints,
-            stop_files,
-            options,
-            reporter,
-        })
-    }
-
-    fn train(&mut self, start: &Start, world: &World) -> Result<Ending, Failure> {
-        if !start.resumed {
-            let Outcome::Done(measured) = self.evaluate(world)? else { return Ok(Ending::NotBegun) };
-            self.held_out_before = measured;
-        }
-        let steps = self.session.config().run.steps;
-        let left = steps.saturating_sub(start.updates);
-        self.reporter.expect(&self.session.prompt_tokens_ahead(world, left), left, steps);
-        for step in start.updates + 1..=steps {
-            if self.stops_before(step, world) {
-                return Ok(Ending::Stopped);
-            }
-            let groups = self.session.groups_per_update(world);
-            self.records.begin_update(world, step)?;
-            let mut round = self.session.data.take_round(groups);
-            match self.update(&mut round, step, world)? {
-                Outcome::Done(update) => self.log(update, round)?,
-                Outcome::Dropped { why } => {
-                    self.reporter.line(&format!("update {step} is {why}"));
-                    self.session.data.give_back(round);
-                    return Ok(Ending::Stopped);
-                }
-                Outcome::NoRewards { failure } => {
-                    self.session.data.give_back(round);
-                    return Err(self.save_before(step, failure, world));
-                }
-            }
-            let every = self.session.config().checkpoint.every;
-            if every > 0 && step.is_multiple_of(every) {
-                self.save(world)?;
-            }
-        }
-        let Outcome::Done(held_out_after) = self.evaluate(world)? else { return Ok(Ending::Stopped) };
-        Ok(Ending::Finished { held_out_after })
-    }
-
-    /// Measures on held-out prompts, where there are any. Without rewards there is no evaluation, so the run fails.
-    fn evaluate(&mut self, world: &World) -> Result<Outcome<Option<HeldOut>>, Failure> {
-        let measured = evaluate::evaluate(&self.session, world, &mut self.reporter, &self.stop);
-        let outcome = Outcome::of(measured)?;
-        match outcome {
-            Outcome::NoRewards { failure } => return Err(failure),
-            Outcome::Dropped { ref why } => self.reporter.line(&format!("the held-out evaluation is {why}")),
-            Outcome::Done(_) => {}
-        }
-        Ok(outcome)
-    }
-
-    fn stops_before(&self, step: u64, world: &World) -> bool {
-        self.options.stop_after.is_some_and(|last| step > last) || self.stop_files.stop_requested(world)
-    }
-
-    fn update(&mut self, round: &mut Round, step: u64, world: &World) -> Result<Outcome<Update>, Failure> {
-        let Trainer { session, reporter, observer, stop, totals, .. } = self;
-        let mut context = UpdateContext { reporter, observer, stop };
-        let update = stop.droppable(totals.last_update_s(), || step::update(session, world, &mut context, round, step));
-        self.records.end_update(world)?;
-        Outcome::of(update)
-    }
-
-    fn log(&mut self, update: Update, round: Round) -> Result<(), Failure> {
-        let config = self.session.config();
-        let step = Step { memory: self.records.update_memory(), ..update.step };
-        self.reporter.step(&step, config.run.steps)?;
-        self.totals.add_update(step, update.pinning_s, round.mine.last());
-        let updates_per_group = config.grpo.updates_per_group;
-        self.session.data.update_made(round, updates_per_group);
-        Ok(())
-    }
-
-    fn save(&mut self, world: &World) -> Result<(), Failure> {
-        self.checkpoints.save(&self.session, world, &self.reporter, &self.stop, self.held_out_before)
-    }
-
-    /// Saves what was learnt before update `step`, which has failed on all ranks alike, and gives the failure back.
-    fn save_before(&mut self, step: u64, failure: Failure, world: &World) -> Failure {
-        if step == 1 {
-            return failure;
-        }
-        if let Err(another) = self.save(world) {
-            return another;
-        }
-        self.reporter.line(&format!(
-            "saved after update {}; once rewards can be had again, go on with `longstraw train --resume` in the same way",
-            step - 1
-        ));
-        failure
-    }
-
-    /// Saves what came out, and makes the receipt.
-    fn close(mut self, ending: Ending, start: &Start, world: &World) -> Result<Finished, Failure> {
-        // The last save is no part of the updates, so the records end before it.
-        let records = self.records.gather(&self.session, world);
-        world.tracker().enter(Phase::Save);
-        let held_out_after = match ending {
-            Ending::NotBegun => None,
-            Ending::Stopped => {
-                self.save(world)?;
-                None
-            }
-            Ending::Finished { held_out_after } => {
-                Checkpoints::export_adapters(&self.session, world)?;
-                held_out_after
-            }
-        };
-        let stopped = !matches!(ending, Ending::Finished { .. });
-        self.stop.close(world);
-        let updates = self.totals.updates;
-        let pages = self.observer.own_pages();
-        let end = RunEnd { held_out_before: self.held_out_before, held_out_after, stopped, records, pages };
-        let receipt = self.totals.receipt(&self.session, world, end);
-        self.records.close(world)?;
-        let ended = Ended { stopped, progress: updates > start.updates };
-        if let Some(note) = self.stop_files.close(world, ended)? {
-            self.reporter.line(note);
-        }
-        if stopped {
-            let steps = self.session.config().run.steps;
-            self.reporter.line(&format!(
-                "stopped after update {updates} of {steps}, as requested; go on with `longstraw train --resume` in the same way"
-            ));
-        }
-        Ok(Finished { receipt, session: self.session, reporter: self.reporter })
-    }
 }

@@ -29,9 +29,6 @@ pub(super) enum Interruption {
 
 impl<T> Outcome<T> {
     /// The outcome of work that was interrupted or not.
-    ///
-    /// # Errors
-    /// When the run ends.
     pub(super) fn of(work: Result<T, Interruption>) -> Result<Outcome<T>, Failure> {
         match work {
             Ok(done) => Ok(Outcome::Done(done)),

@@ -71,9 +71,6 @@ impl Recorder for LayerRecorder {
 
 impl Records {
     /// Records follow the tracker from here on, and so does `further`; all ranks open their traces, or fail together.
-    ///
-    /// # Errors
-    /// When a trace cannot be opened.
     pub(super) fn open(
         session: &Session,
         world: &World,
@@ -95,9 +92,6 @@ impl Records {
     }
 
     /// Update 1, 2, … begins; what came before is no part of it.
-    ///
-    /// # Errors
-    /// When the trace cannot be written.
     pub(super) fn begin_update(&mut self, world: &World, step: u64) -> Result<(), Failure> {
         world.tracker().rest();
         self.memory.borrow_mut().begin_update();
@@ -106,9 +100,6 @@ impl Records {
     }
 
     /// The update has ended.
-    ///
-    /// # Errors
-    /// When the trace cannot be written.
     pub(super) fn end_update(&mut self, world: &World) -> Result<(), Failure> {
         world.tracker().rest();
         self.stage_wait_s += gpu::stage_wait_seconds() - self.stage_wait_before_s;
@@ -154,9 +145,6 @@ impl Records {
     }
 
     /// The run has ended; nothing is recorded any more.
-    ///
-    /// # Errors
-    /// When a trace cannot be written.
     pub(super) fn close(self, world: &World) -> Result<(), Failure> {
         world.tracker().rest();
         world.tracker().followed_by(Vec::new());

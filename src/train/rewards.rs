@@ -35,9 +35,6 @@ impl Classified for NoTokenizer {
 
 /// Rewards the answers to `groups`, one group for each prompt group of ranks that has one; `own` are this prompt group's
 /// answers, none where it has no group. Every rank takes part.
-///
-/// # Errors
-/// When no further answer can be scored, or a stop was requested while answers were left; alike on all ranks.
 pub(super) fn reward_groups(
     session: &Session,
     world: &World,
@@ -118,9 +115,6 @@ pub(super) fn judge_of_texts(config: &RunConfig) -> Option<RewardName> {
 
 /// Opens rank 0's scorer, and checks before the first step that every reward has what it needs. `has_tokenizer`: whether
 /// tokens can be made into text.
-///
-/// # Errors
-/// When a reward lacks something.
 pub(super) fn open_scorer(config: &RunConfig, sets: &[&Dataset], has_tokenizer: bool) -> Result<Scorer, Failure> {
     let scorer = Scorer::open(config, &Environment::process())?;
     if let Some(name) = judge_of_texts(config).filter(|_| !has_tokenizer) {

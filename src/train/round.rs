@@ -139,9 +139,6 @@ impl Round {
     }
 
     /// Checks that at most a share of `share_max` of the answers lacks a reward.
-    ///
-    /// # Errors
-    /// When more do; the commonest reason is named.
     pub(super) fn check_rewards(&self, share_max: f64, step: u64) -> Result<(), TooFewRewards> {
         let answers: usize = self.groups.iter().map(|group| group.rewards.len()).sum();
         let missing: Vec<&MissingReward> =

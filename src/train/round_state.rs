@@ -76,9 +76,6 @@ pub(super) fn gather_logprobs(own: &Logprobs, index: usize, placed: &PlacedGroup
 }
 
 /// The round of a checkpoint, dealt to these ranks; `None` where the checkpoint lies between rounds.
-///
-/// # Errors
-/// When `value` is no round, or the number of prompt groups of ranks does not divide its groups.
 pub(super) fn restore(value: Value, session: &Session, world: &World) -> Result<Option<Round>, checkpoint::Error> {
     if value.is_null() {
         return Ok(None);

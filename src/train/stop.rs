@@ -93,10 +93,6 @@ impl StopPolicy {
 
     /// Agrees over the world on one part of the work: where the ranks of one prompt have dropped it, all ranks drop it. What
     /// was settled before passes through.
-    ///
-    /// # Errors
-    /// When the work is dropped. Also when the part has failed on this rank: the other ranks are left waiting then, so the
-    /// failure has to end the job.
     pub(super) fn settle<T>(&self, world: &World, part: Result<T, impl Into<Interruption>>) -> Result<T, Interruption> {
         match (part.map_err(Into::into), self.shared.dropped.take()) {
             (Err(Interruption::Failed(_)), Some(why)) => {

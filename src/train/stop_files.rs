@@ -29,9 +29,6 @@ pub(super) struct StopFiles {
 
 impl StopFiles {
     /// Removes an earlier start's request for another.
-    ///
-    /// # Errors
-    /// When the file cannot be removed.
     pub(super) fn open(run_dir: &Path, world: &World) -> Result<StopFiles, Failure> {
         let file = |name: &str| run_dir.join(name);
         let files =
@@ -48,9 +45,6 @@ impl StopFiles {
     /// Ends the requests of this run, and requests another start where a signal stopped the run before its end. A file that
     /// requested the stop requests no start. Nor does the second start in a row without progress: it would go on like that;
     /// a note for the user says so.
-    ///
-    /// # Errors
-    /// When a file cannot be written or removed.
     pub(super) fn close(&self, world: &World, ended: Ended) -> Result<Option<&'static str>, Failure> {
         let Ended { stopped, progress } = ended;
         remove(&self.stop, world)?;

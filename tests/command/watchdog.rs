@@ -109,6 +109,6 @@ fn heartbeats_say_where_ranks_are_and_a_run_that_moves_outlives_its_patience_man
     // Five seconds are cut into twelve beats; a busy machine may be late with some.
     assert!((10..=30).contains(&seen.len()), "{} heartbeats in 12 s", seen.len());
     room.write("run/stop", "");
-    job.ends_within(END).ended(0, &["as asked; go on with"]);
+    job.ends_within(END).ended(0, &["as requested; go on with"]);
     assert!(!room.path().join("run/heartbeat").exists(), "a run that ends in order leaves no heartbeats");
 }
