@@ -7,7 +7,6 @@ use std::rc::Rc;
 use tch::{Device, Kind};
 
 use super::inputs::{self, Inputs};
-use super::rate::LearningRate;
 use super::session::{Model, Policy, RunPlan, Session, TrainingData};
 use crate::checkpoint;
 use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
@@ -182,8 +181,7 @@ fn open_policy(
     let adapter_bytes = masters.map(storage_bytes).sum();
     let hold = |purpose, bytes| world.ledger().hold(purpose, MemorySpace::Device, bytes);
     let held = [hold(Purpose::Adapters, adapter_bytes), hold(Purpose::Optimizer, optimizer.bytes())];
-    let schedule = LearningRate::of(config);
-    Ok(Policy { adapters, shape, reference, optimizer, schedule, _held: held, gradients: OnceCell::new() })
+    Ok(Policy { adapters, shape, reference, optimizer, _held: held, gradients: OnceCell::new() })
 }
 
 fn start_adapters(config: &RunConfig, spec: &Spec, shape: &AdapterShape, device: Device) -> Result<Adapters, Failure> {

@@ -6,7 +6,6 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::rate::LearningRate;
 use super::round::{FrozenGroup, Round};
 use crate::config::{Aggregation as Rule, Dtype, Loaded, RewardFn, RewardName, RunConfig};
 use crate::data::{Cursor, Dataset, Group, Tokenizer};
@@ -65,7 +64,6 @@ pub(super) struct Policy {
     /// The starting policy, where there is a KL term.
     pub(super) reference: Option<Adapters>,
     pub(super) optimizer: AdamW,
-    pub(super) schedule: LearningRate,
     /// Entries of adapters and optimizer in the ledger.
     pub(super) _held: [Held; 2],
     /// Entry of the adapters' gradients, which the first backward makes and which stay.

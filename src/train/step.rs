@@ -5,6 +5,7 @@ use std::time::Instant;
 use super::groups::Turns;
 use super::metrics::{UpdateMetrics, report_seconds};
 use super::outcome::Interruption;
+use super::rate::learning_rate;
 use super::round::Round;
 use super::session::Session;
 use super::stop::StopPolicy;
@@ -47,24 +48,28 @@ pub(super) fn update(
     let gradients = finalize(session, world, observer, divisor)?;
     let metrics = metrics.reduce(world);
     require_finite(world, metrics.loss / divisor)?;
-    let learning_rate = session.policy.schedule.at(step);
+    let learning_rate = learning_rate(session.config(), step);
     optimize(session, world, observer, &gradients, learning_rate)?;
     let spent = observer.take_seconds();
-    let seconds = Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) };
-    let groups = || round.places.iter().map(|place| session.data.train.group(place.index));
-    let prompt_tokens: Vec<u64> = groups().map(|group| from_index(group.prompt_ids.len())).collect();
     let numbers = Step {
         step,
         gradient: session.config().grpo.gradient.to_string(),
         grad_norm: gradients.norm(),
         learning_rate,
-        prompts: groups().map(|group| group.name.clone()).collect(),
-        seconds,
+        seconds: Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) },
         ..metrics.describe(divisor, session.policy.reference.is_some())
     };
-    let numbers = round.describe(numbers, &prompt_tokens, session.samples());
+    let numbers = describe_groups(session, round, numbers);
     warn_of_gap(session, reporter, &numbers);
     Ok(Update { step: numbers, pinning_s: spent.pinning })
+}
+
+/// Adds the numbers that follow from the groups' prompts, answers and rewards.
+fn describe_groups(session: &Session, round: &Round, numbers: Step) -> Step {
+    let groups = || round.places.iter().map(|place| session.data.train.group(place.index));
+    let prompt_tokens: Vec<u64> = groups().map(|group| from_index(group.prompt_ids.len())).collect();
+    let prompts = groups().map(|group| group.name.clone()).collect();
+    round.describe(Step { prompts, ..numbers }, &prompt_tokens, session.samples())
 }
 
 /// All ranks agree on whether enough answers have a reward; a round asks once.

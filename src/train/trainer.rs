@@ -38,9 +38,8 @@ enum Ending {
     NotBegun,
     /// A stop was requested before the last update.
     Stopped,
-    Finished {
-        held_out_after: Option<HeldOut>,
-    },
+    /// All updates were made; with the evaluation after the last one.
+    Finished(Option<HeldOut>),
 }
 
 /// A run between its first update and its end.
@@ -87,7 +86,7 @@ impl Trainer {
         let left = steps.saturating_sub(start.updates);
         self.reporter.expect(&self.session.prompt_tokens_ahead(world, left), left, steps);
         for step in start.updates + 1..=steps {
-            if self.stops_before(step, world) {
+            if self.options.stop_after.is_some_and(|last| step > last) || self.stop_files.stop_requested(world) {
                 return Ok(Ending::Stopped);
             }
             let groups = self.session.groups_per_update(world);
@@ -111,23 +110,17 @@ impl Trainer {
             }
         }
         let Outcome::Done(held_out_after) = self.evaluate(world)? else { return Ok(Ending::Stopped) };
-        Ok(Ending::Finished { held_out_after })
+        Ok(Ending::Finished(held_out_after))
     }
 
     /// Measures on held-out prompts, where there are any. Without rewards there is no evaluation, so the run fails.
     fn evaluate(&mut self, world: &World) -> Result<Outcome<Option<HeldOut>>, Failure> {
         let measured = evaluate::evaluate(&self.session, world, &mut self.reporter, &self.stop);
         let outcome = Outcome::of(measured)?;
-        match outcome {
-            Outcome::NoRewards { failure } => return Err(failure),
-            Outcome::Dropped { ref why } => self.reporter.line(&format!("the held-out evaluation is {why}")),
-            Outcome::Done(_) => {}
+        if let Outcome::Dropped { why } = &outcome {
+            self.reporter.line(&format!("the held-out evaluation is {why}"));
         }
-        Ok(outcome)
-    }
-
-    fn stops_before(&self, step: u64, world: &World) -> bool {
-        self.options.stop_after.is_some_and(|last| step > last) || self.stop_files.stop_requested(world)
+        if let Outcome::NoRewards { failure } = outcome { Err(failure) } else { Ok(outcome) }
     }
 
     fn update(&mut self, round: &mut Round, step: u64, world: &World) -> Result<Outcome<Update>, Failure> {
@@ -178,12 +171,12 @@ impl Trainer {
                 self.save(world)?;
                 None
             }
-            Ending::Finished { held_out_after } => {
+            Ending::Finished(held_out_after) => {
                 Checkpoints::export_adapters(&self.session, world)?;
                 held_out_after
             }
         };
-        let stopped = !matches!(ending, Ending::Finished { .. });
+        let stopped = !matches!(ending, Ending::Finished(_));
         self.stop.close(world);
         let updates = self.totals.updates;
         let pages = self.observer.own_pages();
