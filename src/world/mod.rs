@@ -10,6 +10,7 @@ mod axis;
 pub mod devices;
 mod error;
 pub mod exchange;
+mod root;
 mod stop;
 mod watchdog;
 

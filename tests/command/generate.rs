@@ -225,7 +225,11 @@ fn a_rate_limit_is_waited_for_and_unanswered_chunks_are_sent_by_the_next_run() {
     let start = Instant::now();
     let summary = generate(&room, &["--json", "--parallel", "1"]).ended(0, &[]).json();
     assert!(start.elapsed() >= Duration::from_secs(1));
-    assert_eq!((&summary["unanswered"], &summary["failed"], &summary["finished"]), (&2.into(), &1.into(), &10.into()), "{summary}");
+    assert_eq!(
+        (&summary["unanswered"], &summary["failed"], &summary["finished"]),
+        (&2.into(), &1.into(), &10.into()),
+        "{summary}"
+    );
     assert_eq!(codes(&room), [0, 1, 2, 4, 6, 8, 9, 10, 11], "records after a gap are written at the end");
     let better = Service::of(vec![Turn::By(writer)]);
     let base = format!("endpoint.api_base={}", better.base());
