@@ -348,6 +348,7 @@ mod tests {
     use super::*;
     use crate::data::Cursor;
     use crate::model::lora::Adapter;
+    use crate::tensor::bytes::bytes_of;
 
     fn adapters(kind: Kind) -> Adapters {
         let drawn = |rows: i64| Tensor::rand([rows, 3], (kind, Device::Cpu));

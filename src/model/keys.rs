@@ -232,7 +232,7 @@ impl<'a> Keys<'a> {
         self.problems.push(Problem::Value { key: self.name(key), found: found.to_string(), wanted });
     }
 
-    /// Notes that the maths behind the value of `key` is not built.
+    /// Notes that the maths for the value of `key` is not built.
     pub fn unsupported(&mut self, key: &str, found: &Value, supported: &'static str) {
         self.problems.push(Problem::Unsupported { key: self.name(key), found: found.to_string(), supported });
     }

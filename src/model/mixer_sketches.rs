@@ -162,7 +162,7 @@ impl GatedDelta {
     }
 
     /// The state before `position`, as an answer or the tail gets it.
-    fn past(&self, position: Position, state: DeltaState) -> Past {
+    fn past(position: Position, state: DeltaState) -> Past {
         Past { runs: vec![PastRun { start: position, state: state.into(), carries_gradient: true }] }
     }
 }
@@ -225,7 +225,7 @@ fn a_recurrent_state_is_a_past_of_one_row_with_a_gradient_of_its_own() {
         recurrent_bnkv: rand(&[1, value_heads, key_dim, value_dim]),
         raw_bsu: rand(&[1, taps - 1, channels]),
     };
-    let past = mixer.past(Position(7), state);
+    let past = GatedDelta::past(Position(7), state);
     assert_eq!(row_shapes(&past.runs[0].state), shapes(mixer.border_planes()));
     let later = PastGradient::zeros(&past).into_tail().map(|planes| DeltaState::from(&planes).recurrent_bnkv.size());
     assert_eq!(later, Some(vec![1, value_heads, key_dim, value_dim]));

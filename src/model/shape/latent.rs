@@ -87,7 +87,7 @@ fn owners(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
     (0..layers).map(|layer| (from_index(layer) + 1).saturating_sub(offset).is_multiple_of(every)).collect()
 }
 
-/// Which layers have experts: as listed, else all behind the first dense ones.
+/// Which layers have experts: as listed, else all after the first dense ones.
 fn sparse(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
     let wanted = "\"dense\" and \"sparse\"";
     if let Some(types) = keys.layer_words("mlp_layer_types", layers, &["dense", "sparse"], wanted) {

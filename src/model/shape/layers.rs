@@ -17,7 +17,7 @@ pub enum Mix {
         /// Whether a gate as wide as the queries multiplies the output.
         gated: bool,
     },
-    /// A gated delta rule behind a short convolution: a state at a border instead of rows.
+    /// A gated delta rule after a short convolution: a state at a border instead of rows.
     Delta {
         key_heads: u64,
         value_heads: u64,
@@ -56,13 +56,13 @@ pub const INDEX_BYTES: u64 = 4;
 /// Elements of one position's rows in a mixer.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Widths {
-    /// What a row asks with.
+    /// A row's queries.
     pub ask: u64,
     /// What segment A hands to segment B past the mixer.
     pub handed: u64,
     /// The mixer's output.
     pub output: u64,
-    /// What is saved beside the output, in the accumulation dtype (log-sum-exp).
+    /// What is saved with the output, in the accumulation dtype (log-sum-exp).
     pub beside: u64,
     /// What a position leaves on its page.
     pub state: u64,
@@ -134,7 +134,7 @@ impl Mix {
 pub enum Segment {
     /// Norm and projections before it.
     A,
-    /// Output projection and feed-forward behind it.
+    /// Output projection and feed-forward after it.
     B,
 }
 

@@ -107,7 +107,7 @@ impl Checkpoint {
         places
     }
 
-    /// Gives a shard's map back to the system; its tensors' bytes can no longer be asked for.
+    /// Gives a shard's map back to the system; the bytes of its tensors can no longer be read.
     pub fn release(&mut self, shard: usize) {
         self.shards[shard].map = None;
     }
