@@ -329,13 +329,8 @@ impl Meter {
         gpu::empty_cache();
         forget_peaks();
         let waited = gpu::stage_wait_seconds();
-        Ok(Meter {
-            on,
-            start: Instant::now(),
-            device: counted(MemorySpace::Device).live,
-            waited,
-            moved: gpu::copied_bytes(),
-        })
+        let (device, moved) = (counted(MemorySpace::Device).live, gpu::copied_bytes());
+        Ok(Meter { on, start: Instant::now(), device, waited, moved })
     }
 
     /// Since the start, with all that was asked of the device done.
