@@ -32,12 +32,11 @@ pub(crate) fn run<C>(claims: &[(&str, C)], world: &mut World, mut hold: impl FnM
         world.all.barrier();
         passed += 1;
         let seconds = start.elapsed().as_secs_f64();
-        match root {
-            true if numbers.is_empty() => println!("ok  {seconds:6.2} s  {name}"),
-            true => {
-                println!("{}", json!({"claim": name, "ranks": world.all.size(), "seconds": seconds, "found": numbers}))
-            }
-            false => {}
+        if root && numbers.is_empty() {
+            println!("ok  {seconds:6.2} s  {name}");
+        } else if root {
+            let line = json!({"claim": name, "ranks": world.all.size(), "seconds": seconds, "found": numbers});
+            println!("{line}");
         }
     }
     if root {
