@@ -26,7 +26,6 @@ const CLAIMS: &[Claim] = &[
     ("float32_equals_float32_autograd_and_bfloat16_errs_no_more_than_its_own", gradient::judged),
 ];
 
-#[expect(clippy::disallowed_methods, reason = "the arguments of a test program without a harness")]
 fn main() {
     let Some(mut world) = claims::start() else { return };
     let device = devices::choose(&world, DeviceChoice::Cuda, true, false);

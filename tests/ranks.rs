@@ -56,7 +56,6 @@ const CLAIMS: &[Claim] = &[
     ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),
 ];
 
-#[expect(clippy::disallowed_methods, reason = "the arguments of a test program without a harness")]
 fn main() {
     let Some(mut world) = claims::start() else { return };
     fixture::choose_device(&world);

@@ -138,6 +138,7 @@ struct RankKeys {
 }
 
 /// The merged values as those that ranks share and those that may differ.
+#[expect(clippy::result_large_err, reason = "figment's own error, once in a run")]
 fn split(merged: &Figment) -> figment::error::Result<(RunConfig, RankKeys)> {
     let mut shared: Dict = merged.extract()?;
     let mut own = Dict::new();

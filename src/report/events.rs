@@ -130,13 +130,13 @@ fn varint(mut value: u64) -> Vec<u8> {
     }
 }
 
-/// A TFRecord with `data`.
+/// A `TFRecord` with `data`.
 fn record(data: &[u8]) -> Vec<u8> {
     let length = from_index(data.len()).to_le_bytes();
     [&length[..], &masked(&length).to_le_bytes(), data, &masked(data).to_le_bytes()].concat()
 }
 
-/// The masked checksum of TFRecord.
+/// The masked checksum of `TFRecord`.
 fn masked(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }

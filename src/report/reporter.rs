@@ -125,7 +125,9 @@ impl Reporter {
         files.events.step(step)?;
         let left = self.progress.done(step.step, step.seconds.total).map_or(String::new(), |left| format!("  {left}"));
         self.show(&(summary::step(step, steps) + &left));
-        summary::step_notes(step).iter().for_each(|note| self.line(note));
+        for note in summary::step_notes(step) {
+            self.line(&note);
+        }
         Ok(())
     }
 

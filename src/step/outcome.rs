@@ -17,6 +17,7 @@ pub enum Verdict {
 
 /// What became of a group.
 #[expect(missing_docs, reason = "each variant follows the verdict of its name")]
+#[expect(clippy::large_enum_variant, reason = "one value for each group, moved a few times")]
 pub enum Outcome {
     Skipped,
     Scored(Scored),

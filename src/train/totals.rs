@@ -43,7 +43,9 @@ impl RunTotals {
     /// Totals after `updates` updates of an earlier run; `steps` are the lines of its metrics.jsonl, on rank 0.
     pub(super) fn resume(updates: u64, steps: Vec<Step>) -> RunTotals {
         let mut totals = RunTotals::default();
-        steps.into_iter().for_each(|step| totals.add_step(step));
+        for step in steps {
+            totals.add_step(step);
+        }
         RunTotals { updates, ..totals }
     }
 

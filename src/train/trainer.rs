@@ -33,6 +33,7 @@ impl Run {
 }
 
 /// How the loop has ended.
+#[derive(Clone, Copy)]
 enum Ending {
     /// The first evaluation was dropped: there is nothing to go on from.
     NotBegun,

@@ -9,6 +9,7 @@ use longstraw::world::World;
 use serde_json::{Value, json};
 
 /// Starts MPI; `None` for a test runner that lists tests, which finds none to run one by one.
+#[expect(clippy::disallowed_methods, reason = "the arguments of a test program without a harness")]
 pub(crate) fn start() -> Option<World> {
     if std::env::args().any(|argument| argument == "--list") {
         return None;
@@ -19,6 +20,7 @@ pub(crate) fn start() -> Option<World> {
 
 /// Holds each claim whose name contains one of the program's arguments, or all claims without arguments. Rank 0 prints a
 /// line a claim, which is a JSON object where the claim returns measured numbers.
+#[expect(clippy::disallowed_methods, reason = "the arguments of a test program without a harness")]
 pub(crate) fn run<C>(claims: &[(&str, C)], world: &mut World, mut hold: impl FnMut(&C, &mut World) -> Vec<Value>) {
     let parts: Vec<String> = std::env::args().skip(1).collect();
     let root = world.all.rank().0 == 0;

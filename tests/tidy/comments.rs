@@ -5,18 +5,10 @@ use regex::Regex;
 
 use crate::source::{Source, each_level};
 
-/// Rooms whose short comments are not rewritten yet. The list may only shrink.
-const PENDING: [&str; 10] =
-    ["checkpoint", "config", "data", "model", "plan", "report", "reward", "step", "tools", "train"];
-
 /// Documentation comments of at most two words: they repeat the name, where they should give unit, range or reason.
 pub(crate) fn short_docs(sources: &[Source]) -> Vec<String> {
     let mut faults = Vec::new();
     for source in sources.iter().filter(|source| source.path.starts_with("src/")) {
-        let room = source.module_path().map_or_else(String::new, |path| path[0].to_owned());
-        if PENDING.contains(&room.as_str()) {
-            continue;
-        }
         each_level(&source.tokens(), &mut |level| {
             for comment in docs(level) {
                 if comment.text.split_whitespace().count() <= 2 {

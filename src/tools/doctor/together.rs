@@ -85,15 +85,17 @@ fn hosts(all: &[Facts]) -> Finding {
     Finding::ok("machines", names)
 }
 
+/// What runs on one set of cores.
+#[derive(Default)]
+struct Use {
+    ranks: u64,
+    threads: u64,
+    cores: u64,
+}
+
 /// Threads against the cores that they run on.
 fn cores(all: &[Facts]) -> Finding {
     let word = |count: u64, one: &str| if count == 1 { format!("1 {one}") } else { format!("{count} {one}s") };
-    #[derive(Default)]
-    struct Use {
-        ranks: u64,
-        threads: u64,
-        cores: u64,
-    }
     let mut machines: BTreeMap<(&str, &str), Use> = BTreeMap::new();
     for Facts { host, cores, threads, .. } in all {
         let here = machines.entry((host, &cores.list)).or_default();
