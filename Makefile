@@ -20,7 +20,7 @@ FROM ?= gate
 GATE3 ?=
 # Where `make install` puts bin/longstraw and lib/longstraw/.
 PREFIX ?= $(if $(filter 0,$(shell id -u)),/usr/local,$(HOME)/.local)
-SHELL_FILES = $(wildcard scripts/*.sh .ci/run slurm/*.sbatch slurm/*.sh slurm/site.env) slurm/submit slurm/here
+SHELL_FILES = $(wildcard scripts/*.sh tests/slurm/*.sh .ci/run slurm/*.sbatch slurm/*.sh slurm/site.env) slurm/submit slurm/here
 # Test programs of many small cases, one process each: more threads only get in each other's way.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1
 
@@ -85,7 +85,7 @@ bench: build ## one update beside the conventional schedule (SmolLM2's shape; AR
 test-kill: deps ## 21 ranks killed or stopped at random, three in every phase, each run resumed (minutes; prints a table)
 	$(TEST_ENVIRONMENT) cargo test --release --locked --test command kills:: -- --ignored --nocapture
 
-gates: ## submit the ladder of gates to Slurm, each after the one before has passed (FROM=gate4 begins there)
+gates: ## submit all gates to Slurm, each after the gate before it has passed (FROM=gate4 begins there)
 	slurm/submit gates --from $(FROM)
 
 gate1: ## and gate2 to gate7: here, without Slurm, on a node's number of ranks (RANKS=4; GATE3=256k is one length of gate3)

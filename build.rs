@@ -1,10 +1,14 @@
-//! Compiles the C++ boundary against the same libtorch that `tch` links, and lets the binary find it without
-//! `LD_LIBRARY_PATH`.
+//! Compiles the C++ boundary against the same libtorch that `tch` links, lets the binary find it without
+//! `LD_LIBRARY_PATH`, and lists the gates.
 
 use std::path::{Path, PathBuf};
 
+const SOURCES: [&str; 3] = ["src/tensor/boundary.cpp", "src/tensor/gpu.cpp", "src/tensor/link.cpp"];
+const HEADERS: [&str; 2] = ["src/tensor/count.h", "src/tensor/gpu.h"];
+
+#[expect(clippy::disallowed_methods, reason = "a build script is configured by the environment")]
 fn main() {
-    for watched in ["src/tensor", "build.rs"] {
+    for watched in SOURCES.iter().chain(&HEADERS).chain(&["build.rs"]) {
         println!("cargo:rerun-if-changed={watched}");
     }
     println!("cargo:rerun-if-env-changed=LIBTORCH");
@@ -20,29 +24,46 @@ fn main() {
         .std("c++20")
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
-        .file("src/tensor/boundary.cpp")
-        .file("src/tensor/gpu.cpp")
-        .file("src/tensor/link.cpp")
+        .files(SOURCES)
         .opt_level(2)
         .warnings(false)
         .compile("longstraw_boundary");
-    // Both the folder of links and what the links point at: libraries that libtorch itself needs lie beside the latter.
+    // The real folder, not the one of symbolic links: libtorch finds its own dependencies next to its real files.
     for name in ["libtorch_cpu.so", "libc10.so", "libtorch.so"] {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder_of(&libtorch.join("lib").join(name)).display());
     }
     println!("cargo:rustc-link-arg=-Wl,--as-needed");
     name_commit();
+    list_gates();
 }
 
-/// The commit that receipts name; `unknown` outside a checkout.
+/// A file of `configs/gates` is a gate: `config::gates` includes the list of their names and texts.
+fn list_gates() {
+    let folder = "configs/gates";
+    println!("cargo:rerun-if-changed={folder}");
+    let entries = std::fs::read_dir(folder).expect("the folder of the gates");
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("a readable folder").path()).collect();
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "toml") && !file.ends_with("every.toml"));
+    files.sort();
+    let row = |file: &PathBuf| {
+        let name = file.file_stem().and_then(|stem| stem.to_str()).expect("a name of plain letters");
+        format!("    ({name:?}, include_str!(concat!(env!(\"CARGO_MANIFEST_DIR\"), \"/{folder}/{name}.toml\"))),\n")
+    };
+    let rows: String = files.iter().map(row).collect();
+    let list = Path::new(&std::env::var("OUT_DIR").expect("Cargo sets it")).join("gates.rs");
+    std::fs::write(list, format!("&[\n{rows}]\n")).expect("a folder for what is built");
+}
+
+/// Sets the commit that receipts name; `unknown` outside a checkout.
 fn name_commit() {
     for watched in [".git/HEAD", ".git/logs/HEAD"] {
         if Path::new(watched).exists() {
             println!("cargo:rerun-if-changed={watched}");
         }
     }
-    let said = std::process::Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
-    let commit = said.ok().filter(|said| said.status.success()).and_then(|said| String::from_utf8(said.stdout).ok());
+    let output = std::process::Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
+    let output = output.ok().filter(|output| output.status.success());
+    let commit = output.and_then(|output| String::from_utf8(output.stdout).ok());
     println!("cargo:rustc-env=LONGSTRAW_COMMIT={}", commit.as_deref().unwrap_or("unknown").trim());
 }
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Loads a run's adapter with peft and compares log-probabilities of answers that the run has drawn with transformers'.
+"""Loads a run's adapter with peft and compares the log-probabilities of the run's sampled answers with transformers'.
 
     check_adapter.py MODEL ADAPTER DATA.jsonl RUN_DIR
 
-RUN_DIR is a run of one update that began with the adapter (`--set lora.init_from=ADAPTER`), so that what answers.jsonl
-holds was drawn under it. Needs torch, transformers and peft; float32 on the CPU. Prints one JSON object: answers, tokens, the
-largest difference of an answer's summed log-probability divided by its tokens, and of the sum itself.
+RUN_DIR is a run of one update that began with the adapter (`--set lora.init_from=ADAPTER`), so that the answers in
+answers.jsonl were sampled with it. Needs torch, transformers and peft; float32 on the CPU. Prints one JSON object: answers,
+tokens, the largest difference of an answer's summed log-probability divided by its tokens, and of the sum itself.
 """
 import json
 import sys
@@ -29,14 +29,14 @@ def main():
     worst_token = worst_sum = 0.0
     with open(f"{run}/answers.jsonl") as lines:
         for line in lines:
-            drawn = json.loads(line)
-            ids = drawn["ids"]
-            prompt = tokenizer(prompts[drawn["prompt"]], add_special_tokens=False)["input_ids"]
+            sampled = json.loads(line)
+            ids = sampled["ids"]
+            prompt = tokenizer(prompts[sampled["prompt"]], add_special_tokens=False)["input_ids"]
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
             logprobs = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids).unsqueeze(1))
-            apart = abs(logprobs.sum().item() - drawn["logprob"])
-            worst_sum, worst_token = max(worst_sum, apart), max(worst_token, apart / len(ids))
+            difference = abs(logprobs.sum().item() - sampled["logprob"])
+            worst_sum, worst_token = max(worst_sum, difference), max(worst_token, difference / len(ids))
             answers, tokens = answers + 1, tokens + len(ids)
     found = {"answers": answers, "tokens": tokens}
     print(json.dumps({**found, "worst_sum": worst_sum, "worst_by_token": worst_token}))

@@ -6,11 +6,11 @@
     scripts/check_convert.py models/SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2-135m-instruct
 
 1. weights and logits of the HF folder against `from_pretrained(…, gguf_file=…)`, both float32: at most 1e-4 apart;
-2. ids and text over a megabyte of real text: equal, and decode(encode(x)) == x;
+2. ids and text of a megabyte of real text: equal, and decode(encode(x)) == x;
 3. with `--binary target/release/longstraw`: a small model that stores a tensor in every readable type, filled with random
    bytes, is converted and compared with the `gguf` package's own dequantisation, bit for bit.
 
-Prints one line a check and leaves with 1 if any fails. Not part of `make ci`: the packages are large.
+Prints one line a check; exit code 1 if a check fails. Not part of `make ci`: the packages are large.
 """
 
 import argparse

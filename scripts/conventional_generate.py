@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Sampled answers by transformers over one long prompt, for a comparison with `[rollout]`: random weights of a config.json,
-the prompt run once, its key/value cache repeated for the group, then one token at a time for all answers together.
+"""Samples answers to one long prompt with transformers, to be compared with `[rollout]`. The weights are random, of the shape
+of a config.json. The prompt runs once, its key/value cache is repeated for the group, and each step samples one token of every
+answer.
 
     python3 scripts/conventional_generate.py CONFIG_JSON PROMPT TOKENS GROUP...
 
-One JSON object a group on standard output: seconds of the prompt, seconds a token (median and mean after ten tokens of
-warm-up), peak bytes of the device. A group that does not fit says so.
+Prints one JSON object a group: seconds of the prompt, seconds a token (median and mean after ten tokens of warm-up), peak bytes
+of the device, or `does_not_fit`.
 """
 import copy
 import json
@@ -18,7 +19,7 @@ import transformers
 
 
 def prefill(model, ids, chunk=8192):
-    """The prompt's cache and the logits after its last position, in chunks, so that no scratch grows with the prompt."""
+    """The prompt's cache and the logits after its last position. Chunks keep temporary memory independent of the prompt."""
     cache = transformers.DynamicCache()
     for start in range(0, ids.shape[1], chunk):
         out = model(ids[:, start : start + chunk], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -26,13 +27,13 @@ def prefill(model, ids, chunk=8192):
 
 
 def decode(model, cache, logits, tokens):
-    """Draws `tokens` tokens from the whole distribution; returns seconds of each."""
+    """Samples `tokens` tokens from the whole distribution; returns the seconds of each."""
     seconds = []
     for _ in range(tokens):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        drawn = torch.multinomial(torch.softmax(logits.float(), -1), 1)
-        logits = model(drawn, past_key_values=cache, use_cache=True).logits[:, -1]
+        sampled = torch.multinomial(torch.softmax(logits.float(), -1), 1)
+        logits = model(sampled, past_key_values=cache, use_cache=True).logits[:, -1]
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return seconds

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""One GRPO update on one GPU as trainers usually make it, to be measured beside `longstraw bench`.
+"""One GRPO update on one GPU as trainers usually make it, to be compared with `longstraw bench`.
 
-PyTorch and transformers; random weights of a given shape in bfloat16; LoRA of rank 16 on the attention projections; prompt
-and answer as one sequence under autograd, one answer at a time, every layer checkpointed; logits of the answer's rows only.
-Only seconds and bytes are of interest.
+PyTorch and transformers; random weights of a given shape in bfloat16; LoRA of rank 16 on the attention projections. Prompt and
+answer are one sequence under autograd, one answer at a time; every layer is checkpointed; only the answer's rows have logits.
+The script measures seconds and bytes.
 
     conventional_grpo.py CONFIG.json PROMPT ANSWER RUN...
 
-A RUN is a group size, `2`, or `2:noscore`: old log-probabilities are then the policy's own, detached, as trainers with one
-update a batch take them. Each run prints one JSON object. A short prompt goes first, unmeasured.
+A RUN is a group size, `2`, or `2:noscore`. With `noscore` the old log-probabilities are the policy's own, detached, as in
+trainers with one update a batch. Each run prints one JSON object. A short prompt runs first and is not measured.
 """
 
 import json
@@ -23,7 +23,7 @@ RANK = 16
 
 
 class Adapted(torch.nn.Module):
-    """A frozen linear layer with a low-rank pair beside it."""
+    """A frozen linear layer with a low-rank adapter."""
 
     def __init__(self, base):
         super().__init__()
@@ -88,11 +88,11 @@ def main():
     model = build(path)
     update(model, min(int(prompt_len), WARM_UP_POSITIONS), int(answer_len), 1, True)
     for run in runs:
-        group, _, word = run.partition(":")
-        seconds, peak = update(model, int(prompt_len), int(answer_len), int(group), word != "noscore")
+        group, _, option = run.partition(":")
+        seconds, peak = update(model, int(prompt_len), int(answer_len), int(group), option != "noscore")
         found = {
             "schedule": "transformers",
-            "scored": word != "noscore",
+            "scored": option != "noscore",
             "prompt": int(prompt_len),
             "answer": int(answer_len),
             "group": int(group),

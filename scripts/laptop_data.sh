@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The prompts of `make run`: real text found on this machine with notes in it that give codes to places, and a question about
-# one of them. The model answers for itself; candidate answers, one of them right, stand beside for the held-out margin.
-# Training and held-out prompts come from different passages and have different codes.
+# The prompts of `make run`: real text from this machine, with notes in it that give codes to places, and a question about one
+# of them. The model samples its own answers. Each prompt also has candidate answers, one of them right, for the held-out
+# margin. Training and held-out prompts come from different passages and have different codes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly OUT=data/codes

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Brings what cargo does not bring. Nothing that is already there is fetched again.
+# Installs what cargo does not. Nothing is fetched twice.
 #
-#   scripts/setup.sh deps     a compiler's companions (MPI, libclang), then libtorch into .deps/
+#   scripts/setup.sh deps     system packages (MPI, libclang, a C++ compiler), then libtorch into .deps/
 #   scripts/setup.sh gpu      libtorch's GPU libraries into .deps/ (2.5 GB to download, 3.6 GB kept), for a machine with NVIDIA GPUs
-#   scripts/setup.sh ci       what only `make ci` needs (shellcheck)
-#   scripts/setup.sh slurm    what only `make test-slurm` needs: Slurm's daemons and commands, which start nothing by themselves
+#   scripts/setup.sh ci       for `make ci` alone: shellcheck
+#   scripts/setup.sh slurm    for `make test-slurm` alone: Slurm's daemons and commands; nothing is started
 #   scripts/setup.sh model    the SmolLM2 model: its GGUF file into models/, converted to models/smollm2-135m-instruct/
 #
 # Environment: LIBTORCH=FOLDER (a libtorch 2.11 with include/ and lib/) is used as it is, and no libtorch is fetched.
@@ -25,10 +25,10 @@ die() {
 
 # --- system packages -------------------------------------------------------------------------------------------------
 
-# What counts is that the tool works, not that a package of some name is installed: clusters bring their own MPI.
+# The tool must work; the name of its package does not matter, since clusters bring their own MPI.
 mpi_works() { command -v mpirun >/dev/null && printf '#include <mpi.h>\n' | mpicc -E -x c - >/dev/null 2>&1; }
 
-# libclang-cpp is another library, and some machines have it without the one that bindgen opens.
+# bindgen opens libclang. libclang-cpp is another library, and some machines have only that one.
 libclang_found() {
     local folder name
     [ -n "${LIBCLANG_PATH:-}" ] && return 0
@@ -40,7 +40,7 @@ libclang_found() {
     return 1
 }
 
-# install_packages WHAT PACKAGE...: WHAT says in words what is missing.
+# install_packages WHAT PACKAGE...: WHAT names what is missing, for messages.
 install_packages() {
     local what=$1 root=()
     shift
@@ -57,7 +57,7 @@ install_packages() {
     say "missing: $what; installing $*"
     "${root[@]}" apt-get update -qq || say "apt-get update failed; trying the package lists that are there"
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" ||
-        die "apt-get install failed (its message stands above) for: $*"
+        die "apt-get install failed (its message is above) for: $*"
 }
 
 system_packages() {
@@ -67,7 +67,7 @@ system_packages() {
     mpi_works || { missing+=("Open MPI with mpicc and mpirun") packages+=(openmpi-bin libopenmpi-dev); }
     libclang_found || { missing+=("libclang") packages+=(libclang-dev clang); }
     command -v c++ >/dev/null || { missing+=("a C++ compiler") packages+=(g++); }
-    # Only a help to build scripts that look for libraries: brought along, never a reason to stop.
+    # Build scripts may use it to find libraries. It is never required.
     command -v pkg-config >/dev/null || packages+=(pkg-config)
     if [ "${#missing[@]}" -gt 0 ]; then
         local words
@@ -92,7 +92,7 @@ slurm_packages() {
 
 # --- wheels ----------------------------------------------------------------------------------------------------------
 
-# Sets PIP to a pip that runs. `pip download` changes no Python, so an "externally managed" one serves as well.
+# Sets PIP to a pip that runs. `pip download` changes no Python, so that of an "externally managed" one will do.
 find_pip() {
     local candidate
     for candidate in "python3 -m pip" pip3 pip; do
@@ -107,12 +107,11 @@ find_pip() {
     PIP=(python3 -m pip)
 }
 
-# A folder of this run alone, gone when the run ends however it ends (after kill -9: when the next one starts).
-# make_incoming PARENT
+# make_incoming PARENT: a folder of this run alone. It is removed when the run ends (after kill -9: when the next one starts).
 make_incoming() {
     mkdir -p "$1"
     exec 9>"$1/.lock"
-    flock -w 1800 9 || die "another set-up has held $1/.lock for 30 minutes: is one hanging?"
+    flock -w 1800 9 || die "another set-up has held $1/.lock for 30 minutes; does it hang?"
     INCOMING=$1/.incoming
     trap 'rm -rf "$INCOMING"' EXIT
     trap 'exit 130' INT
@@ -129,7 +128,7 @@ need_space() {
 }
 
 # fetch PINS: the wheels that the file names, into $INCOMING/wheels, each with its pinned hash (pip checks it).
-# The tags are fixed, so every machine gets the same files whatever its own Python is.
+# The tags are fixed, so every machine gets the same files with any Python.
 fetch() {
     find_pip
     say "fetching $(sed -n 's/^\([^# ]*\) .*/\1/p' "$1" | paste -sd' ')"
@@ -139,7 +138,7 @@ fetch() {
         --platform manylinux_2_18_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_12_x86_64 \
         --platform manylinux_2_5_x86_64 --platform manylinux2014_x86_64 --platform any \
         --dest "$INCOMING/wheels" --requirement "$1" >&2 ||
-        die "pip could not fetch what $1 pins (its message stands above)." \
+        die "pip could not fetch what $1 pins (its message is above)." \
             "Behind a mirror: configure pip as for any other package (pip config, PIP_INDEX_URL)." \
             "Without a network: put the wheels into a folder and run  PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER make deps"
 }
@@ -165,7 +164,7 @@ PYTHON
 
 # --- libtorch --------------------------------------------------------------------------------------------------------
 
-# The user's own libtorch: looked at, never changed.
+# The user's own libtorch is checked and never changed.
 check_given_libtorch() {
     local header version
     [ -e "$LIBTORCH/lib/libtorch_cpu.so" ] ||
@@ -198,12 +197,12 @@ libtorch() {
     need_space .deps 1800
     fetch scripts/libtorch.pins
     say "unpacking into .deps"
-    # Of the two CUDA wheels libtorch_cpu.so loads one library each, GPU or not.
+    # libtorch_cpu.so loads one library of each of the two CUDA wheels, with a GPU or without.
     unpack "$INCOMING/site" 'torch/include/*' torch/lib/libtorch_cpu.so torch/lib/libtorch.so torch/lib/libc10.so \
         'torch/lib/libgomp*.so.1' 'nvidia/cu13/include/*' nvidia/cu13/lib/libcudart.so.13 nvidia/cu13/lib/libcupti.so.13 \
         '*.dist-info/*LICENSE*' '*.dist-info/*License*'
-    # torch-sys links every CUDA library once it sees libtorch_cuda.so, so it is shown a folder without that file.
-    # The loader takes $ORIGIN from the link's own folder, hence the CUDA libraries among the links.
+    # torch-sys links every CUDA library if it sees libtorch_cuda.so, so its folder does not have that file. The loader takes
+    # $ORIGIN from the folder of the link, so the CUDA libraries are linked there too.
     local library tree=$INCOMING/libtorch
     mkdir -p "$tree/lib"
     ln -s ../site/torch/include "$tree/include"
@@ -213,7 +212,7 @@ libtorch() {
     for library in "$INCOMING"/site/nvidia/cu13/lib/*.so*; do
         ln -s "../../site/nvidia/cu13/lib/${library##*/}" "$tree/lib/"
     done
-    # The stamp goes first and comes back last: whatever happens between, nothing looks done.
+    # The stamp is removed first and written last, so that an interrupted set-up never looks complete.
     rm -rf "$stamp" .deps/stamp_gpu .deps/libtorch .deps/site
     mv "$INCOMING/site" .deps/site
     mv "$tree" .deps/libtorch
@@ -222,7 +221,7 @@ libtorch() {
     say "libtorch is in .deps/libtorch ($(du -sh .deps/site | cut -f1))"
 }
 
-# What the GPU needs, beside the libtorch of .deps/: found there at run time, never linked.
+# The GPU libraries for the libtorch of .deps/. They are found at run time and never linked.
 gpu_libraries() {
     [ -z "${LIBTORCH:-}" ] || die "LIBTORCH is set: its own folder must hold libtorch_cuda.so."
     local stamp=.deps/stamp_gpu pins
@@ -242,7 +241,7 @@ gpu_libraries() {
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
-# Both the GGUF file and the folder appear by a rename, so that a half-written one never looks done.
+# The GGUF file and the folder appear by a rename, so that a half-written one never looks complete.
 model() {
     [ -e "$MODEL_FOLDER/config.json" ] && return
     [ -x "$LONGSTRAW" ] || die "$LONGSTRAW is not built yet: run  make model"

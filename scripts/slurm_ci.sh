@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A throw-away Slurm on this machine, for tests: real daemons, pretended nodes with pretended GPUs, on 127.0.0.1 only.
+# A temporary Slurm on this machine, for tests: real daemons, simulated nodes with simulated GPUs, on 127.0.0.1 only.
 #
-#   scripts/slurm_ci.sh up [NODES]           (1) starts it; afterwards  export SLURM_CONF=FOLDER/slurm.conf
-#   scripts/slurm_ci.sh down                 ends its jobs and its daemons
+#   scripts/slurm_ci.sh up [NODES]           (1) starts it; then  export SLURM_CONF=FOLDER/slurm.conf
+#   scripts/slurm_ci.sh down                 stops its jobs and its daemons
 #   scripts/slurm_ci.sh status
-#   scripts/slurm_ci.sh wait JOB [SECONDS]   prints `STATE EXITCODE:SIGNAL` of a job that has ended; 0 only for COMPLETED
+#   scripts/slurm_ci.sh wait JOB [SECONDS]   waits, then prints `STATE EXITCODE:SIGNAL`; exit code 0 only for COMPLETED
 #
-# Needs root, and Debian's packages (`scripts/setup.sh slurm`). Everything lives in SLURM_CI_DIR (/tmp/longstraw_slurm);
-# no file of the system is touched. Written for Slurm 22.05, and tried with it.
+# Needs root and Debian's packages (`scripts/setup.sh slurm`). All files are in SLURM_CI_DIR (/tmp/longstraw_slurm); no file of
+# the system changes. Written for Slurm 22.05 and tested with it.
 set -euo pipefail
 
 dir=${SLURM_CI_DIR:-/tmp/longstraw_slurm}
@@ -26,9 +26,9 @@ write_configuration() { # NODES
     : >"$dir/.slurm_ci"
     install -d -m 0711 "$dir/munge"
     (umask 077 && head -c 128 /dev/urandom >"$dir/munge/key")
-    # Slurm wants character devices; these are what /dev/null is.
+    # Slurm expects character devices; these have the numbers of /dev/null.
     for ((gpu = 0; gpu < gpus; gpu++)); do mknod -m 666 "$dir/dev/gpu$gpu" c 1 3; done
-    # The nodes' names, known inside the daemons' own mount namespaces only.
+    # The names of the nodes exist inside the mount namespaces of the daemons only.
     { grep -v '^#' /etc/hosts || true; } >"$dir/hosts"
     {
         printf '127.0.0.1 controller'
@@ -39,7 +39,7 @@ write_configuration() { # NODES
         mkdir -p "$dir/spool/node$node"
         install -d -m 1777 "$dir/tmp/node$node"
     done
-    # slurmd loads a cgroup plugin even when nothing uses it, and v1 starts wherever it was tried.
+    # slurmd loads a cgroup plugin even if nothing uses it; v1 started on every machine that was tried.
     echo "CgroupPlugin=cgroup/v1" >"$dir/cgroup.conf"
     printf '%s\n' "AutoDetect=off" \
         "NodeName=node[1-$nodes] Name=gpu Type=h200 File=$dir/dev/gpu[0-$((gpus - 1))] Flags=nvidia_gpu_env" >"$dir/gres.conf"
@@ -68,9 +68,9 @@ MailProg=/bin/true
 ReturnToService=2
 KillWait=5
 MpiDefault=none
-# The PMIx plugins of two nodes want one name under /tmp.
+# The PMIx plugins of two nodes would use the same name under /tmp.
 TmpFS=$dir/tmp/%n
-# 64 cores and 500 GB are declared on whatever machine this is, and nobody binds to them.
+# 64 cores and 500 GB are declared whatever the machine has; nothing binds to them.
 SlurmdParameters=config_overrides
 TaskPlugin=task/none
 ProctrackType=proctrack/linuxproc
@@ -81,7 +81,7 @@ JobCompLoc=$dir/log/jobcomp.log
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=1000
-# What can never start is refused at once instead of waiting for ever.
+# A job that can never start is refused at once.
 EnforcePartLimits=ALL
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0,sched_min_interval=0
@@ -92,8 +92,8 @@ CONF
     echo "PartitionName=ci Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=5 State=UP"
 }
 
-# as_host NAME COMMAND...: in namespaces with a host name, an /etc/hosts and a /dev/shm of its own. Two nodes that share
-# the latter overwrite each other's MPI segments.
+# as_host NAME COMMAND...: runs the command in namespaces with its own host name, /etc/hosts and /dev/shm. Two nodes with one
+# /dev/shm would overwrite each other's MPI segments.
 as_host() {
     # shellcheck disable=SC2016 # the inner shell expands them
     unshare --uts --mount --propagation slave sh -c '
@@ -104,12 +104,12 @@ as_host() {
 
 up() { # NODES
     local nodes=$1 node tries command
-    [ "$(id -u)" = 0 ] || die "the throw-away Slurm needs root (namespaces, device files)."
+    [ "$(id -u)" = 0 ] || die "the temporary Slurm needs root (namespaces, device files)."
     for command in munged slurmctld slurmd sbatch unshare; do
         command -v "$command" >/dev/null || die "$command is not installed: run  scripts/setup.sh slurm"
     done
     down
-    [ ! -e "$dir" ] || [ -e "$dir/.slurm_ci" ] || die "$dir is no folder of this script; name another one: SLURM_CI_DIR"
+    [ ! -e "$dir" ] || [ -e "$dir/.slurm_ci" ] || die "$dir was not made by this script; set SLURM_CI_DIR to another folder"
     rm -rf "$dir"
     write_configuration "$nodes"
     munged --key-file="$dir/munge/key" --socket="$dir/munge/socket" --pid-file="$dir/munge/pid" \
@@ -123,10 +123,10 @@ up() { # NODES
         sleep 0.1
     done
     tail -n 20 "$dir"/log/*.log >&2
-    die "the nodes are not idle after 15 s; the ends of the logs stand above"
+    die "the nodes are not idle after 15 s; the ends of the logs are above"
 }
 
-# end_daemon PIDFILE NAME: by its number, and only if the number still is that program's.
+# end_daemon PIDFILE NAME: ends the process of this number if it is still that program.
 end_daemon() {
     local pid tries
     [ -s "$1" ] || return 0
@@ -134,7 +134,7 @@ end_daemon() {
     [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "$2" ] || return 0
     kill "$pid" 2>/dev/null || true
     for ((tries = 0; tries < 100; tries++)); do
-        # Nobody may collect it for a while, so a zombie counts as gone.
+        # Its parent may not collect it for a while, so a zombie counts as ended.
         case $(awk '/^State/ {print $2}' "/proc/$pid/status" 2>/dev/null) in '' | Z | X) return 0 ;; esac
         sleep 0.1
     done
@@ -144,7 +144,7 @@ end_daemon() {
 down() {
     local file pid tries
     [ -d "$dir/run" ] || return 0
-    # Clients take long to give up where no controller answers.
+    # Without a controller, clients take long to give up.
     if [ -s "$dir/run/slurmctld.pid" ] && timeout 3 scontrol ping >/dev/null 2>&1; then
         timeout 5 squeue -h -o %A 2>/dev/null | sort -u | xargs -r timeout 5 scancel 2>/dev/null || true
         for ((tries = 0; tries < 100; tries++)); do
@@ -155,7 +155,7 @@ down() {
     for file in "$dir"/run/slurmd.*.pid; do end_daemon "$file" slurmd; done
     end_daemon "$dir/run/slurmctld.pid" slurmctld
     end_daemon "$dir/munge/pid" munged
-    # Steps that outlived their daemon; another cluster's have another environment.
+    # Job steps that outlived their daemon. Those of another cluster have another environment.
     for file in /proc/[0-9]*/comm; do
         [ "$(cat "$file" 2>/dev/null)" = slurmstepd ] || continue
         pid=${file#/proc/}

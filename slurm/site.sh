@@ -18,6 +18,11 @@ known() { # NAME
     jobs | grep -qxF -e "$1" || refuse "there is no $1; there are: $(jobs | paste -sd' ')"
 }
 
+# The gate that must have passed before NAME, as its file in configs/gates says; nothing for the first one and for training.
+after() { # NAME
+    [ ! -r "configs/gates/$1.toml" ] || sed -n 's/^after = "\(.*\)"$/\1/p' "configs/gates/$1.toml"
+}
+
 # gates_from START: the gates from the first whose name begins with START on.
 gates_from() {
     gates | awk -v start="$1" 'index($0, start) == 1 {on = 1} on'
@@ -45,8 +50,7 @@ nodes() { # NAME
     esac
 }
 
-# sbatch_options NAME: one a line. The #SBATCH lines of a template are these at the file's own values
-# (tests/tidy compares them).
+# sbatch_options NAME: one a line.
 sbatch_options() {
     local name=$1 mem=$MEM
     [ "$name" != gate1_key ] || mem=$MEM_KEY
@@ -63,6 +67,20 @@ sbatch_options() {
     echo "--output=%x-%j.out"
     [ -z "$PARTITION" ] || echo "--partition=$PARTITION"
     [ -z "$ACCOUNT" ] || echo "--account=$ACCOUNT"
+}
+
+# The batch file of a job. slurm/NAME.sbatch is this text (tests/tidy compares them), for those who submit it without
+# slurm/submit; a job without such a file is submitted from this text.
+batch_file() { # NAME
+    printf '#!/usr/bin/env bash\n'
+    sbatch_options "$1" | sed 's/^/#SBATCH /'
+    cat <<END
+set -euo pipefail
+cd "\${SITE_HOME:-\$SLURM_SUBMIT_DIR}"
+# shellcheck source=slurm/job.sh
+. slurm/job.sh || { echo "submit from the project's folder, or set SITE_HOME to it" >&2; exit 2; }
+run_job $1
+END
 }
 
 # find_longstraw: sets LONGSTRAW to a command that can be started.

@@ -98,7 +98,7 @@ fn without_a_model_the_error_says_how_to_set_one() {
 }
 
 #[test]
-fn a_page_count_that_does_not_match_gets_the_right_one() {
+fn a_wrong_page_count_is_refused_with_the_correct_count() {
     let found = with_line("cp_pages_per_gpu = 4080", "cp_pages_per_gpu = 4000");
     assert_eq!(found.len(), 1);
     assert!(found[0].starts_with("config.toml: "), "{found:?}");
@@ -106,7 +106,7 @@ fn a_page_count_that_does_not_match_gets_the_right_one() {
 }
 
 #[test]
-fn every_wrong_value_is_refused_with_the_right_one() {
+fn every_wrong_value_is_refused_with_the_correct_value() {
     for (flag, right) in [
         ("parallel.tp_size=2", "parallel.tp_size should be 1: "),
         ("parallel.pp_size=4", "parallel.pp_size should be 1: "),
@@ -145,7 +145,7 @@ fn every_wrong_value_is_refused_with_the_right_one() {
         ("model.weights=fp8", "model.weights should be \"checkpoint\": this build does not hold weights in fp8 yet"),
         ("model.path=", "model.path should be a text that is not empty, not an empty text"),
         ("lora.rank=0", "lora.rank should be at least 1"),
-        ("lora.targets=q_proj,q_proj", "lora.targets should be without repetition: q_proj stands in it twice"),
+        ("lora.targets=q_proj,q_proj", "lora.targets should be without repetition: q_proj is in it twice"),
         ("checkpoint.keep=0", "checkpoint.keep should be at least 1"),
         ("endpoint.max_retries=40", "endpoint.max_retries should be 11 or less"),
         ("endpoint.api_base=example.com", "endpoint.api_base should be an address"),
@@ -156,7 +156,7 @@ fn every_wrong_value_is_refused_with_the_right_one() {
 }
 
 #[test]
-fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_right_one() {
+fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_correct_value() {
     for (flag, right) in [
         ("grpo.reward_fn=jury", "or \"judge\", or a list of { name, weight }, not \"jury\""),
         ("grpo.reward_fn=[]", "grpo.reward_fn should be \"synthetic\", \"data\","),
@@ -171,7 +171,7 @@ fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_right_one()
         ),
         (
             "grpo.reward_fn=[{ name = \"regex\", weight = 1.0 }, { name = \"regex\", weight = 2.0 }]",
-            "grpo.reward_fn should be without repetition: regex stands in it twice",
+            "grpo.reward_fn should be without repetition: regex is in it twice",
         ),
         ("grpo.reward_fn=judge", "data.path should be set to a file of JSON lines: grpo.reward_fn = \"judge\" takes"),
         ("grpo.reward_fn=json_field", "reward.field should be set to a field"),
@@ -239,7 +239,7 @@ fn all_problems_are_listed_at_once_and_none_twice() {
         "config.toml: unknown key optimizer.learning_rate; the nearest known one is ",
         "config.toml: context.cp_pages_per_gpu should be 4080",
         "config.toml: grpo.group_size should be at least 1",
-        "config.toml: grpo.lr stands in the wrong place: it belongs under [optimizer]",
+        "config.toml: grpo.lr is in the wrong place: it belongs under [optimizer]",
         "config.toml: unknown table gprop; the nearest known name is grpo",
         "settings.json: unknown key timeout; the nearest known one is timeout_sec",
         "environment: unknown key LONGSTRAW_RUN__SEEDS; the nearest known one is LONGSTRAW_RUN__SEED",
@@ -280,37 +280,34 @@ fn an_unknown_key_is_an_error_in_every_table_and_names_the_nearest() {
 }
 
 #[test]
-fn a_misplaced_key_is_sent_to_its_table_in_the_words_of_its_source() {
+fn a_misplaced_key_is_refused_with_its_table_as_its_source_spells_it() {
     let laptop = |flag: &str| problems(load(&[], &[], &[flag]));
     assert_eq!(
         laptop("group_size=2"),
-        ["--set: group_size stands in the wrong place: it is spelt --set grpo.group_size=VALUE"]
+        ["--set: group_size is in the wrong place: it is spelt --set grpo.group_size=VALUE"]
     );
     let found = problems(load(&[], &[("LONGSTRAW_LR", "1")], &[]));
-    assert_eq!(found, ["environment: LONGSTRAW_LR stands in the wrong place: it is spelt LONGSTRAW_OPTIMIZER__LR"]);
+    assert_eq!(found, ["environment: LONGSTRAW_LR is in the wrong place: it is spelt LONGSTRAW_OPTIMIZER__LR"]);
     let found = with_line("[optimizer]", "timeout_sec = 3\n[optimizer]");
     assert_eq!(
         found,
-        ["config.toml: memory.timeout_sec stands in the wrong place: \
+        ["config.toml: memory.timeout_sec is in the wrong place: \
           it belongs into settings.json or under [endpoint]"]
     );
     for (key, home) in [
-        ("\"lr\": 1", "lr stands in the wrong place: it belongs under [optimizer] of config.toml"),
-        ("\"chat\": \"/x\"", "chat stands in the wrong place: it belongs under \"endpoints\""),
-        ("\"endpoint\": {}", "endpoint stands in the wrong place: it is left out here: its keys stand without it"),
-        ("\"grpo\": {}", "grpo stands in the wrong place: it belongs into config.toml, as [grpo]"),
-        (
-            "\"usage\": { \"max_retries\": 1 }",
-            "usage.max_retries stands in the wrong place: it belongs to the top level",
-        ),
+        ("\"lr\": 1", "lr is in the wrong place: it belongs under [optimizer] of config.toml"),
+        ("\"chat\": \"/x\"", "chat is in the wrong place: it belongs under \"endpoints\""),
+        ("\"endpoint\": {}", "endpoint is in the wrong place: it is left out here: its keys need no table"),
+        ("\"grpo\": {}", "grpo is in the wrong place: it belongs into config.toml, as [grpo]"),
+        ("\"usage\": { \"max_retries\": 1 }", "usage.max_retries is in the wrong place: it belongs to the top level"),
     ] {
         let found = problems(load(&[("settings.json", &format!("{{ {key} }}"))], &[], &[]));
         assert_eq!(found, [format!("settings.json: {home}")]);
     }
     let found = with_line("[parallel]", "lr = 1e-5\n[parallel]");
-    assert_eq!(found, ["config.toml: lr stands in the wrong place: it belongs under [optimizer]"]);
+    assert_eq!(found, ["config.toml: lr is in the wrong place: it belongs under [optimizer]"]);
     let found = with_line("[parallel]", "[grpo.lora]\nrank = 8\n[parallel]");
-    assert_eq!(found, ["config.toml: grpo.lora stands in the wrong place: it is a table at the top level, [lora]"]);
+    assert_eq!(found, ["config.toml: grpo.lora is in the wrong place: it is a table at the top level, [lora]"]);
 }
 
 #[test]
@@ -327,7 +324,7 @@ fn lengths_and_group_size_have_no_defaults() {
 }
 
 #[test]
-fn later_sources_go_before_earlier_ones() {
+fn later_sources_override_earlier_ones() {
     let files = [("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)];
     let variables = [
         ("LONGSTRAW_GRPO__GROUP_SIZE", "4"),
@@ -355,34 +352,35 @@ fn later_sources_go_before_earlier_ones() {
 }
 
 /// The users' files with a gate's values in between.
-fn gate(gate: Gate, variables: &[(&str, &str)], flags: &[&str]) -> Result<Loaded, Error> {
+fn gate(name: &str, variables: &[(&str, &str)], flags: &[&str]) -> Result<Loaded, Error> {
+    let gate = Gate::named(name).expect("there is one");
     let files = folder(&[("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)]);
-    load_gate_in(files.path(), &Environment::of(variables.iter().copied()), &set(flags), gate)
+    load_gate_in(files.path(), &Environment::of(variables.iter().copied()), &set(flags), &gate)
 }
 
 #[test]
 fn each_gate_has_its_length_and_pages_at_every_scale() {
     let rows = [
-        (Gate::Short, 32_768, 384, 2),
-        (Gate::K128, 131_072, 1_920, 2),
-        (Gate::K256, 262_144, 3_968, 2),
-        (Gate::K512, 524_288, 8_064, 2),
-        (Gate::M1, 1_048_576, 16_256, 2),
-        (Gate::M2, 2_097_152, 32_640, 2),
-        (Gate::One, 2_097_152, 32_640, 1),
-        (Gate::Two, 2_097_152, 32_640, 2),
-        (Gate::Eight, 2_097_152, 32_640, 8),
-        (Gate::Online, 32_768, 384, 2),
+        ("gate2_32k", 32_768, 384, 2),
+        ("gate3_128k", 131_072, 1_920, 2),
+        ("gate3_256k", 262_144, 3_968, 2),
+        ("gate3_512k", 524_288, 8_064, 2),
+        ("gate3_1m", 1_048_576, 16_256, 2),
+        ("gate3_2m", 2_097_152, 32_640, 2),
+        ("gate4_g1", 2_097_152, 32_640, 1),
+        ("gate5_g2", 2_097_152, 32_640, 2),
+        ("gate6_g8", 2_097_152, 32_640, 8),
+        ("gate7_online", 32_768, 384, 2),
     ];
-    for (which, length, pages, group) in rows {
+    for (name, length, pages, group) in rows {
         for scale in [1, 8, 64] {
-            let Loaded { run, rank, .. } = gate(which, &[], &[&format!("gate.scale={scale}")]).expect("accepted");
+            let Loaded { run, rank, .. } = gate(name, &[], &[&format!("gate.scale={scale}")]).expect("accepted");
             let context = &run.context;
             assert_eq!((context.max_seq_len, context.answer_len), (Tokens(length / scale), Tokens(8192 / scale)));
             assert_eq!(context.prompt_len, Tokens((length - 8192) / scale));
-            assert_eq!((run.prompt_pages(), run.pages_per_rank(8)), (Pages(pages), Pages(pages / 8)), "{which:?}");
+            assert_eq!((run.prompt_pages(), run.pages_per_rank(8)), (Pages(pages), Pages(pages / 8)), "{name}");
             assert_eq!((run.grpo.group_size, run.optimizer.grad_accum), (group, 1));
-            assert_eq!(rank.dir, Path::new("runs/gates").join(which.name()));
+            assert_eq!(rank.dir, Path::new("runs/gates").join(name));
             // Each rank owns at least two pages in both its chunks.
             assert!(pages / 16 >= 2);
         }
@@ -390,29 +388,29 @@ fn each_gate_has_its_length_and_pages_at_every_scale() {
 }
 
 #[test]
-fn a_gate_goes_before_files_and_behind_variables_and_flags() {
-    let loaded = gate(Gate::Two, &[], &[]).expect("accepted");
+fn a_gate_overrides_files_and_is_overridden_by_variables_and_flags() {
+    let loaded = gate("gate5_g2", &[], &[]).expect("accepted");
     assert_eq!((loaded.run.grpo.gradient, loaded.run.run.steps), (Gradient::Response, 1));
     assert_eq!(loaded.run.context.cp_pages_per_gpu, None, "a file's count is of another length");
     let sources: Vec<String> = loaded.sources.iter().map(ToString::to_string).collect();
     assert!(sources.ends_with(&["built-in gates".into(), "built-in gate5_g2".into(), "built-in gate5_g2".into()]));
     let variables = [("LONGSTRAW_GRPO__GROUP_SIZE", "3"), ("LONGSTRAW_GRPO__GRADIENT", "exact")];
     let flags = ["grpo.group_size=4", "context.cp_pages_per_gpu=4080", "run.dir=elsewhere", "data.path=mine.jsonl"];
-    let Loaded { run, rank, .. } = gate(Gate::Two, &variables, &flags).expect("accepted");
+    let Loaded { run, rank, .. } = gate("gate5_g2", &variables, &flags).expect("accepted");
     assert_eq!((run.grpo.group_size, run.grpo.gradient), (4, Gradient::Exact));
     assert_eq!((rank.dir, run.data.path), (PathBuf::from("elsewhere"), Some(PathBuf::from("mine.jsonl"))));
-    assert_eq!(gate(Gate::One, &[], &[]).expect("accepted").run.grpo.reward_fn, RewardFn::only(RewardName::One));
-    let found = problems(gate(Gate::Two, &[], &["context.cp_pages_per_gpu=48"]));
+    assert_eq!(gate("gate4_g1", &[], &[]).expect("accepted").run.grpo.reward_fn, RewardFn::only(RewardName::One));
+    let found = problems(gate("gate5_g2", &[], &["context.cp_pages_per_gpu=48"]));
     assert_eq!(found.len(), 1);
     assert!(found[0].contains("context.cp_pages_per_gpu should be 4080"), "{found:?}");
 }
 
 #[test]
 fn a_scale_that_does_not_divide_every_length_is_refused_with_one_that_does() {
-    let found = problems(gate(Gate::Short, &[], &["gate.scale=100"]));
+    let found = problems(gate("gate2_32k", &[], &["gate.scale=100"]));
     assert_eq!(found.len(), 1);
     assert!(found[0].starts_with("--set: gate.scale should be 64: it divides max_seq_len 32768"), "{found:?}");
-    assert!(problems(gate(Gate::Short, &[], &["gate.scale=0"]))[0].contains("gate.scale should be at least 1"));
+    assert!(problems(gate("gate2_32k", &[], &["gate.scale=0"]))[0].contains("gate.scale should be at least 1"));
     // A run that is no gate is not scaled.
     assert_eq!(users(&["gate.scale=64"]).expect("accepted").run.context.page_size, Tokens(64));
 }
@@ -428,7 +426,7 @@ fn a_value_that_is_a_table_is_replaced_whole() {
 }
 
 #[test]
-fn named_files_and_run_dir_go_before_the_usual_ones() {
+fn named_files_and_run_dir_override_the_usual_ones() {
     let folder = folder(&[("config.toml", "nonsense"), ("mine.toml", USERS_CONFIG), ("mine.json", USERS_SETTINGS)]);
     let overrides = Overrides {
         config: Some(folder.path().join("mine.toml")),
@@ -584,7 +582,7 @@ fn other_value(value: &serde_json::Value) -> serde_json::Value {
 }
 
 #[test]
-fn answers_are_drawn_from_pages_only_and_the_judge_is_asked_only_where_that_is_wanted() {
+fn answers_are_sampled_from_pages_only_and_the_judge_needs_its_switch() {
     let found = problems(load(&[], &[], &["memory.prompt_no_grad=false"]));
     assert!(found.iter().any(|p| p.contains("rollout.sample should be false")), "{found:?}");
     let found = problems(load(&[], &[], &["grpo.reward_fn=data"]));
@@ -624,7 +622,7 @@ fn a_group_of_one_is_a_note_and_no_refusal() {
 }
 
 #[test]
-fn the_default_file_lacks_nothing_but_the_required_keys() {
+fn the_default_file_gives_every_key_but_the_required_ones() {
     let found = problems(load(&[("config.toml", DEFAULT_TOML)], &[], &[]));
     assert_eq!(found.len(), 4, "{found:?}");
     let uncommented: String = DEFAULT_TOML
@@ -636,7 +634,7 @@ fn the_default_file_lacks_nothing_but_the_required_keys() {
 }
 
 #[test]
-fn a_wrong_key_hides_no_fault_of_the_key_that_it_resembles() {
+fn a_wrong_key_hides_no_fault_of_the_nearest_key() {
     let found = with_line("lr = 1e-5", "lr = -1.0\nlrr = 1e-5");
     assert_eq!(found.len(), 2, "{found:?}");
     assert!(found.iter().any(|p| p.contains("unknown key optimizer.lrr")), "{found:?}");
@@ -664,7 +662,7 @@ fn duplicate_keys_in_settings_are_refused() {
 }
 
 #[test]
-fn settings_that_are_no_object_are_refused_without_showing_them() {
+fn settings_that_are_no_object_are_refused_and_not_shown() {
     for text in [format!("\"{SENTINEL}\""), format!("[\"{SENTINEL}\"]"), String::new()] {
         let found = problems(load(&[("settings.json", &text)], &[], &[]));
         assert!(found.len() == 1 && found[0].starts_with("settings.json: line "), "{found:?}");
@@ -673,7 +671,7 @@ fn settings_that_are_no_object_are_refused_without_showing_them() {
 }
 
 #[test]
-fn a_number_larger_than_anything_can_be_is_refused_at_once_with_its_limit() {
+fn a_number_beyond_its_limit_is_refused_with_the_limit() {
     for (key, limit) in [
         ("context.prompt_len", 1_u64 << 40),
         ("context.answer_len", 1 << 40),
@@ -694,12 +692,12 @@ fn a_number_larger_than_anything_can_be_is_refused_at_once_with_its_limit() {
     let said = problems(users(&[&format!("parallel.cp_size={ranks}"), &format!("parallel.ep_size={}", ranks / 2)]));
     assert!(said.iter().any(|problem| problem.contains("parallel.ep_size should be 1: it divides")), "{said:?}");
     let said =
-        gate(Gate::Short, &[], &[&format!("gate.scale={}", i64::MAX), &format!("context.page_size={}", 1_u64 << 40)]);
+        gate("gate2_32k", &[], &[&format!("gate.scale={}", i64::MAX), &format!("context.page_size={}", 1_u64 << 40)]);
     assert!(problems(said).iter().any(|problem| problem.contains("gate.scale should be 8192: it divides")));
 }
 
 #[test]
-fn a_name_is_repeated_in_bounded_length_and_without_what_a_terminal_would_obey() {
+fn a_name_is_repeated_in_bounded_length_and_without_control_characters() {
     // Nested as deep as it is dotted, it overflowed the stack.
     let said = problems(users(&[&format!("{}lr=1", "a.".repeat(60_000))]));
     assert!(said[0].starts_with("--set: unknown key a.a.a.") && said[0].len() < 400, "{}", said[0].len());
@@ -712,7 +710,7 @@ fn a_name_is_repeated_in_bounded_length_and_without_what_a_terminal_would_obey()
 
 /// `nan` in a table that is handed on became a `null` there, and the resolved file could not be written.
 #[test]
-fn a_rope_scaling_of_what_is_not_finite_is_refused() {
+fn a_rope_scaling_that_is_not_finite_is_refused() {
     let said = problems(users(&["model.rope_scaling={ rope_type = \"yarn\", factor = [1.0, inf] }"]));
     assert_eq!(said, ["--set: model.rope_scaling should be of finite numbers: nan and inf stretch nothing"]);
 }

@@ -1,23 +1,18 @@
-//! Claims about the paged step on a GPU. No harness: started by `scripts/gpu_test.sh`, one process or two that share the
-//! card; every rank runs every claim in the same order, and a claim that does not hold panics, which ends the job. Each
-//! claim prints its numbers as one JSON object a line.
+//! Claims about the paged step on a GPU, which one process uses or two share. `scripts/gpu_test.sh` starts this program.
 
 #![expect(clippy::print_stdout, reason = "a test program without a harness prints its own results")]
 
+mod claims;
 #[path = "gpu/gradient.rs"]
 mod gradient;
 #[path = "gpu/indices.rs"]
 mod indices;
 
-use std::time::Instant;
-
 use longstraw::config::DeviceChoice;
-use longstraw::runtime::liveness::Tracker;
-use longstraw::tensor::boundary::count_allocations;
 use longstraw::tensor::gpu;
 use longstraw::world::World;
 use longstraw::world::devices;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tch::Device;
 
 type Claim = (&'static str, fn(&World, Device) -> Vec<Value>);
@@ -31,26 +26,14 @@ const CLAIMS: &[Claim] = &[
     ("float32_equals_float32_autograd_and_bfloat16_errs_no_more_than_its_own", gradient::judged),
 ];
 
+#[expect(clippy::disallowed_methods, reason = "the arguments of a test program without a harness")]
 fn main() {
-    let wanted: Vec<String> = std::env::args().skip(1).collect();
-    if wanted.iter().any(|argument| argument == "--list") {
-        return; // A test runner that asks for a list is told that there is nothing for it to run one by one.
-    }
-    count_allocations();
-    let world = World::start(None, Tracker::default()).expect("MPI starts");
+    let Some(mut world) = claims::start() else { return };
     let device = devices::choose(&world, DeviceChoice::Cuda, true, false);
     let device = device.unwrap_or_else(|failure| panic!("{failure}"));
-    for (name, claim) in CLAIMS {
-        if !wanted.is_empty() && !wanted.iter().any(|part| name.contains(part.as_str())) {
-            continue;
-        }
-        let start = Instant::now();
-        let found = claim(&world, device);
+    claims::run(CLAIMS, &mut world, |claim, world| {
+        let numbers = claim(world, device);
         gpu::empty_cache();
-        world.all.barrier();
-        if world.all.rank().0 == 0 {
-            let seconds = start.elapsed().as_secs_f64();
-            println!("{}", json!({"claim": name, "ranks": world.all.size(), "seconds": seconds, "found": found}));
-        }
-    }
+        numbers
+    });
 }

@@ -1,5 +1,4 @@
-//! Claims about the paged step that must hold at any number of ranks. No harness: started by `mpirun -n N`, every rank
-//! runs every claim in the same order, and a claim that does not hold panics, which ends the whole job.
+//! Claims about the paged step that must hold at any number of ranks. `scripts/mpi_test.sh` starts this program.
 
 #![expect(clippy::print_stdout, reason = "a test program without a harness prints its own results")]
 
@@ -7,6 +6,7 @@
 mod axes;
 #[path = "ranks/cases.rs"]
 mod cases;
+mod claims;
 #[path = "ranks/fixture.rs"]
 mod fixture;
 #[path = "ranks/judged.rs"]
@@ -20,10 +20,6 @@ mod sampling;
 #[path = "ranks/wire.rs"]
 mod wire;
 
-use std::time::Instant;
-
-use longstraw::runtime::liveness::Tracker;
-use longstraw::tensor::boundary::count_allocations;
 use longstraw::world::World;
 
 type Claim = (&'static str, fn(&mut World));
@@ -59,29 +55,13 @@ const CLAIMS: &[Claim] = &[
     ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),
 ];
 
+#[expect(clippy::disallowed_methods, reason = "the arguments of a test program without a harness")]
 fn main() {
-    let wanted: Vec<String> = std::env::args().skip(1).collect();
-    if wanted.iter().any(|argument| argument == "--list") {
-        return; // A test runner that asks for a list is told that there is nothing for it to run one by one.
-    }
-    count_allocations();
-    let mut world = World::start(None, Tracker::default()).expect("MPI starts");
+    let Some(mut world) = claims::start() else { return };
     fixture::choose_device(&world);
-    let mut passed = 0;
-    for (name, claim) in CLAIMS {
-        if !wanted.is_empty() && !wanted.iter().any(|part| name.contains(part.as_str())) {
-            continue;
-        }
-        let start = Instant::now();
-        claim(&mut world);
-        world.cut(world.all.size()).expect("the whole world is one prompt group");
-        world.all.barrier();
-        passed += 1;
-        if world.all.rank().0 == 0 {
-            println!("ok  {:6.2} s  {name}", start.elapsed().as_secs_f64());
-        }
-    }
-    if world.all.rank().0 == 0 {
-        println!("{passed} passed, 0 failed");
-    }
+    claims::run(CLAIMS, &mut world, |claim, world| {
+        claim(world);
+        world.cut(world.all.size()).expect("all ranks form one prompt group");
+        Vec::new()
+    });
 }

@@ -1,15 +1,19 @@
-//! The project's own rules, on the project's own files.
+//! The project's own rules, on the project's own files. Rules that clippy knows are in clippy.toml and Cargo.toml.
 //!
 //! Each rule is a function from sources to faults (`file:line: what and what to do`). It runs twice: over the tree, where
-//! it must find nothing, and over a planted fault, where it must find exactly that, so that a rule which has stopped
-//! biting is noticed.
+//! it must find nothing, and over a planted fault, where it must find exactly that, so that a rule that no longer works is
+//! noticed.
 
+#[path = "tidy/circles.rs"]
+mod circles;
+#[path = "tidy/comments.rs"]
+mod comments;
 #[path = "tidy/documents.rs"]
 mod documents;
 #[path = "tidy/imports.rs"]
 mod imports;
-#[path = "tidy/rooms.rs"]
-mod rooms;
+#[path = "tidy/paths.rs"]
+mod paths;
 #[path = "tidy/size.rs"]
 mod size;
 #[path = "tidy/source.rs"]
@@ -24,7 +28,7 @@ fn assert_tidy(faults: &[String]) {
     assert!(faults.is_empty(), "\n{}\n", faults.join("\n"));
 }
 
-/// The rule finds exactly one fault in `text`, and says so in these words.
+/// The rule finds exactly one fault in `text`, with these words in its message.
 fn assert_bites(rule: fn(&[Source]) -> Vec<String>, path: &str, text: &str, words: &str) {
     let faults = rule(&[Source::new(path, text)]);
     assert!(faults.len() == 1 && faults[0].contains(words), "expected one fault with {words:?}, found {faults:#?}");
@@ -62,8 +66,10 @@ fn an_import_from_a_row_below_is_found() {
     bites("src/config.rs", "use super::tensor;\n", "`config` (row 1) imports `tensor` (row 2)");
     bites("src/runtime/units.rs", "use super::failure::Exit;\n", "`runtime::units` (row 0) imports `runtime::failure`");
     bites("src/tools/parity.rs", "use crate::tools::{convert, gate};\n", "imports `tools::gate` (row 8)");
-    bites("src/model/mod.rs", "use crate::hepler::x;\n", "`hepler` stands in no row");
-    bites("src/hepler/mod.rs", "//! x\n", "`hepler` stands in no row");
+    bites("src/model/mod.rs", "use crate::hepler::x;\n", "`hepler` is in no row");
+    bites("src/hepler/mod.rs", "//! x\n", "`hepler` is in no row");
+    bites("src/world/axis.rs", "use anyhow::Context as _;\n", "`anyhow` in the library");
+    bites("src/world/axis.rs", "fn f() { matches!(x, crate::model::Spec) }\n", "imports `model` (row 4)");
 }
 
 #[test]
@@ -95,6 +101,28 @@ fn an_import_from_a_row_above_passes() {
 }
 
 #[test]
+fn no_file_imports_what_imports_it() {
+    assert_tidy(&circles::faults(&rust_sources()));
+}
+
+#[test]
+fn a_circle_of_imports_is_found() {
+    let faults = |parent: &str, child: &str| {
+        let sources = [Source::new("src/world/mod.rs", parent), Source::new("src/world/axis.rs", child)];
+        circles::faults(&sources)
+    };
+    let child = "use super::Place;\n";
+    let found = faults("mod axis;\nuse axis::Axis;\n", child);
+    assert_eq!(found, ["src/world/axis.rs:1: imports itself through world/mod: move what they share below"]);
+    assert_eq!(faults("mod axis;\npub use axis::{Axis, Ring};\n", child), Vec::<String>::new());
+    assert_eq!(faults("mod axis;\nfn f() { crate::world::axis::g() }\n", child).len(), 1);
+    assert_eq!(
+        faults("mod axis;\n#[cfg(test)]\nmod tests { use crate::world::axis::g; }\n", child),
+        Vec::<String>::new()
+    );
+}
+
+#[test]
 fn files_stop_at_500_lines_before_their_tests() {
     assert_tidy(&size::long_files(&rust_sources()));
 }
@@ -108,124 +136,43 @@ fn a_long_file_is_found() {
 }
 
 #[test]
-fn functions_stop_at_70_lines() {
-    assert_tidy(&size::long_functions(&rust_sources()));
+fn modules_are_named_after_their_content() {
+    assert_tidy(&size::empty_names(&rust_sources()));
 }
 
 #[test]
-fn a_long_function_is_found() {
-    let of_lines = |n: usize| {
-        let body = "    let s = \"}\"; // }\n".repeat(n - 4);
-        format!("/// Doc.\npub fn long<const N: usize>(\n    a: [u8; N],\n) -> u8 {{\n{body}}}\n")
-    };
-    assert_bites(size::long_functions, "src/units.rs", &of_lines(71), "src/units.rs:2: `long` is 71 lines");
-    assert_passes(size::long_functions, "src/units.rs", &of_lines(70));
-    assert_passes(size::long_functions, "src/units.rs", "trait T {\n    fn short(&self);\n    fn g() {}\n}\n");
+fn a_module_with_an_empty_name_is_found() {
+    assert_bites(size::empty_names, "src/model/utils.rs", "//! x\n", "src/model/utils.rs:1: a module named `utils`");
+    assert_bites(size::empty_names, "src/helpers/mod.rs", "//! x\n", "a module named `helpers`");
 }
 
 #[test]
-fn unsafe_stays_in_tensor_and_world_and_gives_its_reason() {
-    assert_tidy(&rooms::unsafe_code(&rust_sources()));
+fn documentation_comments_say_more_than_two_words() {
+    assert_tidy(&comments::short_docs(&rust_sources()));
 }
 
 #[test]
-fn unsafe_outside_its_rooms_or_without_a_reason_is_found() {
-    let bites = |path, text, words| assert_bites(rooms::unsafe_code, path, text, words);
-    bites("src/pages/pool.rs", "// SAFETY: x\nunsafe { f() }\n", "src/pages/pool.rs:2: `unsafe` outside");
+fn a_comment_that_says_nothing_is_found() {
+    let bites = |text, words| assert_bites(comments::short_docs, "src/world/axis.rs", text, words);
+    bites("fn f() {}\n/// The file.\nfn g() {}\n", "src/world/axis.rs:2: `The file.` says nothing");
     bites(
-        "src/tensor/bytes.rs",
-        "fn f() {\n    g();\n    unsafe { h() }\n}\n",
-        "src/tensor/bytes.rs:3: `unsafe` without",
+        "struct S {\n    /// Why.\n    why: u8,\n    /// Bytes of the\n    /// file.\n    bytes: u8,\n}\n",
+        ":2: `Why.`",
     );
-    let justified = "fn f() {\n    // SAFETY: the reason,\n    // on two lines.\n    let x =\n        unsafe { h() };\n}\n\
-                     /// Doc.\n///\n/// # Safety\n/// The caller's part.\npub unsafe fn g() {}\n";
-    assert_passes(rooms::unsafe_code, "src/world/mod.rs", justified);
-    assert_passes(rooms::unsafe_code, "src/pages/pool.rs", "// unsafe\n#![deny(unsafe_op_in_unsafe_fn)]\n");
+    assert_passes(comments::short_docs, "src/world/axis.rs", "// Why.\n/// [t, h, d]\nfn f() {}\n");
 }
 
 #[test]
-fn nothing_is_left_to_do_in_comments() {
-    assert_tidy(&rooms::leftovers(&text_sources()));
+fn no_comment_marks_unfinished_work() {
+    assert_tidy(&comments::leftovers(&text_sources()));
 }
 
 #[test]
-fn a_leftover_is_found() {
+fn a_mark_of_unfinished_work_is_found() {
     let word = ["FIX", "ME"].concat();
-    assert_bites(
-        rooms::leftovers,
-        "src/units.rs",
-        &format!("//! Doc.\n// {word}: later\n"),
-        "src/units.rs:2: leftover",
-    );
-    let call = ["to", "do!()"].concat();
-    assert_bites(rooms::leftovers, "src/units.rs", &format!("fn f() {{ {call} }}\n"), "src/units.rs:1: leftover");
-    assert_passes(rooms::leftovers, "src/units.rs", "// a method of todos\n");
-}
-
-#[test]
-fn modules_are_named_after_what_they_hold() {
-    assert_tidy(&rooms::empty_names(&rust_sources()));
-}
-
-#[test]
-fn a_module_named_after_nothing_is_found() {
-    assert_bites(rooms::empty_names, "src/model/utils.rs", "//! x\n", "src/model/utils.rs:1: a module named `utils`");
-    assert_bites(rooms::empty_names, "src/helpers/mod.rs", "//! x\n", "a module named `helpers`");
-    assert_bites(rooms::empty_names, "src/model/mod.rs", "//! x\npub(crate) mod common {}\n", "src/model/mod.rs:2");
-}
-
-#[test]
-fn only_report_and_main_write_to_the_terminal() {
-    assert_tidy(&rooms::prints(&rust_sources()));
-}
-
-#[test]
-fn a_print_elsewhere_is_found() {
-    assert_bites(
-        rooms::prints,
-        "src/trainer.rs",
-        "fn f() {\n    println!(\"x\");\n}\n",
-        "src/trainer.rs:2: `println!`",
-    );
-    assert_bites(rooms::prints, "src/trainer.rs", "fn f() { eprint!(\"x\") }\n", "`eprint!`");
-    assert_passes(rooms::prints, "src/report/mod.rs", "fn f() { println!(\"x\") }\n");
-    assert_passes(
-        rooms::prints,
-        "src/plan.rs",
-        "// println!\nfn f() { fingerprint!() }\n#[cfg(test)]\nmod t { println!() }\n",
-    );
-}
-
-#[test]
-fn only_config_reads_the_environment() {
-    assert_tidy(&rooms::environment_reads(&rust_sources()));
-}
-
-#[test]
-fn an_environment_read_elsewhere_is_found() {
-    let bites = |path, text, words| assert_bites(rooms::environment_reads, path, text, words);
-    bites("src/world/mod.rs", "fn f() {\n    std::env::var(\"X\")\n}\n", "src/world/mod.rs:2: reads the environment");
-    bites("src/report.rs", "use std::env::{temp_dir, vars_os};\n", "src/report.rs:1");
-    bites("src/report.rs", "fn f() { env::args() }\n", "src/report.rs:1: reads the command line");
-    assert_passes(rooms::environment_reads, "src/config/sources.rs", "fn f() { env::vars() }\n");
-    assert_passes(rooms::environment_reads, "src/main.rs", "fn f() { env::args_os() }\n");
-    assert_passes(
-        rooms::environment_reads,
-        "src/report.rs",
-        "fn f() { env::temp_dir(); env!(\"CARGO_PKG_VERSION\") }\n",
-    );
-}
-
-#[test]
-fn collections_have_an_order_that_ranks_agree_on() {
-    assert_tidy(&rooms::unordered_collections(&rust_sources()));
-}
-
-#[test]
-fn an_unordered_collection_is_found() {
-    let text = "use std::collections::HashMap;\n";
-    assert_bites(rooms::unordered_collections, "src/layout.rs", text, "src/layout.rs:1: `HashMap`");
-    assert_passes(rooms::unordered_collections, "src/layout.rs", "use std::collections::BTreeMap;\n");
+    let text = format!("//! Doc.\n// {word}: later\n");
+    assert_bites(comments::leftovers, "src/units.rs", &text, "src/units.rs:2: leftover");
+    assert_passes(comments::leftovers, "src/units.rs", "// a method of todos\n");
 }
 
 #[test]

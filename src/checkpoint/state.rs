@@ -5,9 +5,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 
 use crate::data::Cursor;
+use crate::runtime::digest::sha256_hex;
 
 /// Where a run stands, and what must be the same when it goes on.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
@@ -108,7 +108,7 @@ impl Sealed {
 }
 
 fn seal(state: &State, files: &BTreeMap<String, String>) -> Result<String, serde_json::Error> {
-    Ok(format!("{:x}", Sha256::digest(serde_json::to_vec(&(state, files))?)))
+    Ok(sha256_hex(serde_json::to_vec(&(state, files))?))
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
 use crate::model::lora::Adapters;
 use crate::model::shards::kind_of;
 use crate::prompt::handoff::Moments;
+use crate::runtime::digest::{hex, sha256_hex};
 use crate::runtime::units::{as_index, from_dim};
 use crate::tensor::bytes::{bytes_of, fill_from_bytes, map_file};
 
@@ -185,7 +186,7 @@ impl Store {
         let sealed = self.sealed(updates)?;
         let file = self.place(updates).join(MASTERS);
         let map = map_file(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
-        compare(&file, format!("{:x}", Sha256::digest(&map)), &sealed.files[MASTERS])?;
+        compare(&file, sha256_hex(&map), &sealed.files[MASTERS])?;
         let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Tensors { file: file.clone(), source })?;
         let part = |part: &str| {
             let names = adapters.names().map(|name| format!("{part}.{name}"));
@@ -364,7 +365,7 @@ fn settle(folder: &Path) -> io::Result<()> {
 fn digest_of(file: &Path) -> io::Result<String> {
     let mut hash = Sha256::new();
     io::copy(&mut File::open(file)?, &mut hash)?;
-    Ok(format!("{:x}", hash.finalize()))
+    Ok(hex(hash))
 }
 
 fn compare(file: &Path, found: String, wanted: &str) -> Result<(), Error> {

@@ -1,4 +1,4 @@
-//! Arguments from words.
+//! Parsers of arguments, for clap.
 
 use std::ffi::OsString;
 
@@ -8,7 +8,6 @@ use longstraw::prompt::pages::Residency;
 use longstraw::runtime::units::Tokens;
 use longstraw::tools::study;
 
-/// A gradient mode.
 pub(super) fn gradient(text: &str) -> Result<Gradient, String> {
     text.parse().map_err(str::to_owned)
 }
@@ -33,15 +32,15 @@ pub(super) fn device(text: &str) -> Result<DeviceChoice, String> {
     }
 }
 
-/// A gate by its name.
 pub(super) fn gate_name(text: &str) -> Result<Gate, String> {
-    Gate::named(text).ok_or_else(|| {
-        let names: Vec<&str> = Gate::ALL.into_iter().map(Gate::name).collect();
-        format!("should be one of {}", names.join(", "))
-    })
+    Gate::named(text).ok_or_else(|| format!("should be one of {}", gate_names()))
 }
 
-/// Host or device memory.
+/// Every gate's name, in their order.
+pub(super) fn gate_names() -> String {
+    Gate::all().iter().map(Gate::name).collect::<Vec<_>>().join(", ")
+}
+
 pub(super) fn residency(text: &str) -> Result<Residency, String> {
     match text {
         "host" => Ok(Residency::Host),
@@ -50,17 +49,17 @@ pub(super) fn residency(text: &str) -> Result<Residency, String> {
     }
 }
 
-/// A count that is not 0.
+/// A count of at least 1.
 pub(super) fn at_least_one(text: &str) -> Result<u64, String> {
     text.parse().ok().filter(|&count: &u64| count > 0).ok_or_else(|| "should be a number of at least 1".into())
 }
 
-/// A rate above 0.
+/// A finite number above 0.
 pub(super) fn rate(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0).ok_or_else(|| "should be above 0".into())
 }
 
-/// A share of a whole.
+/// A number above 0, at most 1.
 pub(super) fn share(text: &str) -> Result<f64, String> {
     rate(text).ok().filter(|share| *share <= 1.0).ok_or_else(|| "should be above 0 and at most 1".into())
 }
@@ -83,8 +82,8 @@ pub(super) fn depth(text: &str) -> Result<keychain::Depth, String> {
         .ok_or_else(|| "should be FROM..TO, whole percents from 0 to 100, FROM not above TO".into())
 }
 
-/// Where adapters come from.
-#[expect(clippy::unnecessary_wraps, reason = "what clap asks of a parser")]
+/// `start`, `drawn`, or the folder of the adapters.
+#[expect(clippy::unnecessary_wraps, reason = "clap requires a parser to return a result")]
 pub(super) fn start(text: &str) -> Result<study::Start, String> {
     Ok(match text {
         "start" => study::Start::Start,
@@ -93,10 +92,11 @@ pub(super) fn start(text: &str) -> Result<study::Start, String> {
     })
 }
 
-/// Takes every `--set` out of the arguments, in order: clap keeps only those behind a verb where some stand before it.
-/// One without a value stays, for clap to complain of.
-pub(crate) fn hoist(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>, Vec<String>) {
-    let (mut rest, mut set) = (Vec::new(), Vec::new());
+/// Removes every `--set` from the arguments and returns its pairs, in order. clap would drop those before the verb if others
+/// follow it. A `--set` without a value stays, so that clap reports it.
+pub(crate) fn take_set_flags(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>, Vec<String>) {
+    let mut rest = Vec::new();
+    let mut set = Vec::new();
     let mut arguments = arguments.peekable();
     while let Some(argument) = arguments.next() {
         let text = argument.to_string_lossy().into_owned();

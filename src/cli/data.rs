@@ -10,16 +10,17 @@ use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::runtime::units::Tokens;
 use longstraw::tools::generate::{self, ChunkSize, Options, PARALLEL_MAX, Ready, Summary};
-use longstraw::world::heed_signals;
+use longstraw::world::install_signal_handlers;
 
 use super::arguments::depth;
-use super::{ConfigFlags, overrides, print_json};
+use super::output::print_json;
+use super::start::ConfigFlags;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum DataVerb {
-    /// Find one of many notes hidden in real text, or follow one to another; candidate answers carry rewards
+    /// Find one of many notes hidden in real text, or follow one to another; candidate answers have rewards
     Keychain(KeychainFlags),
-    /// Questions with a checkable answer over given texts, by the endpoint's model; needs no MPI and no GPU
+    /// Let the endpoint's model write questions with a checkable answer about given texts; needs no MPI and no GPU
     Generate(GenerateFlags),
 }
 
@@ -28,25 +29,25 @@ pub(super) struct KeychainFlags {
     /// The HF folder whose tokenizer and chat template are used
     #[arg(long, value_name = "FOLDER")]
     model: PathBuf,
-    /// Folders of text (default: texts that stand on any Debian machine)
+    /// Folders of text (default: texts that every Debian machine has)
     #[arg(long, value_name = "FOLDER")]
     text: Vec<PathBuf>,
     /// Tokens of a prompt, exactly
     #[arg(long, default_value_t = 2000)]
     prompt_tokens: u64,
-    /// Training prompts
+    /// Number of training prompts
     #[arg(long, default_value_t = 40)]
     train: usize,
-    /// Held-out prompts
+    /// Number of held-out prompts
     #[arg(long, default_value_t = 8)]
     held_out: usize,
     /// Notes in a prompt
     #[arg(long, default_value_t = 8)]
     keys: usize,
-    /// Notes from the place that is asked for to its code: each but the last says that the code is another place's
+    /// Notes on the way from the place in question to its code: each but the last refers to another place
     #[arg(long, default_value_t = 1, value_name = "N")]
     hops: usize,
-    /// Where these notes lie, in percent of the text: evenly through the range, from a file's first prompt to its last
+    /// Depth of these notes in percent of the text, spread evenly over the range from the first prompt of a file to its last
     #[arg(long, default_value = "0..100", value_name = "FROM..TO", value_parser = depth)]
     depth: notes::Depth,
     /// Answers of a prompt, one of them right; 0 leaves them out, for `rollout.sample = true`
@@ -65,40 +66,40 @@ pub(super) struct KeychainFlags {
 
 #[derive(Args, Debug)]
 pub(super) struct GenerateFlags {
-    /// Texts; they are sent to the endpoint. In folders, what is no text is passed over
+    /// Texts; they are sent to the endpoint. In folders, other files are skipped
     #[arg(required = true, value_name = "FOLDER-OR-FILE")]
     texts: Vec<PathBuf>,
-    /// The data set; FILE.state beside it says what is finished, and the same command goes on from there
+    /// The data set; FILE.state next to it records what is finished, and the same command continues from there
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Questions of a chunk of text
+    /// Number of questions for each chunk of text
     #[arg(long, value_name = "N", default_value_t = 2)]
     questions: u64,
-    /// Candidate answers of a question, one of them right
+    /// Number of candidate answers for each question, one of them right
     #[arg(long, value_name = "N", default_value_t = 4)]
     answers: u64,
-    /// Characters of a chunk, at most
+    /// Maximum number of characters of a chunk
     #[arg(long, value_name = "N", default_value_t = 12_000, conflicts_with = "chunk_tokens")]
     chunk_chars: u64,
-    /// Tokens of a chunk, at most, in place of characters
+    /// Maximum number of tokens of a chunk, instead of characters
     #[arg(long, value_name = "N", requires = "tokenizer")]
     chunk_tokens: Option<u64>,
-    /// The model's folder, whose tokenizer counts them
+    /// The model's folder with the tokenizer that counts the tokens
     #[arg(long, value_name = "FOLDER")]
     tokenizer: Option<PathBuf>,
-    /// Requests of this run, at most; the same command goes on with the rest
+    /// Maximum number of requests of this run; the same command continues with the rest
     #[arg(long, value_name = "N")]
     limit: Option<u64>,
-    /// Requests that are under way at one time
+    /// Maximum number of concurrent requests
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=PARALLEL_MAX))]
     parallel: u64,
-    /// The model that is asked (default: `endpoint.default_model`)
+    /// The endpoint's model (default: `endpoint.default_model`)
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Say what it will cost, and send nothing
+    /// Print the estimated cost and send nothing
     #[arg(long)]
     dry_run: bool,
-    /// Do not ask at the terminal whether to go on
+    /// Continue without asking at the terminal
     #[arg(long)]
     yes: bool,
     /// Print one JSON object
@@ -131,28 +132,28 @@ pub(super) fn keychain(flags: KeychainFlags) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Says what it will cost, and then asks; what ended it comes after what it has come to.
+/// Prints the estimated cost, asks for consent at a terminal, and generates. A fault is reported after the summary.
 pub(super) fn generate(config: ConfigFlags, flags: GenerateFlags) -> Result<Exit, Failure> {
     let environment = Environment::process();
-    let loaded = config::load(&overrides(config))?;
+    let loaded = config::load(&config.overrides())?;
     let (dry_run, yes, json) = (flags.dry_run, flags.yes, flags.json);
     if !dry_run {
         generate::allow(&loaded.run, &environment)?;
     }
-    let ready = Ready::of(flags.options(), &loaded.run)?;
+    let ready = Ready::new(flags.options(), &loaded.run)?;
     say(&ready.estimate().text());
     if dry_run {
-        tell(&ready.dry_run(), json);
+        print_summary(&ready.dry_run(), json);
         return Ok(Exit::Done);
     }
-    let asks = stdin().is_terminal() && stderr().is_terminal() && ready.estimate().requests > 0;
-    if asks && !yes && !agreed() {
+    let needs_consent = stdin().is_terminal() && stderr().is_terminal() && ready.estimate().requests > 0;
+    if needs_consent && !yes && !consents() {
         say("nothing was sent");
         return Ok(Exit::Done);
     }
-    heed_signals()?;
+    install_signal_handlers()?;
     let mut summary = ready.run(&loaded.run, &environment)?;
-    tell(&summary, json);
+    print_summary(&summary, json);
     summary.error.take().map_or(Ok(Exit::Done), Err)
 }
 
@@ -174,7 +175,7 @@ impl GenerateFlags {
     }
 }
 
-fn tell(summary: &Summary, json: bool) {
+fn print_summary(summary: &Summary, json: bool) {
     match (json, summary.dry_run) {
         (true, _) => print_json(summary),
         (false, true) => {}
@@ -182,8 +183,8 @@ fn tell(summary: &Summary, json: bool) {
     }
 }
 
-/// Whether the person at the terminal says yes.
-fn agreed() -> bool {
+/// Whether the user at the terminal agrees.
+fn consents() -> bool {
     say("go on? [y/N]");
     let mut line = String::new();
     stdin().read_line(&mut line).is_ok() && ["y", "yes"].contains(&line.trim().to_lowercase().as_str())

@@ -17,20 +17,20 @@ use longstraw::world::exchange;
 use tch::Device;
 
 use super::arguments::{at_least_one, device, dtype, gradient, length, residency, start};
-use super::{print_report, world};
+use super::output::print_report;
+use super::start::start_world;
 
-/// How rows are cut.
+/// Sizes in which rows are processed.
 #[derive(Args, Debug)]
 struct Cut {
     /// Positions in a page
     #[arg(long, default_value = "64", value_parser = at_least_one)]
     page_size: u64,
-    /// Most rows of a segment at one time
+    /// Maximum number of rows of a segment
     #[arg(long, default_value = "2048", value_parser = at_least_one)]
     micro_block: u64,
 }
 
-/// Where the model computes.
 #[derive(Args, Clone, Copy, Debug)]
 struct Place {
     /// auto, cpu or cuda; auto takes GPUs where every rank has one
@@ -39,7 +39,7 @@ struct Place {
     /// Let several ranks use one GPU
     #[arg(long)]
     share_device: bool,
-    /// Send tensors between GPUs through host memory even where there is a transport from GPU to GPU
+    /// Send tensors between GPUs through host memory even if there is a transport from GPU to GPU
     #[arg(long)]
     through_host: bool,
 }
@@ -67,7 +67,7 @@ pub(super) struct ParityFlags {
 pub(super) struct BenchFlags {
     /// An HF folder, or just its config.json: only the shape is read
     model: PathBuf,
-    /// Prompt positions
+    /// Number of prompt positions
     #[arg(long, default_value = "4096", value_parser = at_least_one)]
     prompt: u64,
     /// Tokens of an answer
@@ -92,13 +92,13 @@ pub(super) struct BenchFlags {
     /// Where pages wait between phases: host or device
     #[arg(long, default_value = "host", value_parser = residency)]
     pages: Residency,
-    /// Where what is kept of the tail waits: host or device
+    /// Where the saved state of the tail waits: host or device
     #[arg(long, default_value = "host", value_parser = residency)]
     tail: Residency,
-    /// Keep the tail's attention outputs too, instead of computing them again
+    /// Keep the tail's attention outputs too, instead of recomputing them
     #[arg(long)]
     keep_attention: bool,
-    /// Keep the tail's block inputs of every so many layers, and compute those between again
+    /// Keep the tail's block inputs of every N-th layer, and recompute the others
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     inputs_every: u64,
     /// Print one JSON object
@@ -120,7 +120,7 @@ pub(super) struct StudyFlags {
     /// start (B zero), drawn (B random) or a folder of saved adapters; may be given again
     #[arg(long, value_name = "start|drawn|FOLDER", default_values = ["drawn", "start"], value_parser = start)]
     adapters: Vec<study::Start>,
-    /// Folders of text (default: texts that stand on any Debian machine)
+    /// Folders of text (default: texts that every Debian machine has)
     #[arg(long, value_name = "FOLDER")]
     text: Vec<PathBuf>,
     /// Answers of a prompt, one of them right
@@ -141,22 +141,22 @@ pub(super) struct StudyFlags {
     json: bool,
 }
 
-/// Starts MPI, finds this rank's device and measures; a failure anywhere leaves with its own exit code.
-fn measured<R>(
+/// Starts MPI, selects this rank's device, measures, and prints the report.
+fn measure_and_report<R>(
     place: Place,
     measure: impl FnOnce(&World, Device) -> Result<R, Failure>,
-    told: impl FnOnce(&World, &R) -> Exit,
+    report: impl FnOnce(&World, &R) -> Exit,
 ) -> Result<Exit, Failure> {
-    let world = world(&Environment::process())?;
+    let world = start_world(&Environment::process())?;
     let device = devices::choose(&world, place.device, place.share_device, false);
-    let linked = device.and_then(|device| {
+    let connected = device.and_then(|device| {
         if !place.through_host {
             exchange::connect(&world.cp, device)?;
         }
         Ok(device)
     });
-    Ok(match linked.and_then(|device| measure(&world, device)) {
-        Ok(report) => told(&world, &report),
+    Ok(match connected.and_then(|device| measure(&world, device)) {
+        Ok(measured) => report(&world, &measured),
         Err(failure) => world.leave(failure),
     })
 }
@@ -170,7 +170,7 @@ pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
         device,
     };
     let measure = |world: &World, device| parity::run(world, &flags.case_dir, &options(device));
-    measured(flags.place, measure, |world, report| {
+    measure_and_report(flags.place, measure, |world, report| {
         print_report(world, flags.json, report, &report.text());
         if report.passed { Exit::Done } else { Exit::Gate }
     })
@@ -197,7 +197,7 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         device,
     };
     let measure = |world: &World, device| bench::run(world, &options(device));
-    measured(place, measure, |world, report| {
+    measure_and_report(place, measure, |world, report| {
         print_report(world, json, report, &report.text());
         Exit::Done
     })
@@ -219,7 +219,7 @@ pub(super) fn study(flags: StudyFlags) -> Result<Exit, Failure> {
         device,
     };
     let measure = |world: &World, device| study::run(world, &options(device));
-    measured(place, measure, |world, report| {
+    measure_and_report(place, measure, |world, report| {
         print_report(world, json, report, &report.text());
         Exit::Done
     })

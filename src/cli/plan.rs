@@ -11,9 +11,10 @@ use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
 
 use super::arguments::{at_least_one, gradient, rate, share};
-use super::{ConfigFlags, overrides, print_json};
+use super::output::print_json;
+use super::start::ConfigFlags;
 
-/// Ranks of a node, where nothing else is said: a node of eight GPUs.
+/// Default of `--ranks-per-node`: a node of eight GPUs.
 const RANKS_PER_NODE: u64 = 8;
 
 #[derive(Args, Debug)]
@@ -46,7 +47,7 @@ pub(super) struct PlanFlags {
     json: bool,
 }
 
-/// What seconds are counted with; by default what one NVIDIA H200 was measured to do.
+/// Rates behind the predicted seconds; the defaults were measured on one NVIDIA H200.
 #[derive(Args, Debug)]
 struct RateFlags {
     /// Matrix products of a GPU
@@ -83,14 +84,14 @@ impl RateFlags {
         }
     }
 
-    fn given(&self) -> bool {
+    fn is_given(&self) -> bool {
         let rates = [self.rate_matmul, self.rate_attention_forward, self.rate_attention_backward, self.rate_host];
         rates.into_iter().chain([self.rate_memory, self.efficiency]).any(|rate| rate.is_some())
     }
 }
 
 pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
-    let loaded = config::load(&overrides(flags))?;
+    let loaded = config::load(&flags.overrides())?;
     let config = &loaded.run;
     let ranks = plan_flags.ranks.or(config.parallel.cp_size).unwrap_or(1);
     let problems = config.check(Some(ranks));
@@ -111,8 +112,8 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
         host: plan_flags.host_gib.map(plan::gib),
         host_only: config.run.device == config::DeviceChoice::Cpu,
     };
-    // The rates that are known are a GPU's; of a processor nothing is predicted unless they are given.
-    let timed = !room.host_only || plan_flags.rates.given();
+    // The default rates are a GPU's: without one, seconds are predicted only from given rates.
+    let timed = !room.host_only || plan_flags.rates.is_given();
     let rates = |shape: &Shape| timed.then(|| plan_flags.rates.rates(shape));
     if plan_flags.gates {
         return gates(config, ranks, shape.as_ref(), &room, plan_flags, rates);
@@ -137,7 +138,7 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
     Ok(Exit::Done)
 }
 
-/// A sentence for the user where the family cannot be trained.
+/// A note about a family that this build cannot train.
 fn only_planned(shape: &Shape) -> Option<String> {
     let words =
         "this build plans it and does not train it yet; its sum follows the design, and no run was compared with it";
@@ -153,7 +154,7 @@ fn gates(
     rates: impl Fn(&Shape) -> Option<Rates>,
 ) -> Result<Exit, Failure> {
     let Some(shape) = shape else {
-        // Says which key is missing, and how to set it.
+        // Its error names the missing key and how to set it.
         config.model_path()?;
         return Err(
             config::Error::Unset { key: "model.path", how: "name a folder that is there with --model FOLDER" }.into()

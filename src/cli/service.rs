@@ -1,21 +1,22 @@
-//! The verbs that look before anything is started: at the endpoint, and at the machine.
+//! The verbs that check the endpoint and the machine before a run.
 
 use longstraw::config::{self, Environment, Gate};
 use longstraw::endpoint::Endpoint;
-use longstraw::endpoint::ping::{self, Several};
+use longstraw::endpoint::ping::{self, SeveralProcesses};
 use longstraw::report::print_result;
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::tools::doctor::{self, Report};
 use longstraw::tools::gate::{self, Check};
 use serde_json::{Value, json};
 
-use super::{ConfigFlags, overrides, print_json, print_report, world};
+use super::output::{print_json, print_report};
+use super::start::{ConfigFlags, start_world};
 
-/// Asks the endpoint; a fault is printed with what came before it.
+/// Checks the endpoint; a fault is reported after the results of the earlier checks.
 pub(super) fn ping(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
     let environment = Environment::process();
-    alone(&environment)?;
-    let loaded = config::load(&overrides(flags))?;
+    require_one_process(&environment)?;
+    let loaded = config::load(&flags.overrides())?;
     let endpoint = Endpoint::open(&loaded.run, &environment)?;
     let ping = ping::run(&endpoint, loaded.run.default_model()?);
     if json {
@@ -26,11 +27,11 @@ pub(super) fn ping(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
     ping.error.map_or(Ok(Exit::Done), |error| Err(error.into()))
 }
 
-/// The first gate: what `ping` asks, as checks with a receipt. No ranks and no model.
-pub(super) fn key_gate(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
+/// The first gate: the checks of `ping` with a receipt. Needs no ranks and no model.
+pub(super) fn key_gate(flags: ConfigFlags, gate: &Gate, json: bool) -> Result<Exit, Failure> {
     let environment = Environment::process();
-    alone(&environment)?;
-    let loaded = config::load_gate(&overrides(flags), Gate::Key)?;
+    require_one_process(&environment)?;
+    let loaded = config::load_gate(&flags.overrides(), gate)?;
     let dir = &loaded.rank.dir;
     gate::move_away(dir)?;
     std::fs::create_dir_all(dir).map_err(|source| gate::Error::File { file: dir.clone(), source })?;
@@ -39,7 +40,8 @@ pub(super) fn key_gate(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> 
         Ok(endpoint) => {
             let ping = ping::run(&endpoint, model);
             let means = ping.error.as_ref().map(ToString::to_string).unwrap_or_default();
-            (ping.checks.iter().map(|check| of_ping(check, &means)).collect(), ping.error.map(Failure::from))
+            let checks = ping.checks.iter().map(|check| gate_check(check, &means)).collect();
+            (checks, ping.error.map(Failure::from))
         }
         Err(error) => {
             let (name, means) = ("endpoint".to_owned(), error.to_string());
@@ -48,7 +50,7 @@ pub(super) fn key_gate(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> 
             (vec![check], Some(error))
         }
     };
-    let receipt = gate::end_alone(Gate::Key, &loaded.run, dir, checks)?;
+    let receipt = gate::end_alone(gate, &loaded.run, dir, checks)?;
     if json {
         print_json(&receipt);
     }
@@ -58,9 +60,9 @@ pub(super) fn key_gate(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> 
     Ok(Exit::Done)
 }
 
-/// One thing that was asked, as a gate's check; a model that is not listed may answer all the same.
-fn of_ping(asked: &ping::Check, fault: &str) -> Check {
-    let ping::Check { name, passed, required, seconds, attempts, detail } = asked;
+/// A check of the ping as a check of the gate. A model that is not listed may answer anyway.
+fn gate_check(check: &ping::Check, fault: &str) -> Check {
+    let ping::Check { name, passed, required, seconds, attempts, detail } = check;
     Check {
         name: (*name).to_owned(),
         value: json!({"said": detail, "seconds": seconds, "attempts": attempts}),
@@ -70,16 +72,20 @@ fn of_ping(asked: &ping::Check, fault: &str) -> Check {
     }
 }
 
-/// Several processes would each ask the service.
-fn alone(environment: &Environment) -> Result<(), Failure> {
-    let told = environment.launcher_tasks().filter(|told| told.tasks > 1);
-    told.map_or(Ok(()), |told| Err(Several { variable: told.variable, tasks: told.tasks }.into()))
+/// Refuses several processes: each would send requests.
+fn require_one_process(environment: &Environment) -> Result<(), Failure> {
+    match environment.launcher_tasks() {
+        Some(launcher) if launcher.tasks > 1 => {
+            Err(SeveralProcesses { variable: launcher.variable, tasks: launcher.tasks }.into())
+        }
+        _ => Ok(()),
+    }
 }
 
-/// Looks at everything that a run would need, on every rank; ends as the first failure would.
+/// Checks what a run needs, on every rank; the exit code is that of the first failure.
 pub(super) fn doctor(flags: ConfigFlags, json: bool) -> Exit {
     let environment = Environment::process();
-    let world = match world(&environment) {
+    let world = match start_world(&environment) {
         Ok(world) => world,
         Err(failure) => {
             let report = Report::without_world(&failure);
@@ -91,9 +97,9 @@ pub(super) fn doctor(flags: ConfigFlags, json: bool) -> Exit {
             return failure.exit();
         }
     };
-    let report = doctor::examine(&config::load(&overrides(flags)), &environment, &world);
+    let report = doctor::examine(&config::load(&flags.overrides()), &environment, &world);
     print_report(&world, json, &report, &report.text());
-    // A launcher ends a job at its first non-zero exit, so nobody leaves before the lines are out.
+    // A launcher ends a job at its first non-zero exit, so no rank leaves before the lines are printed.
     world.all.barrier();
     report.exit()
 }

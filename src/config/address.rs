@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn only_this_machine_is_spoken_to_in_clear() {
+    fn only_this_machine_is_reached_without_encryption() {
         for base in
             ["http://127.0.0.1:80/api", "http://127.9.9.9", "http://localhost:1/", "http://[::1]:8/", "https://a"]
         {
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_and_a_version_that_stands_twice_are_taken_off() {
+    fn a_query_and_a_repeated_version_are_removed() {
         let paths = ["/v1/messages", "/v1/models"];
         for base in ["https://a/api/v1", "https://a/api/v1/", "https://a/api/v1?beta=true"] {
             assert_eq!(cleaned(base, paths), ("https://a/api", Some("/v1/messages")), "{base}");

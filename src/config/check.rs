@@ -1,5 +1,4 @@
-//! Everything that can be judged before anything is loaded. Every rule says what the value should be, and none hides
-//! another.
+//! The rules of a configuration that need no model. Every rule says what the value should be, and no rule hides another.
 
 use std::collections::BTreeSet;
 
@@ -28,8 +27,7 @@ const GROUPS_MAX: u64 = 1 << 20;
 const DIVISORS_TRIED: u64 = 1 << 16;
 
 impl RunConfig {
-    /// Every problem of this configuration; `world` is the number of ranks, where it is known. Without it the rules that
-    /// need it wait.
+    /// Every problem of this configuration. `world` is the number of ranks; without it the rules that need it are left out.
     #[must_use]
     pub fn check(&self, world: Option<u64>) -> Vec<Problem> {
         let mut check = Check { run: self, world, problems: Vec::new() };
@@ -54,7 +52,7 @@ impl RunConfig {
 }
 
 impl Loaded {
-    /// What is allowed and yet most likely not meant, one sentence each.
+    /// Values that are allowed and yet are most likely a mistake, one sentence each.
     #[must_use]
     pub fn notes(&self) -> Vec<String> {
         let (grpo, optimizer, steps) = (&self.run.grpo, &self.run.optimizer, self.run.run.steps);
@@ -81,13 +79,13 @@ pub(super) struct Check<'a> {
 }
 
 impl Check<'_> {
-    /// Notes that `key` should `be` otherwise; the judgement rests on the keys in `with` too.
+    /// Adds the problem that `key` should `be` otherwise; the rule reads the keys in `with` too.
     pub(super) fn should(&mut self, key: &str, with: &[&'static str], be: impl Into<String>, why: impl Into<String>) {
         let fault = Fault::Should { be: be.into(), why: why.into() };
         self.problems.push(Problem { key: key.to_owned(), source: None, fault, with: with.to_vec() });
     }
 
-    /// Notes a number outside its range; `inside` is the range's own test, false for NaN.
+    /// Adds a problem for a number outside its range; `inside` is the test of the range, false for NaN.
     pub(super) fn range(&mut self, key: &str, value: f64, inside: bool, be: &str) {
         if !inside {
             self.should(key, &[], be, format!("it is {value:?}"));
@@ -278,11 +276,11 @@ impl Check<'_> {
         }
         let mut seen = BTreeSet::new();
         if let Some(again) = targets.iter().find(|target| !seen.insert(*target)) {
-            self.should("lora.targets", &[], "without repetition", format!("{again} stands in it twice"));
+            self.should("lora.targets", &[], "without repetition", format!("{again} is in it twice"));
         }
     }
 
-    /// The file's table is handed on as JSON, which has no word for what is not finite.
+    /// The table is passed on as JSON, which has no value for a number that is not finite.
     fn rotary(&mut self) {
         let unsaid = self.run.model.rope_scaling.iter().flatten().any(|(_, value)| holds_null(value));
         if unsaid {
@@ -297,7 +295,7 @@ impl Check<'_> {
     fn endpoint(&mut self) {
         let e = &self.run.endpoint;
         if !is_variable_name(&e.api_key_env) {
-            let why = "capital letters, digits and _; what stands there is not shown, it may be a key";
+            let why = "capital letters, digits and _; the value is not shown, it may be a key";
             self.should("endpoint.api_key_env", &[], "the name of an environment variable", why);
         }
         if let Some(base) = &e.api_base {
@@ -328,7 +326,7 @@ impl Check<'_> {
         }
     }
 
-    /// The base address is one, and holds nothing that the paths under it hold too.
+    /// The base address is an address, and does not end with what its paths begin with.
     fn base(&mut self, base: &str) {
         if !address::is_plain(base) {
             let why = "it is not shown, it may hold a key";
@@ -412,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_pasted_in_the_place_of_a_name_is_no_name() {
+    fn a_key_pasted_instead_of_a_name_is_no_name() {
         for name in ["sk-abc", "", "1KEY", "Key", "A KEY"] {
             assert!(!is_variable_name(name), "{name}");
         }

@@ -1,4 +1,4 @@
-//! The values that are one of a few words.
+//! Values that are one of a few words.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::runtime::units::Tokens;
 
-/// The optimizers there are.
+/// The update rules.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerName {
@@ -20,7 +20,7 @@ pub enum OptimizerName {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationCkpt {
-    /// A layer's input is kept and the rest recomputed.
+    /// The input of a layer is kept, and the rest is recomputed.
     Layer,
     /// Everything is kept.
     None,
@@ -30,7 +30,7 @@ pub enum ActivationCkpt {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceChoice {
-    /// On GPUs if ranks have them (all or none), else on the CPU.
+    /// On GPUs where every rank has one, else on the CPU.
     Auto,
     /// On the CPU.
     Cpu,
@@ -38,15 +38,15 @@ pub enum DeviceChoice {
     Cuda,
 }
 
-/// How the learning rate moves after the warm-up.
+/// The learning rate after the warm-up.
+#[expect(missing_docs, reason = "a constant rate is constant")]
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Schedule {
-    /// It stays.
     Constant,
-    /// Half a cosine, reaching 0 after the last step.
+    /// Falls along half a cosine, to 0 after the last step.
     Cosine,
-    /// A line, reaching 0 after the last step.
+    /// Falls linearly, to 0 after the last step.
     Linear,
 }
 
@@ -56,9 +56,9 @@ pub enum Schedule {
 pub enum TooLong {
     /// The run is refused.
     Refuse,
-    /// Tokens in the middle go; beginning and end stay.
+    /// Tokens in the middle are left out; beginning and end are kept.
     CutMiddle,
-    /// Tokens at the beginning go.
+    /// Tokens at the beginning are left out.
     CutLeft,
 }
 
@@ -75,14 +75,13 @@ pub enum Aggregation {
 }
 
 /// Number format of weights and activations.
+#[expect(missing_docs, reason = "the formats of IEEE 754 have their usual names")]
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Dtype {
-    /// 8 bits of exponent, 7 of fraction.
+    /// 8 bits of exponent, 7 bits of fraction.
     Bfloat16,
-    /// IEEE single.
     Float32,
-    /// IEEE double.
     Float64,
 }
 
@@ -159,14 +158,13 @@ impl fmt::Display for Gradient {
     }
 }
 
-/// Whether something is done: `true`, `false`, or where it serves, `"auto"`, in a file.
+/// A switch that may be left to the plan: `true`, `false` or `"auto"` in a file.
+#[expect(missing_docs, reason = "two of the three are said by their names")]
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum When {
-    /// Always.
     Always,
-    /// Never.
     Never,
-    /// Where memory asks for it or leaves room for it; the plan decides.
+    /// The plan decides, by the memory that there is.
     Auto,
 }
 

@@ -4,42 +4,44 @@ use std::fmt::Write as _;
 
 use super::environment::OTHER_VARIABLES;
 use super::load::{DEFAULT_TOML, LAPTOP_TOML};
-use super::schema::{self, Need};
+use super::schema::{self, Kind, Need};
 use super::supported::SUPPORTED;
 
 const HEAD: &str = "\
-<!-- Made from configs/default.toml and the list of keys; a test fails when it differs. Make it anew with
+<!-- Made from configs/default.toml and the list of keys; a test fails when it differs. Make it again with
      cargo test --release --test config -- --ignored -->
 # Configuration
 
-`longstraw` reads, each source going before the ones above it:
+`longstraw` reads these sources. Later sources override earlier ones:
 
 1. the built-in defaults, `configs/default.toml`;
-2. `config.toml` of the working directory, or the file of `--config`; where there is neither, the built-in laptop run;
+2. `config.toml` of the working directory, or the file of `--config`; without either, the built-in laptop run;
 3. `settings.json` of the working directory, or the file of `--settings`;
-4. environment variables `LONGSTRAW_TABLE__KEY`, such as `LONGSTRAW_GRPO__GROUP_SIZE=4`;
-5. flags `--set table.key=value`, such as `--set grpo.group_size=4`, and `--run-dir`.
+4. for `longstraw gate`, the values of [the gate](gates.md);
+5. environment variables `LONGSTRAW_TABLE__KEY`, such as `LONGSTRAW_GRPO__GROUP_SIZE=4`;
+6. flags `--set table.key=value`, such as `--set grpo.group_size=4`, and `--run-dir`.
 
-In variables and flags texts go without quotes and a list of texts with commas (`--set lora.targets=q_proj,v_proj`);
-all else is spelt as in TOML (`--set 'grpo.gradient={ last = 64 }'`). Relative paths start at the working directory. A
-key that is itself a table (`grpo.gradient`, `model.rope_scaling`) is replaced as a whole.
+In variables and flags a text needs no quotes, and a list of texts is written with commas
+(`--set lora.targets=q_proj,v_proj`). All other values are written as in TOML (`--set 'grpo.gradient={ last = 64 }'`).
+Relative paths start at the working directory. A key whose value is a table (`grpo.gradient`, `model.rope_scaling`) is
+replaced as a whole.
 
-Nothing is ignored: an unknown or misplaced key, in whatever source, ends the program with exit code 2, and so does a
-value that does not fit. All problems are listed at once, each with its source and with what it should be.
+Nothing is ignored: an unknown or misplaced key in any source ends the program with exit code 2, and so does a wrong value.
+All problems are listed at once, each with its source and the correct value.
 
-The values of a run are written to `config.resolved.toml` in its folder; that file is itself a `config.toml`. What must be
-equal on all ranks is compared by digest at the start; `run.dir`, `run.share_device` and `run.log_level` are a rank's own
-and are no part of it.
+The values of a run are written to `config.resolved.toml` in its folder, which is itself a `config.toml`. All ranks must
+have the same values: a digest of them is compared at the start. `run.dir`, `run.share_device`, `run.grace_sec`,
+`run.stall_sec` and `run.log_level` may differ between ranks and are no part of the digest.
 ";
 
 const SETTINGS: &str = "
 ## settings.json
 
-The keys of `[endpoint]` stand in `settings.json` without a table, those of `[endpoint.endpoints]` and `[endpoint.usage]`
-in objects `endpoints` and `usage`, and `run.log_level` as `log_level`. They may as well stand in config.toml under their
-tables; `settings.json` goes before it.
+`settings.json` has the keys of `[endpoint]` without a table, those of `[endpoint.endpoints]` and `[endpoint.usage]` in the
+objects `endpoints` and `usage`, and `run.log_level` as `log_level`. config.toml may have the same keys in their tables;
+`settings.json` overrides it.
 
-The key of the service comes from the environment variable that `api_key_env` names and from nowhere else. No log, error or
+The key of the service comes from the environment variable that `api_key_env` names, and from nowhere else. No log, error or
 file shows it.
 ";
 
@@ -94,8 +96,13 @@ pub fn document() -> String {
                 Need::Optional => format!("absent; e.g. `{}`", entry.value),
                 Need::Required => format!("none, must be given; e.g. `{}`", entry.value),
             };
-            let (name, expects, meaning) = (entry.name, key.kind.expects(), entry.meaning.replace('|', "\\|"));
-            let _ = writeln!(text, "| `{name}` | {expects} | {default} | {meaning} |");
+            let expects = match key.kind {
+                // Their names stand in one document.
+                Kind::Reward => "a reward's name, or a list of { name, weight }".to_owned(),
+                kind => kind.expects(),
+            };
+            let meaning = entry.meaning.replace('|', "\\|");
+            let _ = writeln!(text, "| `{}` | {expects} | {default} | {meaning} |", entry.name);
         }
     }
     text.push_str(SETTINGS);
@@ -103,8 +110,8 @@ pub fn document() -> String {
     for (name, meaning) in OTHER_VARIABLES {
         let _ = writeln!(text, "| `{name}` | {meaning} |");
     }
-    text.push_str("\nAny other variable that begins with `LONGSTRAW_` must name a key.\n");
-    text.push_str("\n## Accepted later\n\nKnown keys whose values this build still refuses, in words:\n\n");
+    text.push_str("\nEvery other variable that begins with `LONGSTRAW_` must name a key.\n");
+    text.push_str("\n## Accepted later\n\nValues that this build refuses for now:\n\n");
     for row in SUPPORTED {
         let _ = writeln!(text, "- `{}` must be `{}`: this build does not {} yet", row.key, row.be, row.what);
     }
@@ -134,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_with_a_default_stands_in_the_default_file_and_one_without_only_as_an_example() {
+    fn the_default_file_gives_keys_with_a_default_and_shows_the_others_as_examples() {
         for (path, key) in schema::keys() {
             let (table, name) = path.rsplit_once('.').expect("a key stands in a table");
             let sections = sections(DEFAULT_TOML);

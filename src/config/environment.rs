@@ -6,10 +6,10 @@ use std::fmt;
 use super::problem::Error;
 use super::tables::EndpointConfig;
 
-/// Variables that begin like ours and are no keys, with what they mean.
+/// Variables that begin with `LONGSTRAW_` and name no key, with their meaning.
 pub const OTHER_VARIABLES: &[(&str, &str)] = &[
-    ("LONGSTRAW_FORCE", "`1` lets a gate run before the one below it has passed"),
-    ("LONGSTRAW_LOG", "what the logs hold, as a level or as filters `module=level,…`; goes before `run.log_level`"),
+    ("LONGSTRAW_FORCE", "`1` lets a gate run although the gate before it has not passed"),
+    ("LONGSTRAW_LOG", "level of the logs, or filters `module=level,…`; overrides `run.log_level`"),
 ];
 
 /// A value that no output shows.
@@ -48,13 +48,13 @@ pub struct ProxyAddress {
 /// How many tasks the launcher says it started.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LauncherTasks {
-    /// The variable that says so.
+    /// The variable that reports it.
     pub variable: &'static str,
-    /// The number of tasks.
+    /// Number of tasks of the job.
     pub tasks: u64,
 }
 
-/// A picture of the environment, taken once. It may hold secrets, so it shows nothing of itself.
+/// A copy of the environment, made once. It may hold secrets, so its debug form shows none of it.
 #[derive(Clone, Default)]
 pub struct Environment {
     variables: BTreeMap<String, String>,
@@ -69,6 +69,7 @@ impl fmt::Debug for Environment {
 impl Environment {
     /// The environment of this process. A variable whose name is not UTF-8 is left out.
     #[must_use]
+    #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
     pub fn process() -> Self {
         let pairs = std::env::vars_os();
         let text = pairs.filter_map(|(n, v)| Some((n.into_string().ok()?, v.to_string_lossy().into_owned())));
@@ -84,14 +85,14 @@ impl Environment {
         self.variables.get(name).map(|v| v.trim()).filter(|v| !v.is_empty())
     }
 
-    /// The variables that should name keys of ours, in order of their names.
+    /// The variables that should name a key, in the order of their names.
     pub(super) fn keys(&self, api_key_env: &str) -> impl Iterator<Item = (&str, &str)> {
         let other = move |name: &str| OTHER_VARIABLES.iter().any(|(n, _)| *n == name) || name == api_key_env;
         let ours = self.variables.iter().filter(|(name, _)| name.starts_with("LONGSTRAW_"));
         ours.filter(move |(name, _)| !other(name)).map(|(n, v)| (n.as_str(), v.as_str()))
     }
 
-    /// What the launcher says about the number of tasks: mpirun's `OMPI_COMM_WORLD_SIZE`, else
+    /// The number of tasks that the launcher reports: mpirun's `OMPI_COMM_WORLD_SIZE`, else
     /// `SLURM_STEP_NUM_TASKS`. Absent where neither is set to a number.
     #[must_use]
     pub fn launcher_tasks(&self) -> Option<LauncherTasks> {
@@ -151,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mpirun_speaks_before_slurm_and_words_are_no_numbers() {
+    fn mpirun_overrides_slurm_and_words_are_no_numbers() {
         let both = Environment::of([("OMPI_COMM_WORLD_SIZE", "8"), ("SLURM_STEP_NUM_TASKS", "2")]);
         assert_eq!(both.launcher_tasks(), Some(LauncherTasks { variable: "OMPI_COMM_WORLD_SIZE", tasks: 8 }));
         let slurm = Environment::of([("OMPI_COMM_WORLD_SIZE", "many"), ("SLURM_STEP_NUM_TASKS", "2")]);

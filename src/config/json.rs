@@ -1,6 +1,6 @@
-//! settings.json as a value: JSON in which no key stands twice.
+//! settings.json as a value: JSON without duplicate keys.
 //!
-//! The usual reading of JSON keeps the last of two equal keys and says nothing; TOML refuses them, and so does this.
+//! JSON readers keep the last of two equal keys in silence. TOML refuses them, and so does this reader.
 
 use std::fmt;
 

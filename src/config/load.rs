@@ -7,25 +7,20 @@ use figment::Figment;
 use figment::value::{Dict, Value};
 use serde::Deserialize;
 
-use super::choices::{DeviceChoice, When};
 use super::environment::Environment;
 use super::gates::{self, Gate};
 use super::problem::{Error, Fault, Problem, Source};
 use super::schema::{self, Need};
 use super::source::{Gathered, Layer, nest};
-use super::tables::{
-    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, GateConfig, GrpoConfig, LoraConfig, MemoryConfig,
-    ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
-};
 use super::{Loaded, RankConfig, RunConfig};
 
 /// The compiled-in defaults: every key, with its meaning as a comment.
 pub const DEFAULT_TOML: &str = include_str!("../../configs/default.toml");
 
-/// The compiled-in laptop run, in the place of a config.toml where there is none.
+/// The compiled-in laptop run, for where there is no config.toml.
 pub const LAPTOP_TOML: &str = include_str!("../../configs/laptop.toml");
 
-/// What the command line says about the configuration.
+/// The command line's part of the configuration.
 #[derive(Clone, Debug, Default)]
 pub struct Overrides {
     /// `--config FILE`; absent: ./config.toml where it exists, else the laptop run.
@@ -34,7 +29,7 @@ pub struct Overrides {
     pub settings: Option<PathBuf>,
     /// `--set table.key=value`, in order.
     pub set: Vec<String>,
-    /// `--run-dir DIR`, which goes before `run.dir`.
+    /// `--run-dir DIR`, which overrides `run.dir`.
     pub run_dir: Option<PathBuf>,
 }
 
@@ -54,12 +49,12 @@ pub fn load_in(directory: &Path, environment: &Environment, overrides: &Override
     finish(gathered(directory, environment, overrides, None), environment, None)
 }
 
-/// The configuration of a gate: its own values go before those of files and behind those of the environment and of flags;
-/// then `gate.scale` divides lengths, page size and micro-blocks.
+/// The configuration of a gate. The gate's own values override those of files; variables and flags override the gate's. Then
+/// `gate.scale` divides lengths, page size and micro-blocks.
 ///
 /// # Errors
 /// As [`load`], and for a scale that does not divide them.
-pub fn load_gate(overrides: &Overrides, gate: Gate) -> Result<Loaded, Error> {
+pub fn load_gate(overrides: &Overrides, gate: &Gate) -> Result<Loaded, Error> {
     load_gate_in(Path::new(""), &Environment::process(), overrides, gate)
 }
 
@@ -71,13 +66,13 @@ pub fn load_gate_in(
     directory: &Path,
     environment: &Environment,
     overrides: &Overrides,
-    gate: Gate,
+    gate: &Gate,
 ) -> Result<Loaded, Error> {
     finish(gathered(directory, environment, overrides, Some(gate)), environment, Some(gate))
 }
 
 /// All sources in order.
-fn gathered(directory: &Path, environment: &Environment, overrides: &Overrides, gate: Option<Gate>) -> Gathered {
+fn gathered(directory: &Path, environment: &Environment, overrides: &Overrides, gate: Option<&Gate>) -> Gathered {
     let mut gathered = Gathered::default();
     gathered.builtin("defaults", DEFAULT_TOML);
     match chosen(directory, overrides.config.as_deref(), "config.toml") {
@@ -92,8 +87,7 @@ fn gathered(directory: &Path, environment: &Environment, overrides: &Overrides, 
         for path in gates::LEFT_OUT {
             gathered.leave_out(path);
         }
-        gathered.builtin("gates", gates::EVERY_TOML);
-        gathered.builtin(gate.name(), gate.toml());
+        gate.add_to(&mut gathered);
         gathered.gate_dir(gate.name());
     }
     for (name, text) in environment.keys(&key_variable) {
@@ -132,86 +126,50 @@ fn merged(layers: &[Layer]) -> Figment {
     layers.iter().fold(Figment::new(), |figment, layer| figment.merge(layer))
 }
 
-/// Everything that a file may say, before it is split into what ranks share and what is a rank's own.
+/// The keys of `[run]` that may differ between ranks.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Whole {
-    parallel: ParallelConfig,
-    context: ContextConfig,
-    memory: MemoryConfig,
-    optimizer: OptimizerConfig,
-    grpo: GrpoConfig,
-    lora: LoraConfig,
-    model: ModelConfig,
-    data: DataConfig,
-    run: WholeRun,
-    rollout: RolloutConfig,
-    reward: RewardConfig,
-    checkpoint: CheckpointConfig,
-    gate: GateConfig,
-    endpoint: EndpointConfig,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct WholeRun {
+struct RankKeys {
     dir: PathBuf,
-    seed: u64,
-    steps: u64,
-    device: DeviceChoice,
     share_device: bool,
-    direct: When,
-    deterministic: bool,
-    trace: bool,
     grace_sec: u64,
     stall_sec: u64,
     log_level: String,
 }
 
-impl Whole {
-    fn split(self, environment: &Environment, sources: Vec<Source>) -> Loaded {
-        let Whole { run: own, .. } = self;
-        let WholeRun { dir, seed, steps, device, share_device, direct, deterministic, trace, .. } = own;
-        let WholeRun { grace_sec, stall_sec, log_level, .. } = own;
-        let run = RunConfig {
-            parallel: self.parallel,
-            context: self.context,
-            memory: self.memory,
-            optimizer: self.optimizer,
-            grpo: self.grpo,
-            lora: self.lora,
-            model: self.model,
-            data: self.data,
-            run: RunTable { seed, steps, device, direct, deterministic, trace },
-            rollout: self.rollout,
-            reward: self.reward,
-            checkpoint: self.checkpoint,
-            gate: self.gate,
-            endpoint: self.endpoint,
-        };
-        let log = environment.log().map_or(log_level, str::to_owned);
-        Loaded { run, rank: RankConfig { dir, share_device, grace_sec, stall_sec, log }, sources }
+/// The merged values as those that ranks share and those that may differ.
+fn split(merged: &Figment) -> figment::error::Result<(RunConfig, RankKeys)> {
+    let mut shared: Dict = merged.extract()?;
+    let mut own = Dict::new();
+    if let Some(Value::Dict(_, run)) = shared.get_mut("run") {
+        for name in ["dir", "share_device", "grace_sec", "stall_sec", "log_level"] {
+            own.extend(run.remove_entry(name));
+        }
     }
+    Ok((Value::from(shared).deserialize()?, Value::from(own).deserialize()?))
 }
 
-/// Merges what was gathered, and checks the whole as far as its parts are right.
-fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<Gate>) -> Result<Loaded, Error> {
+/// Merges the sources and checks the result, apart from keys that are wrong already.
+fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<&Gate>) -> Result<Loaded, Error> {
     let stand_ins = missing(&mut gathered);
-    let whole: Whole = match merged(&gathered.layers).join(&stand_ins).extract() {
-        Ok(whole) => whole,
+    let (run, own) = match split(&merged(&gathered.layers).join(&stand_ins)) {
+        Ok(values) => values,
         Err(error) => {
             let unforeseen = error.into_iter().map(|e| unforeseen(&e, &gathered.layers));
             return Err(refused(gathered.problems.into_iter().chain(unforeseen)));
         }
     };
+    let RankKeys { dir, share_device, grace_sec, stall_sec, log_level } = own;
+    let log = environment.log().map_or(log_level, str::to_owned);
+    let rank = RankConfig { dir, share_device, grace_sec, stall_sec, log };
     let sources: Vec<Source> = gathered.layers.iter().map(|layer| layer.source.clone()).collect();
-    let mut loaded = whole.split(environment, sources);
+    let mut loaded = Loaded { run, rank, sources };
     let scale = loaded.run.gate.scale;
     let uneven = gate.and_then(|_| gates::scale_down(&mut loaded.run.context, &mut loaded.run.memory, scale));
     let mut found = if gathered.unread { Vec::new() } else { loaded.run.check(None) };
     found.extend(uneven);
     found.retain(|p| !gathered.is_spoilt(&p.key) && !p.with.iter().any(|key| gathered.is_spoilt(key)));
-    let found: Vec<Problem> = found.into_iter().map(|p| said_by(p, &gathered.layers)).collect();
+    let found: Vec<Problem> = found.into_iter().map(|p| with_source(p, &gathered.layers)).collect();
     if found.is_empty() && gathered.problems.is_empty() {
         Ok(loaded)
     } else {
@@ -219,8 +177,8 @@ fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<Gate>)
     }
 }
 
-/// Notes the required keys that no source gives. The layer returned has stand-ins for them, so that everything else can be
-/// checked; no rule that reads one is heard.
+/// Adds a problem for each required key that no source gives. The returned layer has stand-ins for these keys, so that
+/// everything else can be checked; problems that rest on a stand-in are dropped.
 fn missing(gathered: &mut Gathered) -> Layer {
     let mut dict = Dict::new();
     for (path, _) in schema::keys().filter(|(_, key)| key.need == Need::Required) {
@@ -246,18 +204,18 @@ fn stand_in(dict: &mut Dict, path: &str) {
     }
 }
 
-/// The problem with the source whose value stands; none where only a default is meant.
-fn said_by(mut problem: Problem, layers: &[Layer]) -> Problem {
+/// The problem with the source that gives the key's value; no source where only the default does.
+fn with_source(mut problem: Problem, layers: &[Layer]) -> Problem {
     let giver = layers.iter().rev().find(|layer| layer.gives(&problem.key));
     problem.source = giver.map(|layer| layer.source.clone());
     problem
 }
 
-/// A fault that serde sees and the walk did not: the list of keys and the structs have drifted apart.
+/// A fault that serde finds and the walk did not: the list of keys and the structs differ.
 fn unforeseen(error: &figment::Error, layers: &[Layer]) -> Problem {
     let key = error.path.join(".");
     let fault = Fault::Should { be: "of another kind".to_owned(), why: error.kind.to_string() };
-    said_by(Problem { key, source: None, fault, with: Vec::new() }, layers)
+    with_source(Problem { key, source: None, fault, with: Vec::new() }, layers)
 }
 
 /// Every problem once.

@@ -1,9 +1,10 @@
-//! The configuration: which keys there are, where their values come from, and whether they go together.
+//! The configuration: its keys, its sources, and its rules.
 //!
-//! Sources in order, later ones first in rank: compiled-in defaults, config.toml (or the compiled-in laptop run),
-//! settings.json, the gate's own file where a gate is run, environment, flags. Each is walked to its end against the list of keys, then all are merged and the
-//! whole is checked, so that a refusal lists every problem at once. The result is a [`RunConfig`], which must be equal on
-//! all ranks and has a digest, and a [`RankConfig`], which need not. Nothing else in the project reads the environment.
+//! Sources in order: compiled-in defaults, config.toml (or the compiled-in laptop run), settings.json, the gate's own file
+//! where a gate is run, environment, flags. Later sources override earlier ones. Each source is compared with the list of
+//! keys, then all are merged and the whole is checked, so that a refusal lists every problem at once. The result is a
+//! [`RunConfig`], which must be equal on all ranks and has a digest, and a [`RankConfig`], which may differ. Nothing else in
+//! the project reads the environment.
 
 mod address;
 mod check;
@@ -21,12 +22,11 @@ mod source;
 mod supported;
 mod tables;
 
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::units::{Pages, Tokens};
 
 pub use choices::{
@@ -34,7 +34,7 @@ pub use choices::{
 };
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
-pub use gates::{Gate, Own};
+pub use gates::{Gate, Growth, Own, Runs};
 pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use rewards::{RewardFn, RewardName, WeightedReward};
@@ -44,41 +44,28 @@ pub use tables::{
     LoraConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
 };
 
-/// What must be equal on all ranks; its digest is compared at the start and stored with what a run writes.
+/// The values that must be equal on all ranks. Their digest is compared at the start and stored in what a run writes.
+#[expect(missing_docs, reason = "each field is the table of its name, and the table's own type says what it holds")]
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
-    /// How ranks share the work.
     pub parallel: ParallelConfig,
-    /// Lengths.
     pub context: ContextConfig,
-    /// How long tensors live, and where.
     pub memory: MemoryConfig,
-    /// The update.
     pub optimizer: OptimizerConfig,
-    /// The objective.
     pub grpo: GrpoConfig,
-    /// The trained adapters.
     pub lora: LoraConfig,
-    /// The model that is trained.
     pub model: ModelConfig,
-    /// The data sets.
     pub data: DataConfig,
-    /// The run as a whole, without what is a rank's own.
     pub run: RunTable,
-    /// Sampling of answers.
     pub rollout: RolloutConfig,
-    /// Scoring of answers.
     pub reward: RewardConfig,
-    /// Saved states.
     pub checkpoint: CheckpointConfig,
-    /// Staged validation.
     pub gate: GateConfig,
-    /// The service that judges answers.
     pub endpoint: EndpointConfig,
 }
 
-/// What is a rank's own: it changes no number, so it is no part of the digest.
+/// The values that may differ between ranks. They change no number, so they are no part of the digest.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct RankConfig {
     /// Folder for everything a run writes (`run.dir`, `--run-dir`).
@@ -89,26 +76,26 @@ pub struct RankConfig {
     pub grace_sec: u64,
     /// Seconds that a rank may stay in one place; 0: computed (`run.stall_sec`).
     pub stall_sec: u64,
-    /// What the logs hold: a level or filters (`run.log_level`, `LONGSTRAW_LOG`).
+    /// Level or filters of the logs (`run.log_level`, `LONGSTRAW_LOG`).
     pub log: String,
 }
 
 /// A configuration that has passed every check that needs no world.
 #[derive(Clone, Debug)]
 pub struct Loaded {
-    /// Equal on all ranks.
+    /// The values that all ranks share.
     pub run: RunConfig,
-    /// This rank's own.
+    /// The values of this rank.
     pub rank: RankConfig,
-    /// What was read, in order; later ones go before earlier ones.
+    /// The sources in the order in which they were read; later sources override earlier ones.
     pub sources: Vec<Source>,
 }
 
 impl Loaded {
-    /// Whether the model is there, where nobody but the built-in laptop run names one.
+    /// Checks that the model of the built-in laptop run is there, unless another source names one.
     ///
     /// # Errors
-    /// [`Error::NoLaptopModel`] where it is not; it says how to get one.
+    /// [`Error::NoLaptopModel`] where it is missing, with how to get it.
     pub fn check_laptop_model(&self) -> Result<(), Error> {
         let builtin = self.sources.contains(&Source::Builtin("laptop run"));
         match &self.run.model.path {
@@ -120,7 +107,7 @@ impl Loaded {
     }
 }
 
-/// Keys that change no number of an update.
+/// Keys that change no number of an update; a resumed run may change them.
 const OPERATIONAL: [&str; 13] = [
     "run.steps",
     "rollout.token_sec_max",
@@ -159,8 +146,8 @@ impl RunConfig {
         self.parallel.cp_size.unwrap_or(world)
     }
 
-    /// Groups of ranks side by side, each with prompts of its own, in a job of `world` ranks. Like the counts of pages, it
-    /// is for a configuration that [`RunConfig::check`] has passed: there `page_size` and `cp_size` are not 0.
+    /// Data-parallel replicas in a job of `world` ranks. Like the counts of pages, it needs a configuration that has passed
+    /// [`RunConfig::check`]: there `page_size` and `cp_size` are not 0.
     #[must_use]
     pub fn dp_size(&self, world: u64) -> u64 {
         world / self.cp_size(world)
@@ -188,7 +175,7 @@ impl RunConfig {
     /// The checkpoint's folder.
     ///
     /// # Errors
-    /// [`Error::Unset`] where no source names one; it says how to.
+    /// [`Error::Unset`] where no source names one, with how to name it.
     pub fn model_path(&self) -> Result<&Path, Error> {
         self.model.path.as_deref().ok_or(Error::Unset {
             key: "model.path",
@@ -199,7 +186,7 @@ impl RunConfig {
     /// The endpoint's base address.
     ///
     /// # Errors
-    /// [`Error::Unset`] where no source names one; it says how to.
+    /// [`Error::Unset`] where no source names one, with how to name it.
     pub fn api_base(&self) -> Result<&str, Error> {
         self.endpoint.api_base.as_deref().ok_or(Error::Unset {
             key: "endpoint.api_base",
@@ -207,10 +194,10 @@ impl RunConfig {
         })
     }
 
-    /// The model that the endpoint is asked for.
+    /// The endpoint's model.
     ///
     /// # Errors
-    /// [`Error::Unset`] where no source names one; it says how to.
+    /// [`Error::Unset`] where no source names one, with how to name it.
     pub fn default_model(&self) -> Result<&str, Error> {
         self.endpoint.default_model.as_deref().ok_or(Error::Unset {
             key: "endpoint.default_model",
@@ -225,14 +212,11 @@ impl RunConfig {
     #[must_use]
     pub fn digest(&self) -> String {
         let canonical = serde_json::to_vec(self).expect("keys are texts, so there is a JSON form");
-        Sha256::digest(canonical).iter().fold(String::new(), |mut hex, byte| {
-            let _ = write!(hex, "{byte:02x}");
-            hex
-        })
+        sha256_hex(canonical)
     }
 
-    /// The values but those that may be others when a run goes on from a checkpoint: how many updates it makes, and how long
-    /// and where a service, a program or a token is waited for.
+    /// The values that a resumed run must share with its checkpoint: all but the number of updates, and how long and where the
+    /// run waits for a service, a program or a token.
     ///
     /// # Panics
     /// Never: every value has a JSON form.

@@ -3,7 +3,7 @@
 use super::check::Check;
 use super::rewards::RewardName;
 
-/// The most requests that are under way at one time: services limit them well below.
+/// The most requests at one time; services allow far fewer.
 const PARALLEL_MAX: u64 = 64;
 
 impl Check<'_> {
@@ -26,7 +26,7 @@ impl Check<'_> {
         if run.memory.prompt_no_grad {
             return;
         }
-        let why = "answers are drawn, and a group is updated on again, from pages, which memory.prompt_no_grad = false has none of";
+        let why = "answers are sampled, and further updates of a group are made, from pages, and memory.prompt_no_grad = false has none";
         if rollout.sample {
             self.should("rollout.sample", &["memory.prompt_no_grad"], "false", why);
         }
@@ -46,22 +46,22 @@ impl Check<'_> {
                 self.should(KEY, &[], "of finite weights that are not 0", why);
             }
             if parts[..index].iter().any(|other| other.name == part.name) {
-                self.should(KEY, &[], "without repetition", format!("{word} stands in it twice"));
+                self.should(KEY, &[], "without repetition", format!("{word} is in it twice"));
             }
-            if matches!(part.name, RewardName::One | RewardName::Synthetic) && parts.len() > 1 {
+            if part.name.is_for_validation() && parts.len() > 1 {
                 self.should(KEY, &[], "without it", format!("{word} is for validation runs and stands alone"));
             }
             self.reward(part.name);
         }
         if run.data.path.is_none()
-            && let Some(part) = parts.iter().find(|part| !matches!(part.name, RewardName::One | RewardName::Synthetic))
+            && let Some(part) = parts.iter().find(|part| !part.name.is_for_validation())
         {
-            let why = format!("grpo.reward_fn = \"{}\" takes what it needs from it", part.name.word());
+            let why = format!("grpo.reward_fn = \"{}\" reads its records", part.name.word());
             self.should("data.path", &[KEY], "set to a file of JSON lines", why);
         }
         self.at_least_one("reward.command_sec", reward.command_sec, "a program takes time; 60 is the default");
         self.at_least_one("reward.judge_tokens", reward.judge_tokens, "a verdict has a token; 512 is the default");
-        self.at_least_one("reward.judge_parallel", reward.judge_parallel, "1 asks one after another");
+        self.at_least_one("reward.judge_parallel", reward.judge_parallel, "1 sends one after another");
         self.at_most("reward.judge_parallel", reward.judge_parallel, PARALLEL_MAX, "no service wants more at one time");
         let share = reward.missing_share_max;
         self.range("reward.missing_share_max", share, (0.0..=1.0).contains(&share), "from 0 to 1");
@@ -79,8 +79,7 @@ impl Check<'_> {
         let why = format!("grpo.reward_fn = \"{}\" needs it", name.word());
         match name {
             RewardName::Data if run.rollout.sample => {
-                let why =
-                    "answers that are drawn have no rewards in the data; judge them, or set rollout.sample = false";
+                let why = "sampled answers have no rewards in the data; judge them, or set rollout.sample = false";
                 self.should("grpo.reward_fn", &["rollout.sample"], "another one", why);
             }
             RewardName::JsonField if reward.field.is_none() => {
@@ -93,7 +92,7 @@ impl Check<'_> {
                 self.should("reward.command", WITH, "set to a program with its arguments", why);
             }
             RewardName::Judge if !run.endpoint.usage.reward_scoring => {
-                let why = "grpo.reward_fn names the judge, and nothing is sent to it unless this key asks for it";
+                let why = "grpo.reward_fn names the judge, and nothing is sent to it unless this key is true";
                 self.should("endpoint.usage.reward_scoring", WITH, "true", why);
             }
             RewardName::Judge => {

@@ -1,16 +1,16 @@
-//! What can be wrong with a configuration, and where it was said.
+//! What can be wrong with a configuration, and in which source.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use crate::runtime::failure::{Classified, Exit};
 
-/// Where values come from; later ones go before earlier ones, in this order.
+/// Where values come from, in order: later sources override earlier ones.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Source {
-    /// A compiled-in file.
+    /// A file that is compiled in.
     Builtin(&'static str),
-    /// A config.toml.
+    /// The file of `--config`, or ./config.toml.
     Config(PathBuf),
     /// A settings.json, whose keys are those of `[endpoint]`.
     Settings(PathBuf),
@@ -18,7 +18,7 @@ pub enum Source {
     Variable(String),
     /// `--set table.key=value`; the key alone is kept.
     Flag(String),
-    /// `--run-dir`.
+    /// The flag `--run-dir`.
     RunDir,
 }
 
@@ -42,9 +42,7 @@ impl Source {
         match (self, path.rsplit_once('.')) {
             (Source::Variable(_), _) => format!("is spelt {spelt}"),
             (Source::Flag(_) | Source::RunDir, _) => format!("is spelt --set {spelt}=VALUE"),
-            (Source::Settings(_), None) if path == "endpoint" => {
-                "is left out here: its keys stand without it".to_owned()
-            }
+            (Source::Settings(_), None) if path == "endpoint" => "is left out here: its keys need no table".to_owned(),
             (Source::Settings(_), None) => format!("belongs into config.toml, as [{path}]"),
             (Source::Settings(_), Some(_)) if spelt != path => match spelt.rsplit_once('.') {
                 Some((table, _)) => format!("belongs under \"{table}\""),
@@ -79,18 +77,13 @@ pub fn variable_of(path: &str) -> String {
 }
 
 /// What is wrong with one key or one source.
+#[expect(missing_docs, reason = "the fields are parts of the message, which says what they are")]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fault {
     /// No such key; the dotted path of the most similar one.
-    UnknownKey {
-        /// Dotted path of the most similar key.
-        nearest: String,
-    },
+    UnknownKey { nearest: String },
     /// No such table.
-    UnknownTable {
-        /// Dotted path of the most similar table or key.
-        nearest: String,
-    },
+    UnknownTable { nearest: String },
     /// The key exists, but in other tables.
     Misplaced {
         /// Dotted paths at which it exists.
@@ -98,25 +91,16 @@ pub enum Fault {
     },
     /// A value of the wrong kind.
     WrongKind {
-        /// What is expected, in words.
         expected: String,
-        /// What stands there; hidden where it may be a secret.
+        /// Hidden where it may be a secret.
         found: String,
     },
     /// A key without a default that no source gives.
     Missing,
-    /// The value is refused.
-    Should {
-        /// What it should be.
-        be: String,
-        /// Why.
-        why: String,
-    },
+    /// A value that a rule refuses.
+    Should { be: String, why: String },
     /// A file that cannot be read.
-    Unreadable {
-        /// The system's words.
-        error: String,
-    },
+    Unreadable { error: String },
     /// A file that is not TOML or JSON.
     Syntax {
         /// Line, from 1.
@@ -135,11 +119,11 @@ pub enum Fault {
 pub struct Problem {
     /// The key's dotted path; empty where a whole source is meant.
     pub key: String,
-    /// The source that said so; absent where no source is known.
+    /// The source that gave the value, where one is known.
     pub source: Option<Source>,
     /// What is wrong.
     pub fault: Fault,
-    /// Further keys the judgement rests on.
+    /// Further keys that the rule reads.
     pub(super) with: Vec<&'static str>,
 }
 
@@ -155,8 +139,7 @@ const NAME_CHARS_MAX: usize = 80;
 /// The same of a parser's words, which repeat names too.
 const WORDS_CHARS_MAX: usize = 300;
 
-/// Words from outside as a message may repeat them: on one line, of bounded length, and with characters that a terminal
-/// would obey or not show spelt out.
+/// Text from outside as a message may repeat it: on one line, of bounded length, and with control characters escaped.
 pub(super) fn tame(words: &str, chars_max: usize) -> String {
     let mut tamed = String::new();
     for (count, c) in words.chars().enumerate() {
@@ -192,7 +175,7 @@ impl fmt::Display for Problem {
             Fault::Misplaced { homes } => {
                 let home = |h: &String| self.source.as_ref().map_or_else(|| h.clone(), |s| s.home(h));
                 let homes: Vec<String> = homes.iter().map(home).collect();
-                write!(f, "{key} stands in the wrong place: it {}", homes.join(", or "))
+                write!(f, "{key} is in the wrong place: it {}", homes.join(", or "))
             }
             Fault::WrongKind { expected, found } => write!(f, "{key} should be {expected}, not {found}"),
             Fault::Missing => write!(
@@ -211,47 +194,31 @@ impl fmt::Display for Problem {
 }
 
 /// What ends a run before it starts.
+#[expect(missing_docs, reason = "the fields are parts of the message, which says what they are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// One or more problems, all of them.
     #[error("{}", listed(.problems))]
-    Refused {
-        /// At least one.
-        problems: Vec<Problem>,
-    },
+    Refused { problems: Vec<Problem> },
     /// A key that this verb needs and that no source gives.
     #[error("{key} is not set: {how}")]
-    Unset {
-        /// Dotted path.
-        key: &'static str,
-        /// How to set it.
-        how: &'static str,
-    },
+    Unset { key: &'static str, how: &'static str },
     /// No configuration is there, and the model of the built-in run is not there either.
     #[error(
         "there is no ./config.toml, so this is the built-in laptop run, and its model is not at {}: start where `make \
          run` has put it, or name what you have with --config FILE or --set model.path=FOLDER",
         path.display()
     )]
-    NoLaptopModel {
-        /// Where it was looked for.
-        path: PathBuf,
-    },
+    NoLaptopModel { path: PathBuf },
     /// The environment variable that should hold the endpoint's key is empty or absent.
     #[error(
         "the environment variable {variable} (named by api_key_env) is not set: it holds the endpoint's key; \
          export it in the shell or the job that starts longstraw, never in a file"
     )]
-    NoApiKey {
-        /// Its name.
-        variable: String,
-    },
+    NoApiKey { variable: String },
     /// The endpoint's key holds characters that no request header takes; the key is not shown.
     #[error("the key in {variable} holds a blank, a line break or a character outside ASCII: set it anew")]
-    BadApiKey {
-        /// The variable's name.
-        variable: String,
-    },
+    BadApiKey { variable: String },
 }
 
 impl Classified for Error {

@@ -5,7 +5,7 @@ use serde::ser::SerializeSeq as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// The rewards there are.
+/// The rewards, in the order of [`RewardName::WORDS`].
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardName {
@@ -13,11 +13,11 @@ pub enum RewardName {
     Synthetic,
     /// The data set's own rewards of its answers.
     Data,
-    /// Every answer has the reward 1 and the advantage +1, whatever the others have.
+    /// The reward 1 and the advantage +1 for every answer.
     One,
     /// 1 where the answer is what the record expects.
     ExactMatch,
-    /// 1 where what the record expects stands in the answer.
+    /// 1 where the answer contains what the record expects.
     Contains,
     /// 1 where a pattern matches the answer.
     Regex,
@@ -25,59 +25,64 @@ pub enum RewardName {
     JsonField,
     /// 1 for a short answer, less for a longer one.
     Length,
-    /// A program's.
+    /// A program's value.
     Command,
-    /// The endpoint's.
+    /// The endpoint's score.
     Judge,
 }
 
 impl RewardName {
-    /// All of them, as a configuration names them.
-    pub(super) const WORDS: &[&str] =
+    /// The names as a configuration spells them: the choices of `grpo.reward_fn` and the rows of docs/rewards.md.
+    pub const WORDS: &[&str] =
         &["synthetic", "data", "one", "exact_match", "contains", "regex", "json_field", "length", "command", "judge"];
 
-    /// As a configuration names it.
+    /// The name as a configuration spells it.
     #[must_use]
     pub fn word(self) -> &'static str {
         Self::WORDS[self as usize]
     }
+
+    /// Whether it is for validation runs: it stands alone and needs no data set.
+    #[must_use]
+    pub fn is_for_validation(self) -> bool {
+        matches!(self, RewardName::One | RewardName::Synthetic)
+    }
 }
 
-/// One reward and how much it counts.
+/// One reward and its factor in the sum.
+#[expect(missing_docs, reason = "both fields say what they are")]
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct WeightedReward {
-    /// Which.
     pub name: RewardName,
-    /// Its factor in the sum.
     pub weight: f64,
 }
 
-/// Where rewards come from: a weighted sum, most often of one.
+/// Where rewards come from: a weighted sum, most often of one addend.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RewardFn(Vec<WeightedReward>);
 
 impl RewardFn {
-    /// One alone, with the weight 1.
+    /// One reward with the weight 1.
     #[must_use]
     pub fn only(name: RewardName) -> RewardFn {
         RewardFn(vec![WeightedReward { name, weight: 1.0 }])
     }
 
-    /// The addends.
+    /// The addends of the sum.
     #[must_use]
     pub fn parts(&self) -> &[WeightedReward] {
         &self.0
     }
 
-    /// Whether it is among them.
+    /// Whether `name` is one of the addends.
     #[must_use]
     pub fn names(&self, name: RewardName) -> bool {
         self.0.iter().any(|part| part.name == name)
     }
 }
 
-/// A name alone where it has the weight 1, else a list.
+/// One name where there is one addend of weight 1, else a list.
 impl Serialize for RewardFn {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if *self == RewardFn::only(self.0[0].name) {
@@ -113,5 +118,18 @@ impl<'de> Deserialize<'de> for RewardFn {
             }
         }
         deserializer.deserialize_any(RewardVisitor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_word_is_read_as_the_reward_of_that_name() {
+        for word in RewardName::WORDS {
+            let name = RewardName::deserialize(de::value::StrDeserializer::<de::value::Error>::new(word));
+            assert_eq!(name.map(RewardName::word), Ok(*word));
+        }
     }
 }

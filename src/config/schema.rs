@@ -1,7 +1,7 @@
-//! The list of keys: which tables there are, which keys stand in them, and what a value must look like.
+//! The list of keys: the tables, the keys in each table, and what a value must look like.
 //!
-//! The structs in `tables` say the same to serde, which stops at the first fault; this list lets a source be walked to its
-//! end, so that one wrong key hides no other. Tests hold the two and `configs/default.toml` together.
+//! The structs in `tables` say the same to serde, which stops at the first fault. With this list a source is read to its end,
+//! so that one wrong key hides no other. Tests compare the list, the structs and `configs/default.toml`.
 
 use figment::value::{Num, Value};
 
@@ -14,7 +14,7 @@ pub(super) enum Kind {
     Switch,
     /// A whole number from 0.
     Count,
-    /// Any number.
+    /// A number, `inf` and `nan` included.
     Number,
     /// Text that is not empty.
     Text,
@@ -30,22 +30,22 @@ pub(super) enum Kind {
     Gradient,
     /// A reward's name, or a list of tables `{ name, weight }`.
     Reward,
-    /// A table with keys that are not ours.
+    /// A table whose keys belong to a model, not to longstraw.
     Free,
 }
 
-/// Where a value comes from when no source gives one.
+/// Where the value comes from when no source gives one.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Need {
     /// The compiled-in default file.
     Default,
-    /// Nowhere: absent has a meaning.
+    /// Nowhere: a missing key has a meaning.
     Optional,
     /// Nowhere: it must be given.
     Required,
 }
 
-/// One key.
+/// A key within its table.
 #[derive(Debug)]
 pub(super) struct Key {
     pub(super) name: &'static str,
@@ -266,7 +266,7 @@ pub(super) fn homes(name: &str) -> Vec<String> {
 /// Characters of a name that are compared with those of known ones.
 const NAME_CHARS_MAX: usize = 80;
 
-/// The known key or table that is spelt most like `name`: in `table` if one there is near, else anywhere.
+/// The known key or table whose name is nearest to `name`: in `table` if one there is near, else anywhere.
 pub(super) fn nearest(table: &str, name: &str) -> String {
     // Likeness takes time and memory by the product of two lengths, and what is longer than this is like nothing here.
     let wanted = name.chars().take(NAME_CHARS_MAX).collect::<String>().to_lowercase();
@@ -331,7 +331,7 @@ impl Kind {
         }
     }
 
-    /// The same in words.
+    /// What a value must look like, in words.
     pub(super) fn expects(self) -> String {
         match self {
             Kind::Switch => "true or false".to_owned(),

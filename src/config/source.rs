@@ -1,4 +1,4 @@
-//! One source at a time: read it, walk all of it against the list of keys, keep what is right and note what is not.
+//! One source at a time: read it, compare every key with the list of keys, keep what is right and report what is not.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,7 +16,7 @@ const PATH_NAMES_MAX: usize = 8;
 /// Characters of a text that a message repeats.
 const TEXT_CHARS_MAX: usize = 60;
 
-/// What one source gives, without its faulty keys.
+/// The values of one source, without its faulty keys.
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) source: Source,
@@ -24,7 +24,7 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    /// Whether this source gives the key at a dotted path.
+    /// Whether this source has a value for the key at a dotted path.
     pub(super) fn gives(&self, path: &str) -> bool {
         find(&self.dict, path).is_some()
     }
@@ -45,10 +45,10 @@ impl Provider for &Layer {
 pub(super) struct Gathered {
     pub(super) layers: Vec<Layer>,
     pub(super) problems: Vec<Problem>,
-    /// Keys and tables that are wrong already, or that an unknown key most likely means, each with the number of the layer
-    /// in which that is so: no more is said about their values, unless that layer or a later one gives another.
+    /// Keys and tables that are wrong already, or that an unknown key most likely means, each with the number of its layer.
+    /// Their values are not checked further, unless that layer or a later one gives another value.
     pub(super) spoilt: BTreeMap<String, usize>,
-    /// A source could not be read at all, so what is absent may only seem so.
+    /// A source could not be read at all, so a key that seems to be missing may be in it.
     pub(super) unread: bool,
 }
 
@@ -56,6 +56,11 @@ impl Gathered {
     /// Adds a compiled-in file.
     pub(super) fn builtin(&mut self, name: &'static str, text: &str) {
         self.toml(Source::Builtin(name), text);
+    }
+
+    /// Adds compiled-in values.
+    pub(super) fn values(&mut self, name: &'static str, values: Dict) {
+        self.walk(Source::Builtin(name), values);
     }
 
     /// Adds a config.toml.
@@ -84,7 +89,7 @@ impl Gathered {
                 let words = words.split(" at line ").next().unwrap_or_default();
                 // These words repeat the value, which may be a key by mistake.
                 let words =
-                    if words.starts_with("invalid type") { "one object { … } should stand here" } else { words };
+                    if words.starts_with("invalid type") { "one object { … } is expected here" } else { words };
                 self.syntax(&source, error.line(), error.column(), words.to_owned());
             }
         }
@@ -110,7 +115,7 @@ impl Gathered {
         }
     }
 
-    /// Adds `--run-dir`.
+    /// Adds the folder of `--run-dir`.
     pub(super) fn run_dir(&mut self, path: &Path) {
         self.walk(Source::RunDir, nest("run.dir", Value::from(path.to_string_lossy().into_owned())));
     }
@@ -120,7 +125,7 @@ impl Gathered {
         self.walk(Source::Builtin(name), nest("run.dir", Value::from(format!("runs/gates/{name}"))));
     }
 
-    /// Takes away what the sources so far say of a key.
+    /// Removes a key from all sources so far.
     pub(super) fn leave_out(&mut self, path: &str) {
         self.layers.iter_mut().for_each(|layer| remove(&mut layer.dict, path));
     }
@@ -162,15 +167,15 @@ impl Gathered {
         self.problems.push(Problem::new(source, "", Fault::Syntax { line, column, message }));
     }
 
-    /// Whether nothing is to be said about the value of a key: see `spoilt`.
+    /// Whether the value of a key is not checked further: see `spoilt`.
     pub(super) fn is_spoilt(&self, path: &str) -> bool {
         let table = path.split('.').next().unwrap_or_default();
         let since = self.spoilt.get(path).max(self.spoilt.get(table));
         since.is_some_and(|layer| !self.layers.iter().skip(*layer).any(|l| l.gives(path)))
     }
 
-    /// Keeps the keys that are right, notes the others. What a later source says of a key stands, whole: a value that is
-    /// itself a table is replaced, not mixed.
+    /// Keeps the keys that are right and reports the others. A later source overrides the whole value of a key: a value that
+    /// is itself a table is replaced, not merged.
     fn walk(&mut self, source: Source, dict: Dict) {
         let dict = self.table(&source, "", dict);
         let layer = Layer { source, dict };
@@ -257,7 +262,7 @@ pub(super) fn nest(path: &str, value: Value) -> Dict {
     }
 }
 
-/// The value that a variable or a flag means: texts may go without quotes, lists of texts with commas.
+/// The value of a variable or a flag: texts need no quotes, and lists of texts may be written with commas.
 fn value_of(kind: Option<Kind>, text: &str) -> Value {
     let parsed = || {
         let mut dict = toml::from_str::<Dict>(&format!("value = {text}")).ok().filter(|d| d.len() == 1)?;
@@ -276,11 +281,11 @@ fn value_of(kind: Option<Kind>, text: &str) -> Value {
     }
 }
 
-/// A value in an error message. What stands under `[endpoint]` may be a key by mistake and is not shown.
+/// A value in an error message. A text of `[endpoint]` may be a secret key by mistake and is not shown.
 fn shown(path: &str, value: &Value) -> String {
     match value {
         Value::String(_, text) if text.is_empty() => "an empty text".to_owned(),
-        Value::String(..) if path.starts_with("endpoint") => "a text like the one that stands there".to_owned(),
+        Value::String(..) if path.starts_with("endpoint") => "a text that is not shown".to_owned(),
         Value::String(_, text) => format!("\"{}\"", tame(text, TEXT_CHARS_MAX)),
         Value::Char(_, c) => format!("\"{c}\""),
         Value::Bool(_, on) => on.to_string(),

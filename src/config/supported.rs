@@ -1,5 +1,5 @@
-//! What the configuration can say and this build does not do yet. One row each, so that no key is ignored in silence; a
-//! row goes when its part is built.
+//! Values of the configuration that this build does not support yet. Each has a row, so that no key is ignored in silence;
+//! the row is removed when its part is built.
 
 use super::RunConfig;
 use super::choices::{ActivationCkpt, Weights};
@@ -13,7 +13,7 @@ pub struct Supported {
     pub be: &'static str,
     /// What this build does not do yet.
     pub what: &'static str,
-    /// Whether a configuration asks for it.
+    /// Whether a configuration needs it.
     pub lacks: fn(&RunConfig) -> bool,
 }
 

@@ -1,7 +1,9 @@
-//! The tables of the configuration as plain structs: what the rest of the program reads.
+//! The tables of the configuration as plain structs, for the rest of the program.
 //!
-//! Every field is set: defaults come from `configs/default.toml`, never from Rust code. The meaning of a key stands there
-//! and in `docs/configuration.md`; here stand types and units.
+//! Every field is set: defaults come from `configs/default.toml`, never from Rust code. That file explains every key; the
+//! comments here say only what a reader of the field must know besides.
+
+#![expect(missing_docs, reason = "configs/default.toml explains every key, and a test compares the two lists")]
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -23,21 +25,18 @@ pub struct ParallelConfig {
     /// Ranks that share one prompt; absent: all ranks. Read it through [`super::RunConfig::cp_size`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cp_size: Option<u64>,
-    /// Ranks over which experts are spread; divides the cp size.
     pub ep_size: u64,
     /// Pipeline parallelism; checked to be 1.
     pub pp_size: u64,
 }
 
-/// `[context]`: lengths.
+/// `[context]`: lengths in positions.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct ContextConfig {
     /// Positions of a prompt and one answer; checked to be `prompt_len + answer_len`.
     pub max_seq_len: Tokens,
-    /// Positions of the longest prompt.
     pub prompt_len: Tokens,
-    /// Positions of the longest answer.
     pub answer_len: Tokens,
     /// Positions in a page; checked to be at least 1.
     pub page_size: Tokens,
@@ -50,23 +49,14 @@ pub struct ContextConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryConfig {
-    /// The prompt runs once, without autograd.
     pub prompt_no_grad: bool,
-    /// Whether pages live in host memory.
     pub cpu_offload_pages: When,
-    /// Whether the tail's block inputs wait in host memory.
     pub cpu_offload_inputs: When,
-    /// The tail's block inputs are kept for every so many layers; 0 leaves it to the plan.
     pub inputs_every: u64,
-    /// Whether the tail's attention output and log-sum-exp are kept.
     pub keep_attention: When,
-    /// One layer's pages are staged at a time, not all layers' at once.
     pub layer_wise_transfer: bool,
-    /// What the backward pass starts from.
     pub activation_ckpt: ActivationCkpt,
-    /// Rows of a micro-block.
     pub micro_block: Tokens,
-    /// Rows of a chunk of log-probabilities.
     pub head_block: Tokens,
 }
 
@@ -74,23 +64,15 @@ pub struct MemoryConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerConfig {
-    /// Which optimizer.
     pub name: OptimizerName,
-    /// Learning rate at the top of the schedule.
     pub lr: f64,
-    /// Groups per update on each data-parallel replica.
     pub grad_accum: u64,
     /// Decay of the first and second moment, both in [0, 1).
     pub betas: [f64; 2],
-    /// Added to the root of the second moment.
     pub eps: f64,
-    /// Decoupled weight decay.
     pub weight_decay: f64,
-    /// L2 norm to which a longer gradient is scaled down; infinity never scales.
     pub max_grad_norm: f64,
-    /// Learning rate after the warm-up.
     pub schedule: Schedule,
-    /// Updates of the warm-up.
     pub warmup_steps: u64,
 }
 
@@ -98,28 +80,18 @@ pub struct OptimizerConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct GrpoConfig {
-    /// Answers of one prompt.
     pub group_size: u64,
-    /// Where rewards come from.
     pub reward_fn: RewardFn,
-    /// Advantages are divided by the group's population standard deviation.
     pub normalize_adv: bool,
-    /// Which prompt positions carry gradient.
     pub gradient: Gradient,
-    /// The ratio is at least 1 minus this.
     pub clip_low: f64,
-    /// The ratio is at most 1 plus this.
     pub clip_high: f64,
-    /// Weight of the k3 divergence from the starting policy; 0: none.
     pub kl_coef: f64,
-    /// How token losses become one number.
     pub aggregation: Aggregation,
     /// Divisor of [`Aggregation::Constant`]; checked to stand with it and only with it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub constant_divisor: Option<f64>,
-    /// Divides logits before every softmax.
     pub temperature: f64,
-    /// Updates made from one set of frozen scores.
     pub updates_per_group: u64,
 }
 
@@ -127,14 +99,10 @@ pub struct GrpoConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoraConfig {
-    /// Inner width of an adapter pair.
     pub rank: u64,
-    /// The adapter's output is scaled by `alpha / rank`.
     pub alpha: f64,
-    /// Names of the projections that carry an adapter; absent: all linear layers of the family.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub targets: Option<Vec<String>>,
-    /// Folder of a PEFT adapter to start from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init_from: Option<PathBuf>,
 }
@@ -146,13 +114,9 @@ pub struct ModelConfig {
     /// Checkpoint folder; [`super::RunConfig::model_path`] says how to set it where it is missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
-    /// Number format of weights and activations.
     pub dtype: Dtype,
-    /// How the frozen weights are held.
     pub weights: Weights,
-    /// Random weights in place of the checkpoint's.
     pub random_init: bool,
-    /// Rotary scaling in place of the checkpoint's, with the keys of its config.json.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<BTreeMap<String, serde_json::Value>>,
 }
@@ -161,15 +125,11 @@ pub struct ModelConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// JSON lines to train on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
-    /// JSON lines that are only evaluated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held_out: Option<PathBuf>,
-    /// Prompts come in an order drawn from the seed.
     pub shuffle: bool,
-    /// What to do with a prompt that is longer than the plan's.
     pub too_long: TooLong,
 }
 
@@ -177,17 +137,11 @@ pub struct DataConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunTable {
-    /// Starting point of every random draw.
     pub seed: u64,
-    /// Updates.
     pub steps: u64,
-    /// Where the model computes.
     pub device: DeviceChoice,
-    /// Whether tensors go from GPU to GPU without the host between.
     pub direct: When,
-    /// Kernels that repeat bit for bit on a GPU.
     pub deterministic: bool,
-    /// A trace of phases and layers is written.
     pub trace: bool,
 }
 
@@ -195,57 +149,39 @@ pub struct RunTable {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct RolloutConfig {
-    /// The policy answers for itself; otherwise answers come with the data.
     pub sample: bool,
     /// Tokens of an answer, its end included; absent: `context.answer_len`. Read it through
     /// [`super::RunConfig::sampled_len`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_tokens: Option<Tokens>,
-    /// The most probable tokens that together have this probability are drawn from; 1: all.
     pub top_p: f64,
-    /// So many of the most probable tokens are drawn from; 0: all.
     pub top_k: u64,
-    /// Whether all layers' pages lie on the device while answers are drawn.
     pub pages_on_device: When,
-    /// The most seconds that a token may take by the plan's prediction.
     pub token_sec_max: f64,
-    /// Largest difference between a sampled token's log-probability and its score that is not warned of; absent: by the
-    /// model's dtype.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gap_warn: Option<f64>,
 }
 
-/// `[reward]`: scoring of answers; `grpo.reward_fn` says which of it is used.
+/// `[reward]`: settings of the rewards that `grpo.reward_fn` names.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct RewardConfig {
-    /// Only what follows the last of these texts in an answer is scored; absent: all of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub after: Option<String>,
-    /// Pattern of the reward `regex`, where a record has none of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pattern: Option<String>,
-    /// Field of the reward `json_field`, dotted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub field: Option<String>,
-    /// Tokens up to which the reward `length` is 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub length_tokens: Option<Tokens>,
-    /// Program and arguments of the reward `command`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub command: Option<Vec<String>>,
-    /// Seconds that it may take for a group.
     pub command_sec: u64,
-    /// File with the rubric of the reward `judge`; absent: a general one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rubric: Option<PathBuf>,
-    /// Lowest and highest score that the judge may give; they become the rewards 0 and 1.
     pub judge_scale: [f64; 2],
-    /// Tokens of a judge's reply, at most.
     pub judge_tokens: u64,
-    /// Requests that are under way at one time.
     pub judge_parallel: u64,
-    /// The largest share of an update's answers without a reward that does not stop the run.
     pub missing_share_max: f64,
 }
 
@@ -253,9 +189,7 @@ pub struct RewardConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct CheckpointConfig {
-    /// Updates between two checkpoints; 0: one at the end only.
     pub every: u64,
-    /// Complete checkpoints that stay.
     pub keep: u64,
 }
 
@@ -267,7 +201,7 @@ pub struct GateConfig {
     pub scale: u64,
 }
 
-/// `[endpoint]`, the keys of settings.json: the service that judges answers. The key is not here: see
+/// `[endpoint]`, the keys of settings.json: the service that judges answers. The secret key is not here: see
 /// [`super::Environment::api_key`].
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -275,20 +209,13 @@ pub struct EndpointConfig {
     /// Base address; [`super::RunConfig::api_base`] says how to set it where it is missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_base: Option<String>,
-    /// Name of the environment variable that holds the key.
     pub api_key_env: String,
-    /// The model that is asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_model: Option<String>,
-    /// Seconds one request may take.
     pub timeout_sec: u64,
-    /// Further attempts after a failed one.
     pub max_retries: u64,
-    /// Attempt n waits this to the power n seconds.
     pub retry_backoff: f64,
-    /// Paths under the base address.
     pub endpoints: EndpointPaths,
-    /// What the service is used for.
     pub usage: EndpointUsage,
 }
 
@@ -296,9 +223,7 @@ pub struct EndpointConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EndpointPaths {
-    /// Messages.
     pub chat: String,
-    /// The list of models.
     pub models: String,
 }
 
@@ -307,14 +232,9 @@ pub struct EndpointPaths {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EndpointUsage {
-    /// Scores for answers.
     pub reward_scoring: bool,
-    /// A summary of the logs.
     pub log_summary: bool,
-    /// A diagnosis of the worst answers.
     pub sample_replay: bool,
-    /// Questions and answers for a data set.
     pub data_generation: bool,
-    /// Questions of records may be sent for a diagnosis.
     pub prompt_text: bool,
 }

@@ -1,9 +1,9 @@
 //! A model's own chat template, run as the `transformers` library runs it.
 //!
-//! A template is a Jinja program beside the tokenizer: `chat_template.jinja`, or `"chat_template"` of
-//! `tokenizer_config.json`. Where the two libraries differ, `transformers` is followed: blocks leave no blank line, values
-//! print as Python prints them, `tojson` is `json.dumps`, Python's string methods are there, `raise_exception` refuses,
-//! and `strftime_now` tells the time.
+//! A template is a Jinja program in the model's folder: `chat_template.jinja`, or `"chat_template"` of
+//! `tokenizer_config.json`. Where minijinja and `transformers` differ, this follows `transformers`: blocks leave no blank
+//! line, values print as in Python, `tojson` is `json.dumps`, Python's string methods exist, `raise_exception` refuses the
+//! conversation, and `strftime_now` prints the time.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -15,42 +15,39 @@ use serde_json::{Map, Value as Json};
 
 use super::python;
 
-/// What a record may not hand to a template under these names: they have fields of their own.
+/// Names that `chat_template_kwargs` may not set: they have fields of their own.
 pub(super) const RESERVED: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
 
-/// A conversation, and what else its template is told.
+/// What a template renders.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Chat {
+pub(super) struct Conversation {
     /// The turns, each with a role.
     pub(super) messages: Vec<Map<String, Json>>,
-    /// Descriptions of tools.
     pub(super) tools: Option<Vec<Json>>,
-    /// Further names, as `enable_thinking`.
+    /// More variables of the template, as `enable_thinking`.
     pub(super) kwargs: Map<String, Json>,
 }
 
 /// Why a template gives no text.
 #[derive(Clone, Debug)]
 pub(super) struct Refusal {
-    /// The file it stands in, or should.
+    /// The file that holds the template, or should.
     pub(super) file: PathBuf,
-    /// The template's own words, or what is wrong with it.
+    /// The template's own message, or what is wrong with it.
     pub(super) reason: String,
 }
 
 /// A folder's chat template and the special tokens that it may name.
 #[derive(Debug)]
 pub(super) struct Template {
-    /// The file it stands in.
     pub(super) file: PathBuf,
     source: String,
-    /// Where a folder has another one for conversations with tools.
+    /// Another template for conversations with tools.
     with_tools: Option<String>,
     specials: Map<String, Json>,
 }
 
 impl Template {
-    /// Reads the template of a model folder.
     pub(super) fn open(folder: &Path) -> Result<Template, Refusal> {
         let jinja = folder.join("chat_template.jinja");
         let file = folder.join("tokenizer_config.json");
@@ -65,9 +62,10 @@ impl Template {
         let (source, with_tools) = match found {
             Some(Json::String(source)) => (source.clone(), None),
             Some(Json::Array(named)) => {
-                let of = |name: &str| named.iter().find(|entry| entry["name"] == name)?["template"].as_str();
-                let default = of("default").ok_or_else(|| refused("none of its chat templates is named default"))?;
-                (default.to_owned(), of("tool_use").map(str::to_owned))
+                let template = |name: &str| named.iter().find(|entry| entry["name"] == name)?["template"].as_str();
+                let default =
+                    template("default").ok_or_else(|| refused("none of its chat templates is named default"))?;
+                (default.to_owned(), template("tool_use").map(str::to_owned))
             }
             None | Some(Json::Null) => return Err(refused("there is no chat_template")),
             Some(_) => return Err(refused("chat_template is neither a text nor a list of named texts")),
@@ -75,28 +73,29 @@ impl Template {
         Ok(Template { file, source, with_tools, specials })
     }
 
-    /// The text of the token that the folder calls `name`, as `eos_token`.
+    /// The text of the special token `name`, as `eos_token`.
     pub(super) fn special(&self, name: &str) -> Option<&str> {
         self.specials.get(name).and_then(Json::as_str)
     }
 
-    /// The conversation as text; with `open`, followed by what opens the assistant's turn.
-    pub(super) fn render(&self, chat: &Chat, open: bool) -> Result<String, Refusal> {
-        let mut names = self.specials.clone();
-        names.insert("documents".to_owned(), Json::Null);
-        names.extend(chat.kwargs.clone());
-        names.insert("messages".to_owned(), chat.messages.iter().cloned().map(Json::Object).collect());
-        names.insert("tools".to_owned(), chat.tools.clone().map_or(Json::Null, Json::Array));
-        names.insert("add_generation_prompt".to_owned(), open.into());
-        let tools = chat.tools.as_ref().and(self.with_tools.as_deref());
-        let source = without_generation(tools.unwrap_or(&self.source));
+    /// The conversation as text; `open_answer` adds the beginning of the assistant's turn.
+    pub(super) fn render(&self, conversation: &Conversation, open_answer: bool) -> Result<String, Refusal> {
+        let Conversation { messages, tools, kwargs } = conversation;
+        let mut variables = self.specials.clone();
+        variables.insert("documents".to_owned(), Json::Null);
+        variables.extend(kwargs.clone());
+        variables.insert("messages".to_owned(), messages.iter().cloned().map(Json::Object).collect());
+        variables.insert("tools".to_owned(), tools.clone().map_or(Json::Null, Json::Array));
+        variables.insert("add_generation_prompt".to_owned(), open_answer.into());
+        let with_tools = tools.as_ref().and(self.with_tools.as_deref());
+        let source = without_generation(with_tools.unwrap_or(&self.source));
         environment()
-            .render_named_str("chat_template", &source, Value::from_serialize(&names))
+            .render_named_str("chat_template", &source, Value::from_serialize(&variables))
             .map_err(|failed| Refusal { file: self.file.clone(), reason: reason(&failed) })
     }
 }
 
-/// The JSON object in a file; `None` where there is no file.
+/// The JSON object in a file; `None` if there is no file.
 fn object(file: &Path) -> Result<Option<Map<String, Json>>, Refusal> {
     let refused = |reason: String| Refusal { file: file.to_owned(), reason };
     match fs::read(file) {
@@ -108,14 +107,14 @@ fn object(file: &Path) -> Result<Option<Map<String, Json>>, Refusal> {
     }
 }
 
-/// Names that end in `_token` and stand for a text, or for an object with one.
+/// All `…_token` entries. A value is a text, or an object whose "content" is one.
 fn special_tokens(config: Option<&Map<String, Json>>) -> Map<String, Json> {
     let text = |value: &Json| value.as_str().or_else(|| value["content"].as_str()).map(Json::from);
     let entries = config.into_iter().flatten().filter(|(name, _)| name.ends_with("_token"));
     entries.filter_map(|(name, value)| Some((name.clone(), text(value)?))).collect()
 }
 
-/// Jinja as `transformers` sets it up.
+/// A Jinja environment set up as `transformers` does it.
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
@@ -129,40 +128,43 @@ fn environment() -> Environment<'static> {
     environment
         .add_filter("tojson", |value: &Value, options: minijinja::value::Kwargs| python::to_json(value, &options));
     environment.add_filter("string", |value: &Value| python::display(value));
-    environment.add_filter("trim", |value: &Value, signs: Option<String>| {
+    environment.add_filter("trim", |value: &Value, characters: Option<String>| {
         let text = python::display(value)?;
-        let trimmed = signs.map_or(text.trim(), |signs| text.trim_matches(|sign| signs.contains(sign)));
+        let trimmed = characters.map_or(text.trim(), |set| text.trim_matches(|character| set.contains(character)));
         Ok::<_, Failed>(trimmed.to_owned())
     });
-    // In Jinja a text and a mapping are sequences too, and a text can be gone through.
+    // In Jinja a text and a mapping are sequences too, and a text is iterable.
     let sequence = |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map);
     environment.add_test("sequence", sequence);
     environment.add_test("iterable", move |value: &Value| sequence(value) || value.kind() == ValueKind::Iterable);
-    environment.add_function("raise_exception", |words: String| -> Result<Value, Failed> {
-        Err(Failed::new(ErrorKind::InvalidOperation, words))
+    environment.add_function("raise_exception", |message: String| -> Result<Value, Failed> {
+        Err(Failed::new(ErrorKind::InvalidOperation, message))
     });
     environment.add_function("strftime_now", |format: &str| {
         let mut text = String::new();
-        let words =
-            || Failed::new(ErrorKind::InvalidOperation, format!("strftime_now: {format:?} is no format of a time"));
-        write!(text, "{}", chrono::Local::now().format(format)).map_err(|_| words())?;
+        write!(text, "{}", chrono::Local::now().format(format)).map_err(|_| {
+            Failed::new(ErrorKind::InvalidOperation, format!("strftime_now: {format:?} is no format of a time"))
+        })?;
         Ok(text)
     });
     environment
 }
 
-/// The words of the innermost failure, and the template's line.
+/// The message of the innermost error, with the template's line.
 fn reason(failed: &Failed) -> String {
     let mut inner = failed;
     while let Some(cause) = std::error::Error::source(inner).and_then(|cause| cause.downcast_ref::<Failed>()) {
         inner = cause;
     }
-    let words = inner.detail().map_or_else(|| inner.kind().to_string(), str::to_owned);
-    inner.line().or(failed.line()).map_or_else(|| words.clone(), |line| format!("line {line}: {words}"))
+    let message = inner.detail().map_or_else(|| inner.kind().to_string(), str::to_owned);
+    match inner.line().or(failed.line()) {
+        Some(line) => format!("line {line}: {message}"),
+        None => message,
+    }
 }
 
-/// The template without `{% generation %}`, a tag of `transformers` that marks what an assistant said and prints nothing;
-/// in its place stands a condition that always holds, with the same marks for blanks.
+/// Replaces `{% generation %}`, a tag of `transformers` that marks the assistant's text and prints nothing, by a condition
+/// that is always true. White-space marks stay.
 fn without_generation(source: &str) -> String {
     let mut plain = String::with_capacity(source.len());
     let mut rest = source;
@@ -306,8 +308,8 @@ mod tests {
         Template::open(folder(&files).path()).unwrap()
     }
 
-    fn chat(messages: &Json) -> Chat {
-        Chat { messages: serde_json::from_value(messages.clone()).unwrap(), ..Chat::default() }
+    fn chat(messages: &Json) -> Conversation {
+        Conversation { messages: serde_json::from_value(messages.clone()).unwrap(), ..Conversation::default() }
     }
 
     #[test]
@@ -325,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_take_special_tokens_tools_and_further_names() {
+    fn headers_get_special_tokens_tools_and_kwargs() {
         let template = template(HEADERS);
         let mut talk = chat(&json!([
             {"role": "system", "content": " Be exact. "},
@@ -382,8 +384,9 @@ mod tests {
 
     #[test]
     fn values_and_tests_are_pythons() {
-        let said = |source: &str| template(source).render(&chat(&json!([{"role": "user", "content": "a-b-c"}])), true);
-        let text = |source: &str| said(source).unwrap();
+        let rendered =
+            |source: &str| template(source).render(&chat(&json!([{"role": "user", "content": "a-b-c"}])), true);
+        let text = |source: &str| rendered(source).unwrap();
         assert_eq!(
             text("{{ true }} {{ none }} {{ 1.0 }} {{ messages }} {{ tools }} {{ absent }}."),
             "True None 1.0 [{'role': 'user', 'content': 'a-b-c'}] None ."
@@ -404,11 +407,11 @@ mod tests {
         );
         assert_eq!(text("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}<&>"), "1<&>");
         assert_eq!(text("{{ [' a '] | trim }}{{ ' a ' | trim }}{{ 'xay' | trim('yx') }}"), "[' a ']aa");
-        let refusal = said("\n{{ messages[0].name.first }}").unwrap_err();
+        let refusal = rendered("\n{{ messages[0].name.first }}").unwrap_err();
         assert!(refusal.reason.starts_with("line 2: "), "{}", refusal.reason);
-        let refusal = said("{% if %}").unwrap_err();
+        let refusal = rendered("{% if %}").unwrap_err();
         assert!(refusal.reason.starts_with("line 1: "), "{}", refusal.reason);
-        assert!(said("{{ strftime_now('%Q') }}").unwrap_err().reason.contains("\"%Q\" is no format of a time"));
+        assert!(rendered("{{ strftime_now('%Q') }}").unwrap_err().reason.contains("\"%Q\" is no format of a time"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Real text out of folders, as paragraphs that each stand once.
+//! Real text from folders, as paragraphs without repeats.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,37 +11,35 @@ use super::order::Random;
 use super::tokenizer::Tokenizer;
 use crate::runtime::units::{Tokens, from_index};
 
-/// Folders of English text that stand on any Debian machine; those that are absent are passed over.
+/// Folders of English text on any Debian machine; absent ones are skipped.
 pub(super) const DEFAULT_FOLDERS: [&str; 3] = ["/usr/share/common-licenses", "/usr/share/doc", "/usr/share/perl"];
 
-/// Most files that are listed.
 const FILES_MAX: usize = 200_000;
-/// Longest file that is read.
+/// Longer files are skipped.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// Deepest folder.
+/// Levels of folders below a given one.
 const DEPTH_MAX: usize = 16;
-/// Longest paragraph; longer ones are cut at a line's end.
+/// Longer paragraphs are cut at the end of a line.
 const PARAGRAPH_BYTES_MAX: usize = 2_000;
 
-/// A run of lines without a blank one.
+/// Consecutive lines without a blank one.
 #[derive(Debug)]
 pub(super) struct Paragraph {
-    /// Its lines.
     pub(super) text: String,
-    /// Tokens of it with a blank line after it.
+    /// Tokens of the text and a blank line after it.
     pub(super) tokens: Tokens,
 }
 
 /// Paragraphs in the order of their files, which is shuffled by the seed.
 #[derive(Debug)]
 pub(super) struct Corpus {
-    /// No two of them say the same.
+    /// No two are equal but for white space.
     pub(super) paragraphs: Vec<Paragraph>,
-    /// How many files they come from.
+    /// Number of files with at least one of these paragraphs.
     pub(super) files: usize,
 }
 
-/// Collects at least `tokens_wanted` tokens of text where there are so many.
+/// Collects at least `tokens_wanted` tokens of text, or all there is.
 pub(super) fn collect(
     folders: &[PathBuf],
     tokenizer: &Tokenizer,
@@ -66,8 +64,8 @@ pub(super) fn collect(
         let Some(text) = text_of(&file)? else { continue };
         let before = corpus.paragraphs.len();
         for text in paragraphs(&text) {
-            let said: Vec<&str> = text.split_whitespace().collect();
-            let new = known.insert(<[u8; 32]>::from(Sha256::digest(said.join(" "))));
+            let words: Vec<&str> = text.split_whitespace().collect();
+            let new = known.insert(<[u8; 32]>::from(Sha256::digest(words.join(" "))));
             if new && prose(&text) && !added.iter().any(|token| text.contains(token.as_str())) {
                 let count = Tokens(from_index(tokenizer.encode(&format!("{text}\n\n"))?.len()));
                 tokens += count;
@@ -79,12 +77,12 @@ pub(super) fn collect(
     Ok(corpus)
 }
 
-/// All plain files under `path`; links are not followed, so that no text comes twice.
+/// All plain files under `path`; does not follow links, so that no text comes twice.
 fn list(path: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), Error> {
-    let io = |action| move |source| Error::Io { file: path.to_owned(), action, source };
-    for entry in fs::read_dir(path).map_err(io("list it"))? {
-        let entry = entry.map_err(io("list it"))?;
-        let kind = entry.file_type().map_err(io("list it"))?;
+    let failed = Error::io(path, "list it");
+    for entry in fs::read_dir(path).map_err(&failed)? {
+        let entry = entry.map_err(&failed)?;
+        let kind = entry.file_type().map_err(&failed)?;
         if files.len() >= FILES_MAX {
             break;
         }
@@ -99,23 +97,24 @@ fn list(path: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), Error
 
 /// The file's text if it is text: UTF-8 without control characters, neither tiny nor huge.
 fn text_of(file: &Path) -> Result<Option<String>, Error> {
-    let io = |action| move |source| Error::Io { file: file.to_owned(), action, source };
-    let bytes = fs::metadata(file).map_err(io("ask its length"))?.len();
+    let bytes = fs::metadata(file).map_err(Error::io(file, "read its length"))?.len();
     if !(200..=FILE_BYTES_MAX).contains(&bytes) {
         return Ok(None);
     }
-    let text = String::from_utf8(fs::read(file).map_err(io("read it"))?).map(|text| text.replace("\r\n", "\n"));
-    let plain = |text: &String| text.chars().all(|sign| !sign.is_control() || matches!(sign, '\n' | '\t'));
+    let text =
+        String::from_utf8(fs::read(file).map_err(Error::io(file, "read it"))?).map(|text| text.replace("\r\n", "\n"));
+    let plain =
+        |text: &String| text.chars().all(|character| !character.is_control() || matches!(character, '\n' | '\t'));
     Ok(text.ok().filter(plain))
 }
 
-/// Whether most signs are letters: tables and addresses are no text to be read.
+/// Whether at least three in five characters are letters: excludes tables and addresses.
 fn prose(text: &str) -> bool {
-    let signs = || text.chars().filter(|sign| !sign.is_whitespace());
-    5 * signs().filter(|sign| sign.is_alphabetic()).count() >= 3 * signs().count()
+    let characters = || text.chars().filter(|character| !character.is_whitespace());
+    5 * characters().filter(|character| character.is_alphabetic()).count() >= 3 * characters().count()
 }
 
-/// Runs of lines between blank ones, none longer than the bound (but for a single line that is).
+/// Runs of lines between blank ones, none longer than the bound unless it is a single line.
 fn paragraphs(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut current = String::new();
@@ -141,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_text_is_taken_and_every_paragraph_once() {
+    fn only_text_is_collected_and_every_paragraph_once() {
         let folder = tempfile::tempdir().unwrap();
         let body = "A first paragraph,\nin two lines.\n\n\nThe second one is unique to this file. ".to_owned()
             + &"x".repeat(200);
@@ -150,7 +149,6 @@ mod tests {
         fs::write(folder.path().join("deep/b"), body.replace("unique", "new").replace('\n', "\r\n")).unwrap();
         fs::write(folder.path().join("binary"), [0_u8; 400]).unwrap();
         fs::write(folder.path().join("latin1"), [0xe9_u8; 400]).unwrap();
-        fs::write(folder.path().join("table"), "0E45 ; [.3248.0020.0003] # THAI\n".repeat(10)).unwrap();
         fs::write(folder.path().join("table"), "0E45 ; [.3248.0020.0003] # THAI\n".repeat(10)).unwrap();
         fs::write(folder.path().join("special"), "Says <|im_end|> in it. ".repeat(20)).unwrap();
         std::os::unix::fs::symlink(folder.path().join("a"), folder.path().join("link")).unwrap();

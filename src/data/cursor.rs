@@ -1,4 +1,4 @@
-//! Which group comes next: a shuffled order that a seed fixes for ever and for all ranks.
+//! Which group comes next: a shuffled order that depends on the seed alone, so all ranks and later versions agree.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,14 +6,14 @@ use super::error::Error;
 use super::order::Random;
 use crate::runtime::units::from_index;
 
-/// A place in the endless order of a dataset: epoch after epoch, each a permutation of its own.
+/// A position in the endless order of a dataset: epoch after epoch, each with a permutation of its own.
 ///
-/// All ranks hold the same cursor and take the same indices; data-parallel ranks pick different ones among them. Stored
-/// in a checkpoint, it goes on where it stood.
+/// All ranks hold the same cursor and take the same indices; data-parallel ranks pick different ones among them. A
+/// checkpoint stores the cursor, and a resumed run continues from it.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cursor {
-    /// Absent: the order of the file.
+    /// `None`: the order of the file.
     seed: Option<u64>,
     groups: usize,
     epoch: u64,
@@ -21,7 +21,7 @@ pub struct Cursor {
 }
 
 impl Cursor {
-    /// The start of the order over `groups` groups that `seed` draws; without one, they come as they stand.
+    /// The start of the order over `groups` groups. Without a seed, groups come in the order of the file.
     ///
     /// # Panics
     /// When `groups` is 0; a dataset holds at least one.
@@ -49,12 +49,12 @@ impl Cursor {
         self.epoch * from_index(self.groups) + from_index(self.offset)
     }
 
-    /// The next dataset index; takes it.
+    /// Takes the next dataset index.
     pub fn next_index(&mut self) -> usize {
         self.take(1)[0]
     }
 
-    /// The next `count` dataset indices in order, over the end of an epoch where it comes; takes them.
+    /// Takes the next `count` dataset indices, across the end of an epoch if needed.
     pub fn take(&mut self, count: usize) -> Vec<usize> {
         let mut taken = Vec::with_capacity(count);
         while taken.len() < count {
@@ -70,10 +70,10 @@ impl Cursor {
         taken
     }
 
-    /// Whether a stored cursor belongs to a dataset of `groups` groups.
+    /// Checks that a stored cursor belongs to a dataset of `groups` groups.
     ///
     /// # Errors
-    /// When the dataset has another size than the one the cursor was made for, or the stored place is not within it.
+    /// When the dataset has another size than the cursor's, or the stored offset is outside it.
     pub fn check(&self, groups: usize) -> Result<(), Error> {
         if self.groups == groups && self.offset < groups {
             return Ok(());
@@ -81,7 +81,6 @@ impl Cursor {
         Err(Error::OtherDataset { saved: self.groups, found: groups })
     }
 
-    /// The permutation of this epoch.
     fn order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.groups).collect();
         if let Some(seed) = self.seed {
@@ -108,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_seed_groups_come_as_they_stand() {
+    fn without_a_seed_groups_come_in_file_order() {
         assert_eq!(Cursor::new(None, 3).take(7), [0, 1, 2, 0, 1, 2, 0]);
     }
 
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stored_cursor_goes_on_where_it_stood() {
+    fn a_stored_cursor_continues_where_it_stopped() {
         let mut cursor = Cursor::new(11, 9);
         cursor.take(4);
         let mut restored: Cursor = serde_json::from_str(&serde_json::to_string(&cursor).unwrap()).unwrap();

@@ -9,12 +9,12 @@ use serde_json::Value as Json;
 use super::error::Error;
 use super::tokenizer::Tokenizer;
 
-/// All ids that end an answer of the model in `folder`, sorted, each once: `eos_token_id` of `generation_config.json` and of
-/// `config.json` (there also under `text_config`), and with a `tokenizer` the `eos_token` of `tokenizer_config.json` and what
-/// the chat template writes behind an answer. Absent files and keys say nothing.
+/// All ids that end an answer of the model in `folder`, sorted, without repeats. Sources: `eos_token_id` of
+/// `generation_config.json` and of `config.json` (there also under `text_config`); with a `tokenizer` also the `eos_token`
+/// of `tokenizer_config.json`, and the token that the chat template writes after an answer. Files and keys may be absent.
 ///
 /// # Errors
-/// Names the file and the key whose value is no id, no list of ids or no token (exit 3).
+/// When a value is not an id, a list of ids or a token; names the file and the key (exit 3).
 pub fn end_ids(folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<Vec<i64>, Error> {
     let mut ends = BTreeSet::new();
     for name in ["generation_config.json", "config.json"] {
@@ -38,14 +38,14 @@ pub fn end_ids(folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<Vec<i64>,
         }
     }
     if let Some(tokenizer) = tokenizer {
-        ends.extend(named(folder, tokenizer)?);
-        ends.extend(tokenizer.turn_end_if_told());
+        ends.extend(eos_token(folder, tokenizer)?);
+        ends.extend(tokenizer.known_turn_end());
     }
     Ok(ends.into_iter().collect())
 }
 
 /// The id of the token that `tokenizer_config.json` names.
-fn named(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<i64>, Error> {
+fn eos_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<i64>, Error> {
     const NAME: &str = "tokenizer_config.json";
     let Some(config) = read(folder, NAME)? else { return Ok(None) };
     let found = &config["eos_token"];
@@ -62,12 +62,12 @@ fn named(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<i64>, Error> {
     id.ok_or_else(malformed).map(Some)
 }
 
-/// The JSON in a file of the folder; `None` where there is no file.
+/// The JSON in a file of the folder; `None` if there is no file.
 fn read(folder: &Path, name: &str) -> Result<Option<Json>, Error> {
     let file = folder.join(name);
     match fs::read(&file) {
         Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(Error::Io { file, action: "read it", source }),
+        Err(source) => Err(Error::io(&file, "read it")(source)),
         Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|source| Error::Json { file, source }),
     }
 }
@@ -77,7 +77,7 @@ mod tests {
     use super::super::sample;
     use super::*;
 
-    fn of(files: &[(&str, &str)]) -> Result<Vec<i64>, String> {
+    fn ends(files: &[(&str, &str)]) -> Result<Vec<i64>, String> {
         let folder = sample::folder();
         for (name, text) in files {
             fs::write(folder.path().join(name), text).unwrap();
@@ -87,21 +87,21 @@ mod tests {
     }
 
     #[test]
-    fn every_file_that_names_an_end_is_heard_and_each_end_stands_once() {
-        assert_eq!(of(&[]).unwrap(), [sample::END]);
-        assert_eq!(of(&[("generation_config.json", r#"{"eos_token_id": [7, 3, 258]}"#)]).unwrap(), [3, 7, 258]);
+    fn every_file_may_name_ends_and_each_end_is_listed_once() {
+        assert_eq!(ends(&[]).unwrap(), [sample::END]);
+        assert_eq!(ends(&[("generation_config.json", r#"{"eos_token_id": [7, 3, 258]}"#)]).unwrap(), [3, 7, 258]);
         let config = r#"{"eos_token_id": 5, "text_config": {"eos_token_id": [5, 6]}}"#;
-        assert_eq!(of(&[("config.json", config)]).unwrap(), [5, 6, 258]);
+        assert_eq!(ends(&[("config.json", config)]).unwrap(), [5, 6, 258]);
         for eos in [r#""<|endoftext|>""#, r#"{"content": "<|endoftext|>", "lstrip": false}"#] {
             let config = format!(r#"{{"eos_token": {eos}}}"#);
-            assert_eq!(of(&[("tokenizer_config.json", &config)]).unwrap(), [256], "no template, no end of a turn");
+            assert_eq!(ends(&[("tokenizer_config.json", &config)]).unwrap(), [256], "no template, no end of a turn");
         }
         let none = [("generation_config.json", r#"{"eos_token_id": null}"#), ("tokenizer_config.json", "{}")];
-        assert!(of(&none).unwrap().is_empty());
+        assert!(ends(&none).unwrap().is_empty());
     }
 
     #[test]
-    fn without_a_tokenizer_only_ids_are_heard() {
+    fn without_a_tokenizer_only_ids_count() {
         let folder = sample::folder();
         fs::write(folder.path().join("config.json"), r#"{"eos_token_id": 5}"#).unwrap();
         assert_eq!(end_ids(folder.path(), None).unwrap(), [5]);
@@ -118,7 +118,7 @@ mod tests {
             ("tokenizer_config.json", r#"{"eos_token": "<none>"}"#, "eos_token is \"<none>\""),
             ("tokenizer_config.json", r#"{"eos_token": 2}"#, "eos_token is 2"),
         ] {
-            let message = of(&[(file, text)]).unwrap_err();
+            let message = ends(&[(file, text)]).unwrap_err();
             assert!(message.contains(file) && message.contains(words), "{message}");
         }
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
@@ -29,232 +29,70 @@ impl fmt::Display for Place {
 
 /// Why data cannot be used.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages say what each variant and field means")]
 pub enum Error {
-    /// The operating system refused.
     #[error("{file}: cannot {action}: {source}")]
-    Io {
-        /// The file or folder.
-        file: PathBuf,
-        /// What was tried.
-        action: &'static str,
-        /// The system's reason.
-        source: io::Error,
-    },
-    /// A line is not a record.
+    Io { file: PathBuf, action: &'static str, source: io::Error },
     #[error("{file}, line {line}: not a record: {source}")]
-    Record {
-        /// The dataset file.
-        file: PathBuf,
-        /// Its line, from 1.
-        line: u64,
-        /// What the parser met, with its column.
-        source: serde_json::Error,
-    },
-    /// The file holds no record.
+    Record { file: PathBuf, line: u64, source: serde_json::Error },
     #[error("{file}: holds no record; write at least one line {{\"prompt\": …, \"answers\": [ … ]}}")]
-    Empty {
-        /// The dataset file.
-        file: PathBuf,
-    },
-    /// None of several fields stands, or more than one.
+    Empty { file: PathBuf },
     #[error("{place}: give one of {names}; {found}")]
-    OneOf {
-        /// Where.
-        place: Place,
-        /// The fields.
-        names: &'static str,
-        /// How many stand there.
-        found: &'static str,
-    },
-    /// A value of the wrong kind.
+    OneOf { place: Place, names: &'static str, found: &'static str },
     #[error("{place}: is {found}; it must be {wanted}")]
-    Field {
-        /// Where.
-        place: Place,
-        /// The value.
-        found: String,
-        /// What it may be.
-        wanted: &'static str,
-    },
-    /// Flags that are not as many as the ids they belong to.
-    #[error(
-        "{place}: {flags} flags for {tokens} ids; write one for each id, 1 where it is trained and 0 where it is not"
-    )]
-    MaskLength {
-        /// Where.
-        place: Place,
-        /// How many flags.
-        flags: Tokens,
-        /// How many ids.
-        tokens: Tokens,
-    },
-    /// An answer of which nothing is trained.
+    Field { place: Place, found: String, wanted: &'static str },
+    #[error("{place}: {flags} flags for {tokens} ids; write one for each id, 1 if it is trained and 0 if it is not")]
+    MaskLength { place: Place, flags: Tokens, tokens: Tokens },
     #[error("{place}: no token of the answer is trained; train at least one, or leave the answer out")]
-    NothingTrained {
-        /// Where.
-        place: Place,
-    },
-    /// A chat template that refuses a conversation, or is faulty.
+    NothingTrained { place: Place },
     #[error("{place}: the chat template of {file} says: {reason}")]
-    Chat {
-        /// Where the conversation stands.
-        place: Place,
-        /// Where the template stands.
-        file: PathBuf,
-        /// Its own words, with its line.
-        reason: String,
-    },
-    /// A chat template that is absent or faulty.
+    Chat { place: Place, file: PathBuf, reason: String },
     #[error("{file}: the chat template cannot be used: {reason}")]
-    Template {
-        /// The file the template was looked for in.
-        file: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
-    /// A file of a model folder that is no JSON.
+    Template { file: PathBuf, reason: String },
     #[error("{file}: is no JSON: {source}")]
-    Json {
-        /// The file.
-        file: PathBuf,
-        /// What the parser met, with its place.
-        source: serde_json::Error,
-    },
-    /// A value in a file of a model folder that cannot be used.
+    Json { file: PathBuf, source: serde_json::Error },
     #[error("{file}: {key} is {found}; it must be {wanted}")]
-    Key {
-        /// The file.
-        file: PathBuf,
-        /// The key.
-        key: &'static str,
-        /// Its value.
-        found: String,
-        /// What it may be.
-        wanted: &'static str,
-    },
-    /// Text without a tokenizer.
+    Key { file: PathBuf, key: &'static str, found: String, wanted: &'static str },
     #[error("{place}: is text, but no tokenizer was given; set a model folder with tokenizer.json, or write ids")]
-    NoTokenizer {
-        /// Where.
-        place: Place,
-    },
-    /// Nothing to predict, or nothing to predict from.
+    NoTokenizer { place: Place },
     #[error("{place}: is empty; it needs at least one token")]
-    NoTokens {
-        /// Where.
-        place: Place,
-    },
-    /// More tokens than the plan has positions.
+    NoTokens { place: Place },
     #[error("{place}: {tokens} tokens, the plan's {limit} is {max}; shorten it or raise {limit}{further}")]
-    TooLong {
-        /// Where.
-        place: Place,
-        /// Its length.
-        tokens: Tokens,
-        /// The configuration key.
-        limit: &'static str,
-        /// Its value.
-        max: Tokens,
-        /// What else helps, or nothing.
-        further: &'static str,
-    },
-    /// An id without an embedding row.
+    TooLong { place: Place, tokens: Tokens, limit: &'static str, max: Tokens, further: &'static str },
     #[error("{place}: token {index} has id {id}, outside the vocabulary of {vocab_size}")]
-    OutsideVocabulary {
-        /// Where.
-        place: Place,
-        /// Which token.
-        index: usize,
-        /// Its id.
-        id: i64,
-        /// Rows of the embedding.
-        vocab_size: u64,
-    },
-    /// A reward that is NaN or infinite.
-    #[error("{place}: reward is {reward}; write a finite number, or null where none is known")]
-    Reward {
-        /// Where.
-        place: Place,
-        /// The value.
-        reward: f64,
-    },
-    /// No answers where the policy does not answer for itself.
+    OutsideVocabulary { place: Place, index: usize, id: i64, vocab_size: u64 },
+    #[error("{place}: reward is {reward}; write a finite number, or null if none is known")]
+    Reward { place: Place, reward: f64 },
     #[error(
-        "{place}: none is given, but grpo.group_size is {group_size}; write as many, or set rollout.sample = true and the \
-         policy answers for itself"
+        "{place}: none is given, but grpo.group_size is {group_size}; write as many, or set rollout.sample = true to let \
+         the policy answer"
     )]
-    NoAnswers {
-        /// Where.
-        place: Place,
-        /// How many the configuration says.
-        group_size: usize,
-    },
-    /// Another number of answers than the group has.
+    NoAnswers { place: Place, group_size: usize },
     #[error("{place}: {found} answers, but grpo.group_size is {group_size}")]
-    GroupSize {
-        /// Where.
-        place: Place,
-        /// How many stand there.
-        found: usize,
-        /// How many the configuration says.
-        group_size: usize,
-    },
-    /// A tokenizer file that does not load, or text it cannot handle.
+    GroupSize { place: Place, found: usize, group_size: usize },
     #[error("{file}: {action}: {reason}")]
-    Tokenizer {
-        /// The tokenizer's file.
-        file: PathBuf,
-        /// What failed.
-        action: &'static str,
-        /// The tokenizer library's reason.
-        reason: String,
-    },
-    /// A cursor that belongs to another dataset.
+    Tokenizer { file: PathBuf, action: &'static str, reason: String },
     #[error("the saved order is over {saved} groups, the dataset now holds {found}; restore the file or start anew")]
-    OtherDataset {
-        /// Groups when the cursor was made.
-        saved: usize,
-        /// Groups now.
-        found: usize,
-    },
-    /// An option of `data keychain` that cannot be met.
+    OtherDataset { saved: usize, found: usize },
     #[error("data keychain: {option} is {found}, it must be {wanted}")]
-    Option {
-        /// The option.
-        option: &'static str,
-        /// Its value.
-        found: String,
-        /// What it may be.
-        wanted: String,
-    },
-    /// Padding that never came out even.
+    Option { option: &'static str, found: String, wanted: String },
     #[error(
-        "data keychain: a prompt of exactly {wanted} tokens could not be made with this tokenizer; the nearest of \
-         {tries} tries has {nearest}: ask for so many, or take another --seed"
+        "data keychain: no prompt of exactly {wanted} tokens could be made with this tokenizer; the nearest of {tries} \
+         tries has {nearest}: use that number, or another --seed"
     )]
-    NotExact {
-        /// Tokens of the prompt that was to be made.
-        wanted: Tokens,
-        /// The nearest below it.
-        nearest: Tokens,
-        /// Prompts that were measured.
-        tries: usize,
-    },
-    /// Not enough text for one passage.
+    NotExact { wanted: Tokens, nearest: Tokens, tries: usize },
     #[error(
         "data keychain: the {split} prompts need {needed} tokens of text, but only {found} were \
-         found in {folders}; name further folders of text, or lower the prompt's tokens"
+         found in {folders}; name more folders of text, or lower the prompt's tokens"
     )]
-    TooLittleText {
-        /// `train`, `held-out`, or both: they share no text.
-        split: &'static str,
-        /// Tokens of a passage for each.
-        needed: Tokens,
-        /// Tokens there are.
-        found: Tokens,
-        /// Where text was looked for.
-        folders: String,
-    },
+    TooLittleText { split: &'static str, needed: Tokens, found: Tokens, folders: String },
+}
+
+impl Error {
+    /// Adds file and action to an I/O error.
+    pub(super) fn io(file: &Path, action: &'static str) -> impl Fn(io::Error) -> Error {
+        move |source| Error::Io { file: file.to_owned(), action, source }
+    }
 }
 
 impl From<Refusal> for Error {

@@ -1,4 +1,4 @@
-//! How Python writes values down: chat templates are tried out in Python, so what they print must look the same.
+//! Values as Python prints them: chat templates are written for Python, so their output must look the same.
 
 use std::fmt::Write as _;
 
@@ -6,7 +6,7 @@ use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat;
 
-/// Deepest value that is written.
+/// Levels of nesting that are printed.
 const DEPTH_MAX: usize = 64;
 
 /// `str(value)`; an undefined value is empty, as in Jinja.
@@ -61,17 +61,17 @@ fn represent(value: &Value, depth: usize, out: &mut String) -> Result<(), Error>
 fn quoted(text: &str, out: &mut String) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(quote);
-    for sign in text.chars() {
-        match sign {
+    for character in text.chars() {
+        match character {
             '\n' => out.push_str("\\n"),
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
             '\\' => out.push_str("\\\\"),
-            sign if sign == quote => out.extend(['\\', sign]),
-            sign if sign.is_control() => {
-                let _ = write!(out, "\\x{:02x}", u32::from(sign));
+            _ if character == quote => out.extend(['\\', character]),
+            _ if character.is_control() => {
+                let _ = write!(out, "\\x{:02x}", u32::from(character));
             }
-            sign => out.push(sign),
+            _ => out.push(character),
         }
     }
     out.push(quote);
@@ -82,7 +82,7 @@ fn number(value: &Value) -> Result<String, Error> {
     if value.is_integer() { Ok(value.to_string()) } else { f64::try_from(value.clone()).map(float) }
 }
 
-/// The shortest digits that say which float it is, with an exponent from 1e16 and below 1e-4.
+/// The shortest digits that identify the float, with an exponent from 1e16 and below 1e-4.
 fn float(value: f64) -> String {
     if !value.is_finite() {
         return if value.is_nan() { "nan".into() } else { format!("{value}") };
@@ -97,11 +97,12 @@ fn float(value: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-/// How `json.dumps` is asked to write.
+/// The options of `json.dumps`.
 struct Json {
     ascii: bool,
     indent: Option<usize>,
-    between: [String; 2],
+    item_separator: String,
+    key_separator: String,
     sorted: bool,
 }
 
@@ -111,11 +112,13 @@ pub(super) fn to_json(value: &Value, options: &Kwargs) -> Result<String, Error> 
     let separators: Option<Vec<String>> = options.get("separators")?;
     let separators = separators.map(<[String; 2]>::try_from).transpose();
     let separators = separators.map_err(|_| refused("tojson: separators must be two strings"))?;
-    let usual = || [if indent.is_some() { "," } else { ", " }, ": "].map(String::from);
+    let default = || [if indent.is_some() { "," } else { ", " }, ": "].map(String::from);
+    let [item_separator, key_separator] = separators.unwrap_or_else(default);
     let json = Json {
         ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
         indent,
-        between: separators.unwrap_or_else(usual),
+        item_separator,
+        key_separator,
         sorted: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
     };
     options.assert_all_used()?;
@@ -150,16 +153,16 @@ impl Json {
                 }
                 self.enclosed(['{', '}'], &keys, depth, out, |key, out| {
                     self.string(&key_text(key)?, out);
-                    out.push_str(&self.between[1]);
+                    out.push_str(&self.key_separator);
                     self.write(&value.get_item(key)?, depth + 1, out)
                 })?;
             }
-            kind => return Err(refused(format!("tojson: {kind} is nothing that JSON can say"))),
+            kind => return Err(refused(format!("tojson: {kind} has no JSON form"))),
         }
         Ok(())
     }
 
-    /// Items between brackets, each on a line of its own where there is an indent.
+    /// Items in brackets, each on its own line if there is an indent.
     fn enclosed(
         &self,
         [open, close]: [char; 2],
@@ -176,7 +179,7 @@ impl Json {
         };
         out.push(open);
         for (index, item) in items.iter().enumerate() {
-            out.push_str(if index == 0 { "" } else { &self.between[0] });
+            out.push_str(if index == 0 { "" } else { &self.item_separator });
             line(depth + 1, out);
             each(item, out)?;
         }
@@ -187,8 +190,8 @@ impl Json {
 
     fn string(&self, text: &str, out: &mut String) {
         out.push('"');
-        for sign in text.chars() {
-            match sign {
+        for character in text.chars() {
+            match character {
                 '"' => out.push_str("\\\""),
                 '\\' => out.push_str("\\\\"),
                 '\n' => out.push_str("\\n"),
@@ -196,19 +199,19 @@ impl Json {
                 '\t' => out.push_str("\\t"),
                 '\u{8}' => out.push_str("\\b"),
                 '\u{c}' => out.push_str("\\f"),
-                sign if sign < ' ' || (self.ascii && !matches!(sign, ' '..='~')) => {
-                    for unit in sign.encode_utf16(&mut [0; 2]) {
+                _ if character < ' ' || (self.ascii && !matches!(character, ' '..='~')) => {
+                    for unit in character.encode_utf16(&mut [0; 2]) {
                         let _ = write!(out, "\\u{unit:04x}");
                     }
                 }
-                sign => out.push(sign),
+                _ => out.push(character),
             }
         }
         out.push('"');
     }
 }
 
-/// A key as JSON text has it.
+/// The text of a JSON key.
 fn key_text(key: &Value) -> Result<String, Error> {
     match key.kind() {
         ValueKind::String => Ok(key.as_str().unwrap_or_default().to_owned()),
@@ -219,7 +222,7 @@ fn key_text(key: &Value) -> Result<String, Error> {
     }
 }
 
-/// Python's methods: what `minijinja_contrib` has, and the further ones that chat templates call.
+/// Python's methods: those of `minijinja_contrib`, and more that chat templates call.
 pub(super) fn method(state: &State, value: &Value, name: &str, arguments: &[Value]) -> Result<Value, Error> {
     let Some(text) = value.as_str() else {
         return pycompat::unknown_method_callback(state, value, name, arguments);
@@ -268,26 +271,26 @@ mod tests {
 
     use super::*;
 
-    fn of(json: serde_json::Value) -> Value {
+    fn value_of(json: serde_json::Value) -> Value {
         Value::from_serialize(json)
     }
 
     #[test]
     fn values_print_as_pythons_str_does() {
         let value =
-            of(json!({"a": [1, 2.0, 1e-5, 1e16, 123_456_789.25, true, null], "b'": "it's\n\"x\"", "c": "it's"}));
+            value_of(json!({"a": [1, 2.0, 1e-5, 1e16, 123_456_789.25, true, null], "b'": "it's\n\"x\"", "c": "it's"}));
         assert_eq!(
             display(&value).unwrap(),
             r#"{'a': [1, 2.0, 1e-05, 1e+16, 123456789.25, True, None], "b'": 'it\'s\n"x"', 'c': "it's"}"#
         );
-        assert_eq!(display(&of(json!("plain\n"))).unwrap(), "plain\n");
+        assert_eq!(display(&value_of(json!("plain\n"))).unwrap(), "plain\n");
         assert_eq!(display(&Value::UNDEFINED).unwrap(), "");
-        assert_eq!(display(&of(json!(false))).unwrap(), "False");
+        assert_eq!(display(&value_of(json!(false))).unwrap(), "False");
     }
 
     #[test]
     fn json_is_written_as_json_dumps_does() {
-        let value = of(json!({"z": [1, {"ü": "<\u{1}\u{7f}😀\">"}], "a": {}, "e": [], "f": 0.1}));
+        let value = value_of(json!({"z": [1, {"ü": "<\u{1}\u{7f}😀\">"}], "a": {}, "e": [], "f": 0.1}));
         let written = |options: &[(&str, Value)]| {
             to_json(&value, &options.iter().map(|(name, value)| (*name, value.clone())).collect()).unwrap()
         };

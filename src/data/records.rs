@@ -5,14 +5,17 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use serde::Deserialize;
+use serde::de::Error as _;
 use serde_json::{Map, Value as Json};
 
-use super::chat::{Chat, RESERVED};
-use super::{Answer, Answers, Error, Group, Limits, Place, Tokenizer};
+use super::chat::{Conversation, RESERVED};
+use super::error::{Error, Place};
+use super::group::{Answer, Answers, Group, Limits};
+use super::tokenizer::Tokenizer;
 use crate::config::TooLong;
 use crate::runtime::units::{Tokens, from_index};
 
-/// A line as it is written.
+/// One line of the file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawGroup {
@@ -26,7 +29,6 @@ struct RawGroup {
     reward_data: Option<Map<String, Json>>,
 }
 
-/// An answer as it is written.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawAnswer {
@@ -37,7 +39,6 @@ struct RawAnswer {
     mask: Option<Vec<Json>>,
 }
 
-/// A piece of an answer as it is written.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawPart {
@@ -46,13 +47,12 @@ struct RawPart {
     train: Option<bool>,
 }
 
-/// Reads and checks all records; blank lines are passed over.
+/// Reads and checks all records; skips blank lines.
 pub(super) fn read(path: &Path, tokenizer: Option<&Tokenizer>, limits: &Limits) -> Result<Vec<Group>, Error> {
-    let io = |action| move |source| Error::Io { file: path.to_owned(), action, source };
-    let file = File::open(path).map_err(io("open it"))?;
+    let file = File::open(path).map_err(Error::io(path, "open it"))?;
     let mut groups = Vec::new();
     for (line, text) in (1..).zip(BufReader::new(file).lines()) {
-        let text = text.map_err(io("read it"))?;
+        let text = text.map_err(Error::io(path, "read it"))?;
         if !text.trim().is_empty() {
             let record = Record { path, line, tokenizer, limits };
             groups.push(record.group(&text)?);
@@ -64,7 +64,7 @@ pub(super) fn read(path: &Path, tokenizer: Option<&Tokenizer>, limits: &Limits) 
     Ok(groups)
 }
 
-/// One line and what it is judged by.
+/// Where a record is, and what its checks need.
 struct Record<'a> {
     path: &'a Path,
     line: u64,
@@ -74,80 +74,76 @@ struct Record<'a> {
 
 impl Record<'_> {
     fn group(&self, text: &str) -> Result<Group, Error> {
-        let wrong = |source| Error::Record { file: self.path.to_owned(), line: self.line, source };
-        // A list would be read by its places, which nobody means.
-        let listed = |text: &str| text.trim_start().starts_with('[');
-        if listed(text) {
-            let words = "a record is an object, {\"prompt\": …}, and no list";
-            return Err(wrong(<serde_json::Error as serde::de::Error>::custom(words)));
-        }
-        let raw: RawGroup = serde_json::from_str(text).map_err(wrong)?;
-        let (field, ids) =
-            self.prompt(raw.prompt, raw.prompt_ids, raw.messages, raw.tools, raw.chat_template_kwargs)?;
-        let (prompt_ids, cut) = self.cut(field, self.checked(field, ids)?)?;
-        self.count(raw.answers.as_deref().unwrap_or_default().len())?;
-        let answers = raw.answers.unwrap_or_default().into_iter().enumerate();
-        let answers = answers.map(|(index, answer)| self.answer(index, answer)).collect::<Result<_, _>>()?;
+        let mut raw = self.parse(text)?;
+        let (field, ids) = self.prompt(&mut raw)?;
+        self.check_ids(field, &ids)?;
+        let (prompt_ids, cut) = self.fit_prompt(field, ids)?;
+        let answers = raw.answers.unwrap_or_default();
+        self.check_answer_count(answers.len())?;
+        let answers = answers.into_iter().enumerate().map(|(index, answer)| self.answer(index, answer));
+        let answers = answers.collect::<Result<_, _>>()?;
         let reward_data = raw.reward_data.unwrap_or_default();
-        self.known(&reward_data)?;
+        self.check_reward_data(&reward_data)?;
         let name = raw.name.unwrap_or_else(|| format!("line {}", self.line));
         Ok(Group { name, prompt_ids, answers, reward_data, cut })
     }
 
-    /// The field that holds the prompt, and its ids.
-    fn prompt(
-        &self,
-        text: Option<String>,
-        ids: Option<Vec<i64>>,
-        messages: Option<Vec<Map<String, Json>>>,
-        tools: Option<Vec<Json>>,
-        kwargs: Option<Map<String, Json>>,
-    ) -> Result<(&'static str, Vec<i64>), Error> {
-        for (field, given) in [("tools", tools.is_some()), ("chat_template_kwargs", kwargs.is_some())] {
-            if given && messages.is_none() {
-                let wanted = "absent where there are no \"messages\": only a chat template reads it";
-                return Err(Error::Field { place: self.place(field), found: "given".to_owned(), wanted });
-            }
-        }
-        match (text, ids, messages) {
-            (Some(text), None, None) => Ok(("prompt", self.encoded("prompt", &text)?)),
-            (None, Some(ids), None) => Ok(("prompt_ids", ids)),
-            (None, None, Some(messages)) => {
-                let chat = Chat { messages, tools, kwargs: kwargs.unwrap_or_default() };
-                Ok(("messages", self.conversation(&chat)?))
-            }
-            (text, ids, messages) => Err(Error::OneOf {
-                place: self.place("record"),
-                names: "\"prompt\", \"prompt_ids\" or \"messages\"",
-                found: found(
-                    usize::from(text.is_some()) + usize::from(ids.is_some()) + usize::from(messages.is_some()),
-                ),
-            }),
-        }
+    fn parse(&self, text: &str) -> Result<RawGroup, Error> {
+        // serde would read a list as the fields in order, which nobody means.
+        let parsed = if text.trim_start().starts_with('[') {
+            Err(serde_json::Error::custom("a record is an object, {\"prompt\": …}, and no list"))
+        } else {
+            serde_json::from_str(text)
+        };
+        parsed.map_err(|source| Error::Record { file: self.path.to_owned(), line: self.line, source })
     }
 
-    /// A conversation as its chat template writes it, tokenised without anything around it.
-    fn conversation(&self, chat: &Chat) -> Result<Vec<i64>, Error> {
-        const FIELD: &str = "messages";
-        if chat.messages.is_empty() {
-            let wanted = "a list of at least one turn, as [{\"role\": \"user\", \"content\": …}]";
-            return Err(Error::Field { place: self.place(FIELD), found: "[]".to_owned(), wanted });
-        }
-        for (index, message) in chat.messages.iter().enumerate() {
-            let role = message.get("role");
-            if role.is_none_or(|role| !role.is_string()) {
-                let place = self.place(&format!("{FIELD}[{index}].role"));
-                let found = role.map_or_else(|| "absent".to_owned(), Json::to_string);
-                return Err(Error::Field { place, found, wanted: "a text, as \"user\"" });
+    /// The field that holds the prompt, and its token ids.
+    fn prompt(&self, raw: &mut RawGroup) -> Result<(&'static str, Vec<i64>), Error> {
+        for (field, given) in
+            [("tools", raw.tools.is_some()), ("chat_template_kwargs", raw.chat_template_kwargs.is_some())]
+        {
+            if given && raw.messages.is_none() {
+                let wanted = "absent without \"messages\": only a chat template reads it";
+                return Err(self.wrong(field, "given", wanted));
             }
         }
-        if let Some(name) = RESERVED.into_iter().find(|name| chat.kwargs.contains_key(*name)) {
-            let place = self.place(&format!("chat_template_kwargs.{name}"));
-            let wanted = "absent: the record's own fields and longstraw give the template these names";
-            return Err(Error::Field { place, found: "given".to_owned(), wanted });
+        let given = [raw.prompt.is_some(), raw.prompt_ids.is_some(), raw.messages.is_some()];
+        self.check_one_given("record", "\"prompt\", \"prompt_ids\" or \"messages\"", &given)?;
+        if let Some(text) = &raw.prompt {
+            return Ok(("prompt", self.encode("prompt", text)?));
+        }
+        if let Some(ids) = raw.prompt_ids.take() {
+            return Ok(("prompt_ids", ids));
+        }
+        let conversation = Conversation {
+            messages: raw.messages.take().unwrap_or_default(),
+            tools: raw.tools.take(),
+            kwargs: raw.chat_template_kwargs.take().unwrap_or_default(),
+        };
+        Ok(("messages", self.conversation(&conversation)?))
+    }
+
+    /// Renders a conversation with the chat template and tokenises the text as it is.
+    fn conversation(&self, conversation: &Conversation) -> Result<Vec<i64>, Error> {
+        const FIELD: &str = "messages";
+        if conversation.messages.is_empty() {
+            let wanted = "a list of at least one turn, as [{\"role\": \"user\", \"content\": …}]";
+            return Err(self.wrong(FIELD, "[]", wanted));
+        }
+        for (index, message) in conversation.messages.iter().enumerate() {
+            let role = message.get("role");
+            if role.is_none_or(|role| !role.is_string()) {
+                let found = role.map_or_else(|| "absent".to_owned(), Json::to_string);
+                return Err(self.wrong(&format!("{FIELD}[{index}].role"), found, "a text, as \"user\""));
+            }
+        }
+        if let Some(name) = RESERVED.into_iter().find(|name| conversation.kwargs.contains_key(*name)) {
+            let wanted = "absent: the template gets this name from the record's own fields or from longstraw";
+            return Err(self.wrong(&format!("chat_template_kwargs.{name}"), "given", wanted));
         }
         let tokenizer = self.tokenizer(FIELD)?;
-        let text = tokenizer.render(chat).map_err(|refusal| Error::Chat {
+        let text = tokenizer.render(conversation).map_err(|refusal| Error::Chat {
             place: self.place(FIELD),
             file: refusal.file,
             reason: refusal.reason,
@@ -155,9 +151,10 @@ impl Record<'_> {
         tokenizer.encode(&text)
     }
 
-    /// A prompt that is no longer than the plan's, and how many tokens were left out for that.
-    fn cut(&self, field: &str, ids: Vec<i64>) -> Result<(Vec<i64>, Option<Tokens>), Error> {
-        let (tokens, max) = (Tokens(from_index(ids.len())), self.limits.prompt_len_max);
+    /// Cuts a prompt to the plan's length where `data.too_long` allows it; also returns the number of tokens left out.
+    fn fit_prompt(&self, field: &str, ids: Vec<i64>) -> Result<(Vec<i64>, Option<Tokens>), Error> {
+        let tokens = Tokens(from_index(ids.len()));
+        let max = self.limits.prompt_len_max;
         if tokens <= max {
             return Ok((ids, None));
         }
@@ -180,8 +177,7 @@ impl Record<'_> {
         Ok((kept, Some(Tokens(tokens.0 - max.0))))
     }
 
-    /// Whether there are as many answers as there should be.
-    fn count(&self, found: usize) -> Result<(), Error> {
+    fn check_answer_count(&self, found: usize) -> Result<(), Error> {
         let place = || self.place("answers");
         match self.limits.answers {
             Answers::Given(group_size) if found == 0 => Err(Error::NoAnswers { place: place(), group_size }),
@@ -199,35 +195,29 @@ impl Record<'_> {
         }
         if raw.mask.is_some() && raw.ids.is_none() {
             let wanted =
-                "given with \"ids\" only: how many tokens a text has is not known; write \"parts\" with \"train\"";
-            let place = self.place(&format!("{parent}.mask"));
-            return Err(Error::Field { place, found: "given".to_owned(), wanted });
+                "given with \"ids\" only: the number of tokens of a text is not known; write \"parts\" with \"train\"";
+            return Err(self.wrong(&format!("{parent}.mask"), "given", wanted));
         }
-        let (field, ids, mask) = match (raw.text, raw.ids, raw.parts) {
-            (Some(text), None, None) => {
-                let field = format!("{parent}.text");
-                (field.clone(), self.encoded(&field, &text)?, None)
-            }
-            (None, Some(ids), None) => {
-                let mask = raw.mask.map(|mask| self.mask(&parent, &mask, ids.len())).transpose()?;
-                (format!("{parent}.ids"), ids, mask)
-            }
-            (None, None, Some(parts)) => {
-                let (ids, mask) = self.parts(&parent, parts)?;
-                (format!("{parent}.parts"), ids, Some(mask))
-            }
-            (text, ids, parts) => {
-                let found =
-                    found(usize::from(text.is_some()) + usize::from(ids.is_some()) + usize::from(parts.is_some()));
-                return Err(Error::OneOf {
-                    place: self.place(&parent),
-                    names: "\"text\", \"ids\" or \"parts\"",
-                    found,
-                });
-            }
-        };
-        let ids = self.checked(&field, ids)?;
-        let (tokens, max) = (Tokens(from_index(ids.len())), self.limits.answer_len_max);
+        let given = [raw.text.is_some(), raw.ids.is_some(), raw.parts.is_some()];
+        self.check_one_given(&parent, "\"text\", \"ids\" or \"parts\"", &given)?;
+        let (field, ids, mask);
+        if let Some(text) = raw.text {
+            field = format!("{parent}.text");
+            ids = self.encode(&field, &text)?;
+            mask = None;
+        } else if let Some(given_ids) = raw.ids {
+            field = format!("{parent}.ids");
+            mask = raw.mask.map(|mask| self.mask(&parent, &mask, given_ids.len())).transpose()?;
+            ids = given_ids;
+        } else {
+            field = format!("{parent}.parts");
+            let (part_ids, part_mask) = self.parts(&field, raw.parts.unwrap_or_default())?;
+            ids = part_ids;
+            mask = Some(part_mask);
+        }
+        self.check_ids(&field, &ids)?;
+        let tokens = Tokens(from_index(ids.len()));
+        let max = self.limits.answer_len_max;
         if tokens > max {
             let place = self.place(&field);
             return Err(Error::TooLong { place, tokens, limit: "context.answer_len", max, further: "" });
@@ -235,11 +225,11 @@ impl Record<'_> {
         if mask.as_ref().is_some_and(|mask| !mask.contains(&true)) {
             return Err(Error::NothingTrained { place: self.place(&parent) });
         }
-        // Where every token is trained, nothing is to be told apart.
+        // A mask that trains every token says nothing.
         Ok(Answer { ids, reward: raw.reward, mask: mask.filter(|mask| mask.contains(&false)) })
     }
 
-    /// Flags as 0 and 1 or as booleans, one for each id.
+    /// Flags, written as 0 and 1 or as booleans, one for each id.
     fn mask(&self, parent: &str, flags: &[Json], ids: usize) -> Result<Vec<bool>, Error> {
         if flags.len() != ids {
             let [flags, tokens] = [flags.len(), ids].map(|count| Tokens(from_index(count)));
@@ -248,36 +238,29 @@ impl Record<'_> {
         let flag = |(index, flag): (usize, &Json)| match (flag.as_bool(), flag.as_u64()) {
             (Some(flag), _) => Ok(flag),
             (_, Some(flag @ 0..=1)) => Ok(flag == 1),
-            _ => Err(Error::Field {
-                place: self.place(&format!("{parent}.mask[{index}]")),
-                found: flag.to_string(),
-                wanted: "0, 1, true or false",
-            }),
+            _ => Err(self.wrong(&format!("{parent}.mask[{index}]"), flag, "0, 1, true or false")),
         };
         flags.iter().enumerate().map(flag).collect()
     }
 
-    /// Pieces one behind the other, each tokenised by itself, and which ids are trained.
+    /// The ids of all parts, each tokenised by itself, and for each id whether it is trained.
     fn parts(&self, parent: &str, parts: Vec<RawPart>) -> Result<(Vec<i64>, Vec<bool>), Error> {
         let (mut ids, mut mask) = (Vec::new(), Vec::new());
         for (index, part) in parts.into_iter().enumerate() {
-            let field = format!("{parent}.parts[{index}]");
-            let piece = match (part.text, part.ids) {
-                (Some(text), None) => self.encoded(&format!("{field}.text"), &text)?,
-                (None, Some(ids)) => ids,
-                (text, _) => {
-                    let found = found(if text.is_some() { 2 } else { 0 });
-                    return Err(Error::OneOf { place: self.place(&field), names: "\"text\" or \"ids\"", found });
-                }
+            let field = format!("{parent}[{index}]");
+            self.check_one_given(&field, "\"text\" or \"ids\"", &[part.text.is_some(), part.ids.is_some()])?;
+            let part_ids = match part.text {
+                Some(text) => self.encode(&format!("{field}.text"), &text)?,
+                None => part.ids.unwrap_or_default(),
             };
-            mask.extend(std::iter::repeat_n(part.train.unwrap_or(true), piece.len()));
-            ids.extend(piece);
+            mask.extend(std::iter::repeat_n(part.train.unwrap_or(true), part_ids.len()));
+            ids.extend(part_ids);
         }
         Ok((ids, mask))
     }
 
-    /// The well-known keys of what rewards are judged by have the kinds that rewards expect.
-    fn known(&self, data: &Map<String, Json>) -> Result<(), Error> {
+    /// Checks the kinds of those keys that rewards know.
+    fn check_reward_data(&self, data: &Map<String, Json>) -> Result<(), Error> {
         let texts =
             |value: &Json| value.as_array().is_some_and(|all| !all.is_empty() && all.iter().all(Json::is_string));
         for (key, value) in data {
@@ -290,44 +273,52 @@ impl Record<'_> {
                 _ => (true, ""),
             };
             if !fits {
-                let place = self.place(&format!("reward_data.{key}"));
-                return Err(Error::Field { place, found: value.to_string(), wanted });
+                return Err(self.wrong(&format!("reward_data.{key}"), value, wanted));
             }
         }
         Ok(())
     }
 
-    fn tokenizer(&self, field: &str) -> Result<&Tokenizer, Error> {
-        self.tokenizer.ok_or_else(|| Error::NoTokenizer { place: self.place(field) })
+    /// Exactly one of several fields is given.
+    fn check_one_given(&self, field: &str, names: &'static str, given: &[bool]) -> Result<(), Error> {
+        let found = match given.iter().filter(|given| **given).count() {
+            0 => "none is given",
+            1 => return Ok(()),
+            _ => "more than one is given",
+        };
+        Err(Error::OneOf { place: self.place(field), names, found })
     }
 
-    fn encoded(&self, field: &str, text: &str) -> Result<Vec<i64>, Error> {
-        self.tokenizer(field)?.encode(text)
-    }
-
-    /// Ids, if there is one, and each has a row of the embedding.
-    fn checked(&self, field: &str, ids: Vec<i64>) -> Result<Vec<i64>, Error> {
+    /// There is at least one id, and each has a row of the embedding.
+    fn check_ids(&self, field: &str, ids: &[i64]) -> Result<(), Error> {
         if ids.is_empty() {
             return Err(Error::NoTokens { place: self.place(field) });
         }
         let vocab_size = self.limits.vocab_size;
         let outside = |id: &i64| u64::try_from(*id).map_or(true, |id| id >= vocab_size);
         match ids.iter().position(outside) {
-            None => Ok(ids),
+            None => Ok(()),
             Some(index) => {
                 Err(Error::OutsideVocabulary { place: self.place(field), index, id: ids[index], vocab_size })
             }
         }
     }
 
+    fn tokenizer(&self, field: &str) -> Result<&Tokenizer, Error> {
+        self.tokenizer.ok_or_else(|| Error::NoTokenizer { place: self.place(field) })
+    }
+
+    fn encode(&self, field: &str, text: &str) -> Result<Vec<i64>, Error> {
+        self.tokenizer(field)?.encode(text)
+    }
+
     fn place(&self, field: &str) -> Place {
         Place { file: self.path.to_owned(), line: self.line, field: field.to_owned() }
     }
-}
 
-/// How many of several fields stand, in words.
-fn found(count: usize) -> &'static str {
-    if count == 0 { "none stands there" } else { "more than one stands there" }
+    fn wrong(&self, field: &str, found: impl ToString, wanted: &'static str) -> Error {
+        Error::Field { place: self.place(field), found: found.to_string(), wanted }
+    }
 }
 
 #[cfg(test)]
@@ -336,7 +327,8 @@ mod tests {
 
     use serde_json::json;
 
-    use super::super::{Dataset, sample};
+    use super::super::dataset::Dataset;
+    use super::super::sample;
     use super::*;
 
     const LIMITS: Limits = Limits {
@@ -385,63 +377,53 @@ mod tests {
     #[test]
     fn every_broken_record_is_refused_with_file_line_field_and_numbers() {
         let good = r#"{"prompt_ids": [1], "answers": [{"ids": [1]}, {"ids": [2]}]}"#;
-        let second = |line: &str| format!("{good}\n{line}\n");
         refused("", "FILE: holds no record");
-        refused(&second(r#"["name", "a prompt", null]"#), "FILE, line 2: not a record: a record is an object");
-        refused(&second("{"), "FILE, line 2: not a record: EOF");
-        refused(&second(r#"{"prompt_ids": [1], "answers": [], "colour": 1}"#), "unknown field `colour`");
-        refused(
-            &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1], "rewards": 1}, {"ids": [2]}]}"#),
-            "line 2: not a record: unknown field `rewards`",
-        );
-        refused(
-            &second(r#"{"answers": []}"#),
-            r#"line 2, record: give one of "prompt", "prompt_ids" or "messages"; none stands there"#,
-        );
-        refused(&second(r#"{"prompt": "a", "messages": [], "answers": []}"#), "; more than one stands there");
-        refused(
-            &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1], "text": "a"}, {"ids": [2]}]}"#),
-            r#"line 2, answers[0]: give one of "text", "ids" or "parts"; more than one stands there"#,
-        );
-        refused(
-            &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1]}, {"ids": []}]}"#),
-            "FILE, line 2, answers[1].ids: is empty",
-        );
-        refused(&second(r#"{"prompt": "", "answers": []}"#), "line 2, prompt: is empty");
-        refused(
-            &second(r#"{"prompt": "abcdefghi", "answers": []}"#),
-            "line 2, prompt: 9 tokens, the plan's context.prompt_len is 8; shorten it or raise context.prompt_len, or let \
-             data.too_long cut it",
-        );
-        refused(
-            &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1]}, {"ids": [1, 2, 3, 4, 5]}]}"#),
-            "line 2, answers[1].ids: 5 tokens, the plan's context.answer_len is 4",
-        );
-        refused(
-            &second(r#"{"prompt_ids": [1, 300], "answers": []}"#),
-            "line 2, prompt_ids: token 1 has id 300, outside the vocabulary of 300",
-        );
-        refused(&second(r#"{"prompt_ids": [-1], "answers": []}"#), "token 0 has id -1, outside the vocabulary");
-        refused(
-            &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1]}]}"#),
-            "line 2, answers: 1 answers, but grpo.group_size is 2",
-        );
-        refused(
-            &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": NaN}, {"ids": [1]}]}"#),
-            "line 2: not a record: expected value",
-        );
-        refused(
-            &second(r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": 1e999}, {"ids": [1]}]}"#),
-            "line 2: not a record: number out of range",
-        );
+        for (line, words) in [
+            (r#"["name", "a prompt", null]"#, "not a record: a record is an object"),
+            ("{", "not a record: EOF"),
+            (r#"{"prompt_ids": [1], "answers": [], "colour": 1}"#, "not a record: unknown field `colour`"),
+            (
+                r#"{"prompt_ids": [1], "answers": [{"ids": [1], "rewards": 1}]}"#,
+                "not a record: unknown field `rewards`",
+            ),
+            (r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": NaN}]}"#, "not a record: expected value"),
+            (r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": 1e999}]}"#, "not a record: number out of range"),
+            (r#"{"answers": []}"#, r#"record: give one of "prompt", "prompt_ids" or "messages"; none is given"#),
+            (r#"{"prompt": "a", "messages": [], "answers": []}"#, "; more than one is given"),
+            (
+                r#"{"prompt_ids": [1], "answers": [{"ids": [1], "text": "a"}, {"ids": [2]}]}"#,
+                r#"answers[0]: give one of "text", "ids" or "parts"; more than one is given"#,
+            ),
+            (r#"{"prompt_ids": [1], "answers": [{"ids": [1]}, {"ids": []}]}"#, "answers[1].ids: is empty"),
+            (r#"{"prompt": "", "answers": []}"#, "prompt: is empty"),
+            (
+                r#"{"prompt": "abcdefghi", "answers": []}"#,
+                "prompt: 9 tokens, the plan's context.prompt_len is 8; shorten it or raise context.prompt_len, or let \
+                 data.too_long cut it",
+            ),
+            (
+                r#"{"prompt_ids": [1], "answers": [{"ids": [1]}, {"ids": [1, 2, 3, 4, 5]}]}"#,
+                "answers[1].ids: 5 tokens, the plan's context.answer_len is 4",
+            ),
+            (
+                r#"{"prompt_ids": [1, 300], "answers": []}"#,
+                "prompt_ids: token 1 has id 300, outside the vocabulary of 300",
+            ),
+            (r#"{"prompt_ids": [-1], "answers": []}"#, "prompt_ids: token 0 has id -1, outside the vocabulary"),
+            (r#"{"prompt_ids": [1], "answers": [{"ids": [1]}]}"#, "answers: 1 answers, but grpo.group_size is 2"),
+        ] {
+            let message = open(&format!("{good}\n{line}\n")).unwrap_err();
+            assert!(message.starts_with("FILE, line 2") && message.contains(words), "{message}");
+        }
     }
 
+    /// A record with the given prompt and first answer, and a second answer.
     fn two(prompt: &str, first: &str) -> String {
         format!("{{{prompt}, \"answers\": [{first}, {{\"ids\": [1, 2]}}]}}")
     }
 
     #[test]
-    fn messages_go_through_the_models_own_template_with_what_the_record_tells_it() {
+    fn messages_go_through_the_models_own_template() {
         let limits = Limits { prompt_len_max: Tokens(400), answers: Answers::Sampled, ..LIMITS };
         let chat = json!({"messages": [{"role": "user", "content": "hi"}]});
         let data = open_as(&chat.to_string(), &limits).unwrap();
@@ -456,14 +438,14 @@ mod tests {
         refused(json!({"messages": [{"content": "hi"}]}), "messages[0].role: is absent; it must be a text");
         refused(json!({"messages": [{"role": 1}]}), "messages[0].role: is 1; it must be a text");
         refused(json!({"messages": ["hi"]}), "line 1: not a record: invalid type: string \"hi\", expected a map");
-        refused(json!({"prompt": "hi", "tools": []}), "line 1, tools: is given; it must be absent where there are no");
+        refused(json!({"prompt": "hi", "tools": []}), "line 1, tools: is given; it must be absent without");
         let mut reserved = chat.clone();
         reserved["chat_template_kwargs"] = json!({"messages": 1});
         refused(reserved, "chat_template_kwargs.messages: is given; it must be absent");
     }
 
     #[test]
-    fn a_template_is_told_tools_and_names_and_its_refusal_is_placed() {
+    fn a_template_gets_tools_and_kwargs_and_its_refusal_names_file_and_line() {
         let folder = sample::folder();
         let template = "{% if loud is not defined %}{{ raise_exception('say how loud') }}{% endif %}\
                         {{ loud }}{{ tools | length }}{{ messages[0].content }}";
@@ -504,7 +486,7 @@ mod tests {
             (r#"{"ids": [1, 2], "mask": [0, 0]}"#, "answers[0]: no token of the answer is trained"),
             (r#"{"parts": [{"text": "a", "train": false}]}"#, "answers[0]: no token of the answer is trained"),
             (r#"{"parts": []}"#, "answers[0].parts: is empty"),
-            (r#"{"parts": [{"train": true}]}"#, "answers[0].parts[0]: give one of \"text\" or \"ids\"; none"),
+            (r#"{"parts": [{"train": true}]}"#, "answers[0].parts[0]: give one of \"text\" or \"ids\"; none is given"),
             (
                 r#"{"parts": [{"text": "abcde"}]}"#,
                 "answers[0].parts: 5 tokens, the plan's context.answer_len is 4; shorten it or raise context.answer_len",
@@ -534,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_prompt_is_cut_to_the_plans_length_and_told() {
+    fn a_long_prompt_is_cut_to_the_plans_length_and_counted() {
         let text = (0..13).map(|id| id.to_string()).collect::<Vec<_>>().join(", ");
         let text = format!(
             "{}\n{}",
@@ -556,14 +538,14 @@ mod tests {
         assert_eq!(data.group(1).cut, None);
         assert_eq!(
             data.cuts().unwrap().to_string(),
-            "1 of 2 prompts is longer than context.prompt_len and was cut as data.too_long says: 5 tokens left out, of one \
-             5 at most"
+            "1 of 2 prompts is longer than context.prompt_len and was cut as data.too_long says: 5 tokens left out, at most \
+             5 of one prompt"
         );
         assert_eq!(open(&two("\"prompt\": \"a\"", r#"{"ids": [1]}"#)).unwrap().cuts(), None);
     }
 
     #[test]
-    fn answers_may_be_left_out_only_where_the_policy_answers() {
+    fn answers_may_be_left_out_only_if_the_policy_answers() {
         let limits = Limits { answers: Answers::Sampled, ..LIMITS };
         for answers in ["", r#", "answers": []"#, r#", "answers": [{"ids": [1]}]"#] {
             open_as(&format!(r#"{{"prompt_ids": [1]{answers}}}"#), &limits).unwrap();

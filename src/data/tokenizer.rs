@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json};
 use tokenizers::Tokenizer as Backend;
 
-use super::chat::{Chat, Refusal, Template};
+use super::chat::{Conversation, Refusal, Template};
 use super::error::Error;
 use crate::runtime::units::from_index;
 
-/// What an assistant says where only what follows it is of interest.
-const SAID: &str = "longstraw-answer";
+/// An assistant's text that marks where a rendered answer ends.
+const ANSWER_MARK: &str = "longstraw-answer";
 
 /// The tokenizer of an HF folder.
 pub struct Tokenizer {
@@ -28,39 +28,31 @@ impl fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// Loads tokenizer.json of `folder`, and the chat template beside it if there is one.
+    /// Loads tokenizer.json of `folder`, and its chat template if there is one.
     ///
     /// # Errors
-    /// When tokenizer.json is absent or does not load. A missing or faulty chat template is an error only of those
-    /// functions that need it.
+    /// When tokenizer.json is absent or does not load. A missing or faulty chat template fails only the functions that
+    /// need it.
     pub fn open(folder: &Path) -> Result<Tokenizer, Error> {
         let file = folder.join("tokenizer.json");
-        let bytes = fs::read(&file).map_err(|source| Error::Io { file: file.clone(), action: "read it", source })?;
-        let mut backend = Backend::from_bytes(&bytes).map_err(|reason| Error::Tokenizer {
-            file: file.clone(),
-            action: "is not a tokenizer that can be loaded",
-            reason: reason.to_string(),
-        })?;
-        // A file may ask for texts to be cut or filled up to a length: here that is said, or not done.
-        let cut = backend.with_truncation(None).map(|backend| backend.with_padding(None));
-        cut.map_err(|reason| Error::Tokenizer {
-            file: file.clone(),
-            action: "asks for a length of texts that cannot be left out",
-            reason: reason.to_string(),
-        })?;
+        let bytes = fs::read(&file).map_err(Error::io(&file, "read it"))?;
+        let mut backend = Backend::from_bytes(&bytes)
+            .map_err(|reason| refused(&file, "is not a tokenizer that can be loaded", reason))?;
+        // A file may configure truncation and padding; neither may happen here.
+        let whole = backend.with_truncation(None).map(|backend| backend.with_padding(None));
+        whole.map_err(|reason| refused(&file, "has a truncation that cannot be turned off", reason))?;
         Ok(Tokenizer { file, backend, template: Template::open(folder) })
     }
 
-    /// The ids of `text`; nothing is added around it, special tokens written in it are recognised.
+    /// The ids of `text`. Adds nothing around it; recognises special tokens written in it.
     ///
     /// # Errors
     /// When the tokenizer refuses the text.
     pub fn encode(&self, text: &str) -> Result<Vec<i64>, Error> {
-        let encoding = self.backend.encode_fast(text, false).map_err(|reason| Error::Tokenizer {
-            file: self.file.clone(),
-            action: "cannot encode a text",
-            reason: reason.to_string(),
-        })?;
+        let encoding = self
+            .backend
+            .encode_fast(text, false)
+            .map_err(|reason| refused(&self.file, "cannot encode a text", reason))?;
         Ok(encoding.get_ids().iter().map(|id| i64::from(*id)).collect())
     }
 
@@ -72,7 +64,7 @@ impl Tokenizer {
         self.decoded(ids, false)
     }
 
-    /// The text of `ids` without special tokens: what an answer says.
+    /// The text of `ids` without special tokens.
     ///
     /// # Errors
     /// When an id is negative, or the tokenizer refuses.
@@ -81,28 +73,27 @@ impl Tokenizer {
     }
 
     fn decoded(&self, ids: &[i64], plain: bool) -> Result<String, Error> {
-        let refused =
-            |reason: String| Error::Tokenizer { file: self.file.clone(), action: "cannot decode ids", reason };
+        const ACTION: &str = "cannot decode ids";
         let ids: Vec<u32> = ids
             .iter()
-            .map(|id| u32::try_from(*id).map_err(|_| refused(format!("{id} is no token id"))))
+            .map(|id| u32::try_from(*id).map_err(|_| refused(&self.file, ACTION, format!("{id} is no token id"))))
             .collect::<Result<_, _>>()?;
-        self.backend.decode(&ids, plain).map_err(|reason| refused(reason.to_string()))
+        self.backend.decode(&ids, plain).map_err(|reason| refused(&self.file, ACTION, reason))
     }
 
-    /// How many tokens, added ones included; the model's embedding may have more rows.
+    /// Number of tokens, added ones included; the model's embedding may have more rows.
     #[must_use]
     pub fn vocabulary(&self) -> u64 {
         from_index(self.backend.get_vocab_size(true))
     }
 
-    /// The id of a token written exactly so.
+    /// The id of the token with exactly this text.
     #[must_use]
     pub fn id(&self, token: &str) -> Option<i64> {
         self.backend.token_to_id(token).map(i64::from)
     }
 
-    /// The texts of all added tokens, which text must not contain by accident; in id order.
+    /// The texts of all added tokens in id order; a corpus must not contain them by accident.
     #[must_use]
     pub fn added(&self) -> Vec<String> {
         let mut added: Vec<_> = self.backend.get_added_tokens_decoder().into_iter().collect();
@@ -111,18 +102,18 @@ impl Tokenizer {
     }
 
     /// The conversation as the model's chat template writes it, open for the assistant's answer.
-    pub(super) fn render(&self, chat: &Chat) -> Result<String, Refusal> {
-        self.template.as_ref().map_err(Clone::clone)?.render(chat, true)
+    pub(super) fn render(&self, conversation: &Conversation) -> Result<String, Refusal> {
+        self.template.as_ref().map_err(Clone::clone)?.render(conversation, true)
     }
 
-    /// One user turn as the model's chat template writes it, open for the assistant's answer. Without a system turn, the
-    /// template's own default stands where it has one.
+    /// One user turn as the model's chat template writes it, open for the assistant's answer. There is no system turn, so
+    /// the template may add its default one.
     ///
     /// # Errors
     /// When the folder has no chat template, or the template refuses.
     pub fn chat_text(&self, user: &str) -> Result<String, Error> {
-        let chat = Chat { messages: vec![turn("user", user)], ..Chat::default() };
-        self.render(&chat).map_err(Error::from)
+        let conversation = Conversation { messages: vec![turn("user", user)], ..Conversation::default() };
+        self.render(&conversation).map_err(Error::from)
     }
 
     /// The ids of [`Tokenizer::chat_text`].
@@ -133,11 +124,11 @@ impl Tokenizer {
         self.encode(&self.chat_text(user)?)
     }
 
-    /// The token that ends an assistant's turn: the first special token that the chat template writes behind an answer,
+    /// The token that ends an assistant's turn: the first special token that the chat template writes after an answer,
     /// else the folder's `eos_token`.
     ///
     /// # Errors
-    /// When the folder has no chat template, the template refuses, or neither token is there.
+    /// When the folder has no chat template, the template refuses, or there is neither token.
     pub fn turn_end_text(&self) -> Result<String, Error> {
         let template = self.template.as_ref().map_err(|refusal| Error::from(refusal.clone()))?;
         self.end_of_turn(template)?.ok_or_else(|| {
@@ -152,33 +143,33 @@ impl Tokenizer {
     /// As [`Tokenizer::turn_end_text`].
     pub fn turn_end(&self) -> Result<i64, Error> {
         let text = self.turn_end_text()?;
-        self.id(&text).ok_or_else(|| Error::Tokenizer {
-            file: self.file.clone(),
-            action: "has no token for the end of a turn",
-            reason: text,
-        })
+        self.id(&text).ok_or_else(|| refused(&self.file, "has no token for the end of a turn", text))
     }
 
-    /// The end of a turn where the folder has a template that tells it: a template that refuses tells nothing.
-    pub(super) fn turn_end_if_told(&self) -> Option<i64> {
+    /// As [`Tokenizer::turn_end`]; `None` if there is no template, or the template fails or writes no end.
+    pub(super) fn known_turn_end(&self) -> Option<i64> {
         let template = self.template.as_ref().ok()?;
         self.id(&self.end_of_turn(template).ok()??)
     }
 
     fn end_of_turn(&self, template: &Template) -> Result<Option<String>, Refusal> {
-        let chat = Chat { messages: vec![turn("user", "ask"), turn("assistant", SAID)], ..Chat::default() };
-        let text = template.render(&chat, false)?;
-        let behind = text.rsplit_once(SAID).map_or("", |(_, behind)| behind);
+        let messages = vec![turn("user", "ask"), turn("assistant", ANSWER_MARK)];
+        let text = template.render(&Conversation { messages, ..Conversation::default() }, false)?;
+        let after = text.rsplit_once(ANSWER_MARK).map_or("", |(_, after)| after);
         let added = self.backend.get_added_tokens_decoder();
         let specials = added.values().filter(|token| token.special).map(|token| token.content.as_str());
-        // Of two that begin at one place the longer one is read.
+        // If two begin at the same offset, the longer one counts, as it does in the tokenizer.
         let first = specials
-            .filter_map(|token| Some((behind.find(token)?, usize::MAX - token.len(), token)))
+            .filter_map(|token| Some((after.find(token)?, usize::MAX - token.len(), token)))
             .min()
             .map(|(.., token)| token);
         let eos = || template.special("eos_token").filter(|token| self.id(token).is_some());
         Ok(first.or_else(eos).map(str::to_owned))
     }
+}
+
+fn refused(file: &Path, action: &'static str, reason: impl ToString) -> Error {
+    Error::Tokenizer { file: file.to_owned(), action, reason: reason.to_string() }
 }
 
 fn turn(role: &str, content: &str) -> Map<String, Json> {
@@ -191,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tokenizer_file_neither_cuts_a_text_nor_fills_it_up() {
+    fn a_tokenizer_file_neither_truncates_nor_pads_a_text() {
         let folder = sample::folder();
         let file = folder.path().join("tokenizer.json");
         let mut settings: Json = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
@@ -245,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_or_faulty_chat_template_is_refused_in_words() {
+    fn a_missing_or_faulty_chat_template_is_refused() {
         let folder = sample::folder();
         fs::write(folder.path().join("chat_template.jinja"), "[INST] {{ messages }").unwrap();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();

@@ -1,164 +1,85 @@
-//! What a request can end in, and what to look at then.
+//! How a request can fail, and what to check then.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::runtime::failure::{Classified, Exit};
 
-/// What was wrong with the last attempt of a request.
+/// What was wrong with the last attempt of a request. `said` is the service's, the system's or the client's own message.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each variant and field is")]
 pub enum Fault {
-    /// The service does not take the key.
     #[error(
-        "the service refuses the key (HTTP {status}{said}): look whether the variable {variable} holds the key of this \
-         service, whole and not withdrawn"
+        "the service refuses the key (HTTP {status}{said}): check that the variable {variable} holds the complete, valid \
+         key of this service"
     )]
-    KeyRefused {
-        /// The HTTP status.
-        status: u16,
-        /// The variable that the key was read from.
-        variable: String,
-        /// What the service says.
-        said: String,
-    },
-    /// Nothing is there.
+    KeyRefused { status: u16, variable: String, said: String },
     #[error("nothing is there (HTTP {status}{said})")]
-    NotThere {
-        /// The HTTP status.
-        status: u16,
-        /// What the service says.
-        said: String,
-    },
-    /// The service does not know the model.
+    NotFound { status: u16, said: String },
     #[error("the service knows no model {model} (HTTP {status}{said}): correct endpoint.default_model")]
-    NoModel {
-        /// The HTTP status.
-        status: u16,
-        /// The model that was asked.
-        model: String,
-        /// What the service says.
-        said: String,
-    },
-    /// Another status that no further attempt changes.
+    NoModel { status: u16, model: String, said: String },
+    /// Another status that a further attempt would not change.
     #[error("the service rejects the request (HTTP {status}{said})")]
-    Rejected {
-        /// The HTTP status.
-        status: u16,
-        /// What the service says.
-        said: String,
-    },
-    /// The service asks to go elsewhere.
+    Rejected { status: u16, said: String },
+    /// The service redirects.
     #[error(
-        "the service sends on to {target} (HTTP {status}), and redirects are not followed, since they would take the key \
-         along: if that place is right, make it endpoint.api_base"
+        "the service redirects to {target} (HTTP {status}); redirects are not followed, since they would receive the key: \
+         if that address is right, set endpoint.api_base to it"
     )]
-    Redirect {
-        /// The HTTP status.
-        status: u16,
-        /// Where to.
-        target: String,
-    },
+    Redirect { status: u16, target: String },
     /// The service is overloaded, limits requests, or has an error of its own.
     #[error("the service is overloaded or out of order (HTTP {status}{said})")]
-    Busy {
-        /// The HTTP status.
-        status: u16,
-        /// What the service says.
-        said: String,
-        /// How long it asks to wait.
-        wait: Option<Duration>,
-    },
-    /// A page for people where JSON should be.
-    #[error("a web page (HTML) answers where JSON should")]
+    Busy { status: u16, said: String, wait: Option<Duration> },
+    #[error("the answer is a web page (HTML) and not JSON")]
     WebPage,
-    /// No JSON.
-    #[error("the answer is no JSON{said}")]
-    NoJson {
-        /// How it begins.
-        said: String,
-    },
-    /// JSON of another kind.
+    #[error("the answer is not JSON{said}")]
+    NoJson { said: String },
     #[error("the answer is {wanted}{said}")]
-    OtherJson {
-        /// What it is not.
-        wanted: &'static str,
-        /// How it begins.
-        said: String,
-    },
-    /// An answer without end.
+    OtherJson { wanted: &'static str, said: String },
     #[error("the answer is longer than {bytes_max} bytes")]
-    TooLong {
-        /// The most that is read.
-        bytes_max: u64,
-    },
-    /// The host is not known.
+    TooLong { bytes_max: u64 },
     #[error("the host is not known ({said})")]
-    NoHost {
-        /// The system's words.
-        said: String,
-    },
-    /// Nobody listens.
-    #[error("the connection is refused: nobody listens there")]
-    NobodyThere,
-    /// The deadline has passed.
+    UnknownHost { said: String },
+    #[error("the connection is refused: no service listens there")]
+    ConnectionRefused,
     #[error("no answer within {seconds} s (endpoint.timeout_sec)")]
-    TimeOut {
-        /// Seconds that a request may take.
-        seconds: u64,
-    },
-    /// The caller waits no longer.
-    #[error("no answer within the {seconds:.0} s that this is waited for")]
-    Late {
-        /// Seconds from the first request of its kind.
-        seconds: f64,
-    },
-    /// The connection broke.
+    Timeout { seconds: u64 },
+    /// The caller's own deadline has passed.
+    #[error("no answer within the {seconds:.0} s that the caller waits")]
+    Late { seconds: f64 },
     #[error("the connection broke before the answer was whole ({said})")]
-    Cut {
-        /// The client's words.
-        said: String,
-    },
-    /// No encrypted connection comes about.
+    ConnectionBroken { said: String },
     #[error(
-        "no encrypted connection comes about ({said}): look at https:// or http:// in endpoint.api_base, at the clock of \
-         this machine, and for something between here and the service that replaces certificates"
+        "no encrypted connection is possible ({said}): check https:// or http:// in endpoint.api_base, the clock of this \
+         machine, and whether something on the way to the service replaces certificates"
     )]
-    Encryption {
-        /// The client's words.
-        said: String,
-    },
-    /// The address cannot be used.
-    #[error("this is no address ({said})")]
-    Address {
-        /// The client's words.
-        said: String,
-    },
-    /// The proxy cannot be used.
+    Encryption { said: String },
+    #[error("the address is not valid ({said})")]
+    Address { said: String },
     #[error("the proxy that the variables HTTPS_PROXY, ALL_PROXY or HTTP_PROXY name cannot be used ({said})")]
-    Proxy {
-        /// The client's words.
-        said: String,
-    },
+    Proxy { said: String },
 }
 
 impl Fault {
     /// Whether another attempt may succeed.
-    #[must_use]
-    pub fn passes(&self) -> bool {
+    pub(super) fn is_transient(&self) -> bool {
         matches!(
             self,
-            Fault::Busy { .. } | Fault::NoHost { .. } | Fault::NobodyThere | Fault::TimeOut { .. } | Fault::Cut { .. }
+            Fault::Busy { .. }
+                | Fault::UnknownHost { .. }
+                | Fault::ConnectionRefused
+                | Fault::Timeout { .. }
+                | Fault::ConnectionBroken { .. }
         )
     }
 
-    /// Whether every further request to the service would end in the same, whatever it asks for: the key, the model, the
-    /// address or the way there is wrong.
+    /// Whether every further request would fail in the same way: the key, the model, the address or the proxy is wrong.
     #[must_use]
-    pub fn is_of_all(&self) -> bool {
+    pub fn affects_every_request(&self) -> bool {
         matches!(
             self,
             Fault::KeyRefused { .. }
-                | Fault::NotThere { .. }
+                | Fault::NotFound { .. }
                 | Fault::NoModel { .. }
                 | Fault::Redirect { .. }
                 | Fault::Address { .. }
@@ -166,12 +87,12 @@ impl Fault {
         )
     }
 
-    /// One word for counting.
+    /// One word, under which faults are counted.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
             Fault::KeyRefused { .. } => "key_refused",
-            Fault::NotThere { .. } => "not_there",
+            Fault::NotFound { .. } => "not_there",
             Fault::NoModel { .. } => "no_model",
             Fault::Rejected { .. } => "rejected",
             Fault::Redirect { .. } => "redirect",
@@ -180,19 +101,18 @@ impl Fault {
             Fault::NoJson { .. } => "no_json",
             Fault::OtherJson { .. } => "other_json",
             Fault::TooLong { .. } => "too_long",
-            Fault::NoHost { .. } => "no_host",
-            Fault::NobodyThere => "nobody_there",
-            Fault::TimeOut { .. } | Fault::Late { .. } => "time_out",
-            Fault::Cut { .. } => "cut",
+            Fault::UnknownHost { .. } => "no_host",
+            Fault::ConnectionRefused => "nobody_there",
+            Fault::Timeout { .. } | Fault::Late { .. } => "time_out",
+            Fault::ConnectionBroken { .. } => "cut",
             Fault::Encryption { .. } => "encryption",
             Fault::Address { .. } => "address",
             Fault::Proxy { .. } => "proxy",
         }
     }
 
-    /// The wait that the service asks for.
-    #[must_use]
-    pub fn asked_wait(&self) -> Option<Duration> {
+    /// The wait that the service requests.
+    pub(super) fn requested_wait(&self) -> Option<Duration> {
         match self {
             Fault::Busy { wait, .. } => *wait,
             _ => None,
@@ -200,40 +120,40 @@ impl Fault {
     }
 
     /// Whether the base address or a path is most likely wrong.
-    fn is_of_address(&self) -> bool {
+    fn suggests_wrong_address(&self) -> bool {
         matches!(
             self,
-            Fault::NotThere { .. }
+            Fault::NotFound { .. }
                 | Fault::WebPage
                 | Fault::NoJson { .. }
                 | Fault::OtherJson { .. }
-                | Fault::NoHost { .. }
-                | Fault::NobodyThere
+                | Fault::UnknownHost { .. }
+                | Fault::ConnectionRefused
                 | Fault::Address { .. }
         )
     }
 }
 
-/// A request that ended in a fault: of what, and after how much.
+/// A request that failed after all its attempts.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub struct Error {
     /// The base address.
     pub base: String,
-    /// The key whose value the path is; empty where nothing was sent.
+    /// The configuration key of `path`; empty if nothing was sent.
     pub key: &'static str,
-    /// The path.
+    /// Appended to `base`.
     pub path: String,
-    /// Attempts that were made.
+    /// 0 if nothing was sent.
     pub attempts: u64,
-    /// From the first attempt to the end of the last, waits included.
+    /// From the start of the first attempt to the end of the last, waits included.
     pub took: Duration,
-    /// What was wrong with the last one.
+    /// The fault of the last attempt.
     pub fault: Box<Fault>,
 }
 
 impl Error {
-    /// A fault that shows before anything is sent.
-    pub(super) fn before(base: &str, fault: Fault) -> Error {
+    /// A fault that is found before anything is sent.
+    pub(super) fn before_sending(base: &str, fault: Fault) -> Error {
         Error {
             base: base.to_owned(),
             key: "",
@@ -244,9 +164,9 @@ impl Error {
         }
     }
 
-    /// The same of a request that names a model, which may be what is not there.
-    pub(super) fn of_model(mut self, model: &str) -> Error {
-        if let Fault::NotThere { status, said } = self.fault.as_ref()
+    /// Corrects the fault of a request with a model name: the model may be what the service does not find.
+    pub(super) fn with_model(mut self, model: &str) -> Error {
+        if let Fault::NotFound { status, said } = self.fault.as_ref()
             && said.contains("model")
         {
             *self.fault = Fault::NoModel { status: *status, model: model.to_owned(), said: said.clone() };
@@ -260,7 +180,7 @@ impl fmt::Display for Error {
         let Error { base, key, path, attempts, took, fault } = self;
         let address = if path.is_empty() { base.clone() } else { format!("{base}/{}", path.trim_start_matches('/')) };
         write!(f, "{address}: {fault}")?;
-        if fault.is_of_address() {
+        if fault.suggests_wrong_address() {
             write!(f, ": most likely endpoint.api_base ({base}) is wrong, or the path {key} ({path})")?;
         }
         match attempts {

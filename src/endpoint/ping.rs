@@ -1,4 +1,4 @@
-//! Whether the service answers: the list of models, and one tiny message.
+//! Checks that the service answers: the list of models, and one tiny message.
 
 use std::time::Duration;
 
@@ -8,79 +8,79 @@ use strsim::normalized_damerau_levenshtein;
 use super::{Answered, Endpoint, Error, Fault, Message, Reply};
 use crate::runtime::failure::{Classified, Exit};
 
-/// Tokens of the reply: enough for a word.
+/// Enough for a word.
 const REPLY_TOKENS_MAX: u64 = 16;
 const QUESTION: &str = "Reply with the one word: ready";
 
-/// One thing that was asked.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Check {
     /// `models_listed`, `default_model_listed` or `message_answered`.
     pub name: &'static str,
-    /// Whether it holds.
+    /// Whether the check passed.
     pub passed: bool,
-    /// Whether everything fails with it: a model that is not listed may answer all the same, under another of its names;
-    /// so may a service that has no list.
+    /// Whether the ping fails with this check. A model that is not listed may answer under another name, and a service
+    /// without a list may answer, too.
     pub required: bool,
-    /// Seconds, waits between attempts included.
+    /// Seconds, including waits between attempts.
     pub seconds: f64,
-    /// Attempts; 0 where nothing was sent.
+    /// 0 if nothing was sent.
     pub attempts: u64,
-    /// What came, in words.
+    /// The result in words.
     pub detail: String,
 }
 
-/// What came of all of it.
+/// The results of all checks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Ping {
-    /// Every required check holds.
+    /// Whether every required check passed.
     pub passed: bool,
     /// The base address.
     pub api_base: String,
-    /// The model that was asked.
+    /// The model of the message.
     pub default_model: String,
-    /// Seconds of all of it.
+    /// Seconds of all checks.
     pub seconds: f64,
-    /// Attempts of all of it.
+    /// Attempts of all checks.
     pub attempts: u64,
-    /// What was asked, in order; what follows a fault of the key or the host is left out.
+    /// In order; no check follows a fault of the key or the host.
     pub checks: Vec<Check>,
     /// Tokens of the message, as the service counts them.
     pub input_tokens: Option<u64>,
     /// Tokens of the reply, as the service counts them.
     pub output_tokens: Option<u64>,
-    /// Why it did not pass: the first fault.
+    /// The first fault, if the ping did not pass.
     #[serde(skip)]
     pub error: Option<Error>,
 }
 
-/// Several processes would each ask the service.
+/// Ping was started in several processes, which would each send requests.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "ping is for one process: {variable} says that {tasks} were started, and each would ask the service; start it without \
+    "ping is for one process: {variable} says that {tasks} were started, and each would send requests; start it without \
      mpirun, or with `srun --ntasks=1`"
 )]
-pub struct Several {
+pub struct SeveralProcesses {
     /// The launcher's variable.
     pub variable: &'static str,
     /// How many processes it names.
     pub tasks: u64,
 }
 
-impl Classified for Several {
+impl Classified for SeveralProcesses {
     fn exit(&self) -> Exit {
         Exit::Config
     }
 }
 
-/// Asks `endpoint` for its models and sends `model` one tiny message. A fault is part of what comes back.
+/// Requests the list of models and sends `model` one tiny message. A fault is part of the result.
 #[must_use]
 pub fn run(endpoint: &Endpoint, model: &str) -> Ping {
-    let mut ping = Ping::of(endpoint.base(), model);
+    let mut ping = Ping::new(endpoint.base(), model);
     let listed = endpoint.models();
-    let goes_on = !listed.as_ref().is_err_and(|error| ends_all(&error.fault));
+    let continues = !listed.as_ref().is_err_and(|error| ends_all(&error.fault));
     ping.models(listed);
-    if goes_on {
+    if continues {
         let message = Message { model, max_tokens: REPLY_TOKENS_MAX, system: None, user: QUESTION };
         ping.message(endpoint.message(&message));
     }
@@ -88,14 +88,14 @@ pub fn run(endpoint: &Endpoint, model: &str) -> Ping {
     ping
 }
 
-/// Whether a fault of the list says that a message would end in the same. Some services have no list, and answer.
+/// Whether a message would fail like the list did. Some services have no list and answer messages.
 fn ends_all(fault: &Fault) -> bool {
-    !matches!(fault, Fault::NotThere { .. } | Fault::OtherJson { .. } | Fault::Rejected { .. })
+    !matches!(fault, Fault::NotFound { .. } | Fault::OtherJson { .. } | Fault::Rejected { .. })
 }
 
 impl Ping {
-    /// Nothing asked yet.
-    fn of(api_base: &str, model: &str) -> Ping {
+    /// Before the first check.
+    fn new(api_base: &str, model: &str) -> Ping {
         Ping {
             passed: false,
             api_base: api_base.to_owned(),
@@ -133,7 +133,7 @@ impl Ping {
             Ok(Answered { value: Reply { input_tokens, output_tokens, stop_reason, .. }, attempts, took }) => {
                 let count = |tokens: Option<u64>| tokens.map_or_else(|| "?".to_owned(), |tokens| tokens.to_string());
                 let end = stop_reason.map(|reason| format!(", {reason}")).unwrap_or_default();
-                let detail = format!("{} tokens asked, {} replied{end}", count(input_tokens), count(output_tokens));
+                let detail = format!("{} tokens sent, {} replied{end}", count(input_tokens), count(output_tokens));
                 (self.input_tokens, self.output_tokens) = (input_tokens, output_tokens);
                 self.note("message_answered", true, (took, attempts), detail);
                 self.forgive_list();
@@ -142,7 +142,7 @@ impl Ping {
         }
     }
 
-    /// A message has answered: that a list is missing does no harm, as nothing else asks for it.
+    /// After an answered message a missing list does no harm, as nothing else needs it.
     fn forgive_list(&mut self) {
         if self.error.take_if(|error| !ends_all(&error.fault)).is_some() {
             let list = self.checks.iter_mut().filter(|check| check.name == "models_listed");
@@ -162,7 +162,7 @@ impl Ping {
         self.error.get_or_insert(error);
     }
 
-    /// One line for each check, and what to think of the whole.
+    /// One line for each check, after a line with address and model.
     #[must_use]
     pub fn text(&self) -> String {
         let mut lines = vec![format!("{}, model {}", self.api_base, self.default_model)];
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_model_that_is_not_listed_is_a_note_with_the_nearest_name() {
-        let mut ping = Ping::of("http://x", "judge-large");
+        let mut ping = Ping::new("http://x", "judge-large");
         let value = vec!["other".to_owned(), "judge-larg".to_owned()];
         ping.models(Ok(Answered { value, attempts: 2, took: Duration::from_millis(1500) }));
         assert_eq!((ping.checks[0].passed, ping.checks[1].passed, ping.checks[1].required), (true, false, false));
@@ -206,24 +206,24 @@ mod tests {
     #[test]
     fn a_list_that_is_missing_is_a_note_where_a_message_answers() {
         let other = Fault::OtherJson { wanted: "a list of models", said: "{}".into() };
-        for fault in [Fault::NotThere { status: 404, said: String::new() }, other] {
-            let mut ping = Ping::of("http://x", "judge-large");
-            ping.models(Err(Error { attempts: 1, ..Error::before("http://x", fault) }));
+        for fault in [Fault::NotFound { status: 404, said: String::new() }, other] {
+            let mut ping = Ping::new("http://x", "judge-large");
+            ping.models(Err(Error { attempts: 1, ..Error::before_sending("http://x", fault) }));
             assert!(ping.error.is_some() && ping.text().contains("\nFAIL  models_listed"), "{}", ping.text());
             ping.forgive_list();
             assert!(ping.error.is_none() && ping.text().contains("\nnote  models_listed"), "{}", ping.text());
         }
-        let mut ping = Ping::of("http://x", "judge-large");
-        ping.fail("models_listed", Error::before("http://x", Fault::WebPage));
+        let mut ping = Ping::new("http://x", "judge-large");
+        ping.fail("models_listed", Error::before_sending("http://x", Fault::WebPage));
         ping.forgive_list();
         assert!(ping.error.is_some() && ping.checks[0].required);
     }
 
     #[test]
-    fn the_first_fault_is_the_one_that_is_told() {
-        let fault = |status| Fault::NotThere { status, said: String::new() };
-        let error = |status| Error { attempts: 1, ..Error::before("http://x", fault(status)) };
-        let mut ping = Ping::of("http://x", "judge-large");
+    fn the_first_fault_is_the_one_that_is_reported() {
+        let fault = |status| Fault::NotFound { status, said: String::new() };
+        let error = |status| Error { attempts: 1, ..Error::before_sending("http://x", fault(status)) };
+        let mut ping = Ping::new("http://x", "judge-large");
         ping.fail("models_listed", error(404));
         ping.fail("message_answered", error(405));
         assert_eq!(ping.error.map(|error| *error.fault), Some(fault(404)));

@@ -1,4 +1,4 @@
-//! State of answers that are being drawn, in one layer on one rank.
+//! State of answers that are being sampled, in one layer on one rank.
 //!
 //! Row j of every answer stands at position prompt + j and lies on rank j mod R, so that memory and reading are shared
 //! evenly however long answers become:
@@ -10,59 +10,78 @@
 
 use tch::{Device, Tensor};
 
+use super::planes::Planes;
 use crate::prompt::pages::PlaneRow;
 use crate::runtime::memory::{Held, Ledger, MemorySpace, Purpose};
 use crate::runtime::units::{Position, Rank, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
 
-/// Rows that are made room for at first.
-const ROOM: i64 = 64;
+/// Rows that memory is taken for at first.
+const ROWS_MIN: i64 = 64;
+
+/// Which answers' rows a rank holds.
+#[derive(Clone, Copy, Debug)]
+pub struct AnswerRows {
+    /// How many answers.
+    pub answers: usize,
+    /// Where row 0 of every answer stands.
+    pub prompt_end: Position,
+    /// Most rows of an answer.
+    pub rows_max: Tokens,
+    /// This rank among those that share the prompt.
+    pub rank: Rank,
+    /// How many ranks share it.
+    pub ranks: usize,
+}
 
 /// One layer's rows of all answers on this rank.
 #[derive(Debug)]
 pub struct AnswerState {
-    /// One tensor a plane, [answers, room, …].
+    /// [answers, room, …] each; rows beyond `rows` are zeros.
     planes: Vec<Tensor>,
-    /// Rows that are filled.
+    /// Filled rows on this rank.
     rows: i64,
-    /// Rows that this rank will hold at the most.
+    /// Most rows on this rank.
     rows_max: i64,
-    /// Rows of all ranks.
-    length: u64,
-    prompt: Position,
-    cp_group: (u64, u64),
+    /// Filled rows on all ranks.
+    rows_global: u64,
+    prompt_end: Position,
+    rank: u64,
+    ranks: u64,
     ledger: Ledger,
     held: Held,
 }
 
 impl AnswerState {
-    /// No rows yet of `answers` answers behind a prompt that ends at `prompt`, of at most `longest` rows each.
+    /// State without rows. `planes` are the mixer's state planes.
     #[must_use]
-    pub fn new(
-        answers: usize,
-        planes: &[PlaneRow],
-        (prompt, longest): (Position, Tokens),
-        (rank, ranks): (Rank, usize),
-        device: Device,
-        ledger: &Ledger,
-    ) -> AnswerState {
-        let cp_group = (from_index(rank.0), from_index(ranks));
-        let rows_max = as_dim(longest.0.div_ceil(cp_group.1));
-        let room = ROOM.min(rows_max);
+    pub fn new(place: &AnswerRows, planes: &[PlaneRow], device: Device, ledger: &Ledger) -> AnswerState {
+        let ranks = from_index(place.ranks);
+        let rows_max = as_dim(place.rows_max.0.div_ceil(ranks));
+        let room = ROWS_MIN.min(rows_max);
         let planes = planes.iter().map(|plane| {
-            let shape: Vec<i64> =
-                [as_dim(from_index(answers)), room].into_iter().chain(plane.shape.iter().copied()).collect();
-            Tensor::zeros(shape, (plane.kind, device))
+            let shape = [as_dim(from_index(place.answers)), room].into_iter().chain(plane.shape.iter().copied());
+            Tensor::zeros(shape.collect::<Vec<i64>>(), (plane.kind, device))
         });
         let planes: Vec<Tensor> = planes.collect();
         let held = held(ledger, &planes);
-        AnswerState { planes, rows: 0, rows_max, length: 0, prompt, cp_group, ledger: ledger.clone(), held }
+        AnswerState {
+            planes,
+            rows: 0,
+            rows_max,
+            rows_global: 0,
+            prompt_end: place.prompt_end,
+            rank: from_index(place.rank.0),
+            ranks,
+            ledger: ledger.clone(),
+            held,
+        }
     }
 
-    /// The next row of every answer, one tensor a plane, [answers, …]; kept where it belongs.
-    pub fn push(&mut self, rows: &[Tensor]) {
-        let here = self.length % self.cp_group.1 == self.cp_group.0;
-        self.length += 1;
+    /// Adds the next row of every answer, [answers, …] each; only the rank that owns the row keeps it.
+    pub fn push(&mut self, row: &Planes) {
+        let here = self.rows_global % self.ranks == self.rank;
+        self.rows_global += 1;
         if !here {
             return;
         }
@@ -70,13 +89,13 @@ impl AnswerState {
         if self.rows == room {
             self.grow((2 * room).min(self.rows_max.max(room + 1)));
         }
-        for (plane, row) in self.planes.iter().zip(rows) {
+        for (plane, row) in self.planes.iter().zip(row.tensors()) {
             plane.select(1, self.rows).copy_(row);
         }
         self.rows += 1;
     }
 
-    /// Goes on with some of the answers.
+    /// Keeps some of the answers, by their index.
     pub fn keep(&mut self, answers: &Tensor) {
         for plane in &mut self.planes {
             *plane = plane.index_select(0, answers);
@@ -84,22 +103,23 @@ impl AnswerState {
         self.held = held(&self.ledger, &self.planes);
     }
 
-    /// This rank's rows that the newest row sees through a window of so many positions, itself included; one tensor a plane,
-    /// [answers, rows, …]. `None` sees all.
+    /// This rank's rows that the newest row sees through a window of `window` positions, itself included, [answers, rows, …]
+    /// each; a view. Without a window all rows.
     #[must_use]
-    pub fn seen(&self, window: Option<i64>) -> Vec<Tensor> {
+    pub fn visible(&self, window: Option<i64>) -> Planes {
         let first = window.map_or(0, |window| {
-            // Row j is seen where length - 1 - j < window; this rank's i-th row is j = rank + i * ranks.
-            let least = self.length.saturating_sub(from_dim(window));
-            as_dim(least.saturating_sub(self.cp_group.0).div_ceil(self.cp_group.1)).min(self.rows)
+            // Row j is visible where rows_global - 1 - j < window; this rank's i-th row is j = rank + i * ranks.
+            let least = self.rows_global.saturating_sub(from_dim(window));
+            as_dim(least.saturating_sub(self.rank).div_ceil(self.ranks)).min(self.rows)
         });
-        self.planes.iter().map(|plane| plane.narrow(1, first, self.rows - first)).collect()
+        let rows: Vec<Tensor> = self.planes.iter().map(|plane| plane.narrow(1, first, self.rows - first)).collect();
+        rows.into()
     }
 
-    /// Where the newest row stands.
+    /// Position of the newest row.
     #[must_use]
     pub fn newest(&self) -> Position {
-        self.prompt.plus(Tokens(self.length.saturating_sub(1)))
+        self.prompt_end.plus(Tokens(self.rows_global.saturating_sub(1)))
     }
 
     fn grow(&mut self, room: i64) {
@@ -123,15 +143,18 @@ mod tests {
     use super::*;
     use tch::Kind;
 
+    fn one_number() -> [PlaneRow; 1] {
+        [PlaneRow { shape: vec![1], kind: Kind::Float }]
+    }
+
     fn rows_of(rank: usize, ranks: usize, pushed: i64, window: Option<i64>) -> Vec<i64> {
-        let planes = [PlaneRow { shape: vec![1], kind: Kind::Float }];
-        let ends = (Position(10), Tokens(200));
-        let mut state = AnswerState::new(2, &planes, ends, (Rank(rank), ranks), Device::Cpu, &Ledger::default());
+        let place = AnswerRows { answers: 2, prompt_end: Position(10), rows_max: Tokens(200), rank: Rank(rank), ranks };
+        let mut state = AnswerState::new(&place, &one_number(), Device::Cpu, &Ledger::default());
         for row in 0..pushed {
-            state.push(&[Tensor::full([2, 1], row, (Kind::Float, Device::Cpu))]);
+            state.push(&vec![Tensor::full([2, 1], row, (Kind::Float, Device::Cpu))].into());
         }
         assert_eq!(state.newest(), Position(9 + from_dim(pushed)));
-        Vec::<i64>::try_from(state.seen(window)[0].select(0, 1).select(1, 0).to_kind(Kind::Int64)).unwrap()
+        Vec::<i64>::try_from(state.visible(window).tensors()[0].select(0, 1).select(1, 0).to_kind(Kind::Int64)).unwrap()
     }
 
     #[test]
@@ -157,11 +180,10 @@ mod tests {
 
     #[test]
     fn answers_that_have_ended_leave_and_the_others_stay() {
-        let planes = [PlaneRow { shape: vec![1], kind: Kind::Float }];
-        let ends = (Position(0), Tokens(5));
-        let mut state = AnswerState::new(3, &planes, ends, (Rank(0), 1), Device::Cpu, &Ledger::default());
-        state.push(&[Tensor::from_slice(&[0.0f32, 1.0, 2.0]).view([3, 1])]);
+        let place = AnswerRows { answers: 3, prompt_end: Position(0), rows_max: Tokens(5), rank: Rank(0), ranks: 1 };
+        let mut state = AnswerState::new(&place, &one_number(), Device::Cpu, &Ledger::default());
+        state.push(&vec![Tensor::from_slice(&[0.0f32, 1.0, 2.0]).view([3, 1])].into());
         state.keep(&Tensor::from_slice(&[0i64, 2]));
-        assert_eq!(Vec::<f32>::try_from(state.seen(None)[0].flatten(0, -1)).unwrap(), [0.0, 2.0]);
+        assert_eq!(Vec::<f32>::try_from(state.visible(None).tensors()[0].flatten(0, -1)).unwrap(), [0.0, 2.0]);
     }
 }

@@ -16,13 +16,17 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use super::answers::AnswerState;
-use super::mixer::{Backward, CpGroup, Mixed, Mixer, Past, PastGradient, Swept};
+use super::mixer::{
+    Backward, BlockBackward, BlockQueries, CaptureGradient, CpGroup, Mixed, MixedRow, Mixer, MixerInput,
+};
+use super::past::{ChunkState, Past, PastGradient};
+use super::planes::Planes;
 use crate::prompt::layout::{Piece, PromptLayout, Run, Span, Tile, TileSizes, positions, tiles};
 use crate::prompt::pages::PlaneRow;
-use crate::prompt::ring::{Travel, ring, ring_home};
+use crate::prompt::ring::{RingRuns, visit_runs, visit_runs_with_sums};
 use crate::runtime::units::{Position, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::accumulation;
-use crate::tensor::attention::{self, Merged};
+use crate::tensor::attention::{self, Merged, Partial};
 use crate::tensor::kernels::Kernel;
 use crate::world::exchange::{gather_rows, merge_into, nothing, return_rows, sum_in_order};
 
@@ -49,144 +53,228 @@ pub struct Attention {
 /// and some index with 32 bits.
 pub const KEYS_MAX: i64 = 32_768;
 
-/// Keys and values at consecutive positions.
-struct KeyBlock<'a> {
-    at: Range<i64>,
-    k_sgd: &'a Tensor,
-    v_sgd: &'a Tensor,
+/// Queries of some rows after rotation: the one query plane.
+#[derive(Debug)]
+pub struct Queries {
+    /// [t, h, d]
+    pub q_thd: Tensor,
 }
 
-fn key_block(start: Position, planes: &[Tensor]) -> KeyBlock<'_> {
-    let start = as_dim(start.0);
-    KeyBlock { at: start..start + planes[0].size()[0], k_sgd: &planes[0], v_sgd: &planes[1] }
+/// Keys and values of some rows after rotation, or their gradients: the two state planes.
+#[derive(Debug)]
+pub struct KeyValue {
+    /// [t, g, d]
+    pub k_tgd: Tensor,
+    /// [t, g, d]
+    pub v_tgd: Tensor,
 }
 
-/// Some queries' output and log-sum-exp over the keys seen so far, in the accumulation dtype.
-struct Sum {
-    out_thd: Tensor,
-    lse_th: Tensor,
-    /// Whether nothing has been merged in yet.
-    empty: Cell<bool>,
-}
-
-impl Sum {
-    /// Merges what the rows `here` see of further keys. Merging with nothing is a copy.
-    fn add(&self, here: &Range<i64>, part: &attention::Partial) {
-        let (mut out, mut lse) = (rows(&self.out_thd, here), rows(&self.lse_th, here));
-        let first = self.empty.replace(false) && here.end - here.start == self.out_thd.size()[0];
-        if first {
-            out.copy_(&part.out_thd);
-            lse.copy_(&part.lse_th);
-        } else {
-            merge_into(&mut out, &mut lse, &part.out_thd, &part.lse_th);
-        }
-    }
-
-    fn mixed(self, kind: Kind) -> Mixed {
-        Mixed { out: self.out_thd.to_kind(kind), saved: vec![self.lse_th] }
+impl From<Queries> for Planes {
+    fn from(queries: Queries) -> Planes {
+        vec![queries.q_thd].into()
     }
 }
 
-/// Rows of `x` that a tile covers.
+impl From<&Planes> for Queries {
+    fn from(planes: &Planes) -> Queries {
+        let [q_thd] = planes.tensors() else { unreachable!("attention has one query plane") };
+        Queries { q_thd: q_thd.shallow_clone() }
+    }
+}
+
+impl From<KeyValue> for Planes {
+    fn from(kv: KeyValue) -> Planes {
+        vec![kv.k_tgd, kv.v_tgd].into()
+    }
+}
+
+impl From<&Planes> for KeyValue {
+    fn from(planes: &Planes) -> KeyValue {
+        KeyValue::from(planes.tensors())
+    }
+}
+
+impl From<&[Tensor]> for KeyValue {
+    fn from(planes: &[Tensor]) -> KeyValue {
+        let [k_tgd, v_tgd] = planes else { unreachable!("attention has two state planes, keys and values") };
+        KeyValue { k_tgd: k_tgd.shallow_clone(), v_tgd: v_tgd.shallow_clone() }
+    }
+}
+
+impl KeyValue {
+    /// The rows in `range`; a view.
+    fn rows(&self, range: &Range<i64>) -> KeyValue {
+        KeyValue { k_tgd: rows(&self.k_tgd, range), v_tgd: rows(&self.v_tgd, range) }
+    }
+}
+
+/// Rows of `x` in `range`; a view.
 fn rows(x: &Tensor, range: &Range<i64>) -> Tensor {
     x.narrow(0, range.start, range.end - range.start)
 }
 
-/// Queries at consecutive positions, with the offset of their first row in a gathered tensor.
-struct Queries {
-    first: i64,
-    at: Range<i64>,
+/// Keys and values at consecutive positions.
+struct KeyBlock {
+    positions: Range<i64>,
+    kv: KeyValue,
 }
 
-/// The rows of `pieces`, one piece after another, as they lie in a gathered tensor.
-fn queries<'a>(pieces: impl Iterator<Item = &'a Piece>) -> Vec<Queries> {
-    pieces
-        .scan(0, |first, piece| {
-            let at = positions(piece);
-            let here = Queries { first: *first, at };
+impl KeyBlock {
+    fn new(start: Position, kv: KeyValue) -> KeyBlock {
+        let start = as_dim(start.0);
+        KeyBlock { positions: start..start + kv.k_tgd.size()[0], kv }
+    }
+}
+
+/// A visible rectangle of queries and keys, with the keys' own tensors.
+struct Rectangle {
+    /// Rows of the gathered queries.
+    query_rows: Range<i64>,
+    /// Rows of the key block.
+    key_rows: Range<i64>,
+    tile: Tile,
+    kv: KeyValue,
+}
+
+/// Queries at consecutive positions, with the offset of their first row in a gathered tensor.
+struct QueryRows {
+    first: i64,
+    positions: Range<i64>,
+}
+
+impl QueryRows {
+    /// Rows of one piece, from the first row of a tensor on.
+    fn alone(piece: &Piece) -> QueryRows {
+        QueryRows { first: 0, positions: positions(piece) }
+    }
+
+    /// The rows of `pieces`, one piece after another in a gathered tensor.
+    fn gathered<'a>(pieces: impl Iterator<Item = &'a Piece>) -> Vec<QueryRows> {
+        let place = |first: &mut i64, piece: &Piece| {
+            let rows = QueryRows { first: *first, positions: positions(piece) };
             *first += piece.rows().dim();
-            Some(here)
-        })
-        .collect()
+            Some(rows)
+        };
+        pieces.scan(0, place).collect()
+    }
+}
+
+/// Some queries' output and log-sum-exp over the keys seen so far, in the accumulation dtype.
+struct Merging {
+    out_thd: Tensor,
+    lse_th: Tensor,
+    /// Whether no part has been merged yet.
+    empty: Cell<bool>,
+}
+
+impl Merging {
+    /// Merges a part over further keys into the rows `range`. The first part of all rows is copied.
+    fn add(&self, range: &Range<i64>, part: &Partial) {
+        let mut out_thd = rows(&self.out_thd, range);
+        let mut lse_th = rows(&self.lse_th, range);
+        let first = self.empty.replace(false) && range.end - range.start == self.out_thd.size()[0];
+        if first {
+            out_thd.copy_(&part.out_thd);
+            lse_th.copy_(&part.lse_th);
+        } else {
+            merge_into(&mut out_thd, &mut lse_th, &part.out_thd, &part.lse_th);
+        }
+    }
+
+    /// The output in the model's dtype, with the log-sum-exp as the one saved plane.
+    fn finish(self, kind: Kind) -> Mixed {
+        Mixed { out: self.out_thd.to_kind(kind), saved: vec![self.lse_th].into() }
+    }
+}
+
+/// The saved plane of [`Merging::finish`].
+fn saved_lse(mixed: &Mixed) -> Tensor {
+    let [lse_th] = mixed.saved.tensors() else { unreachable!("attention saves the log-sum-exp") };
+    lse_th.shallow_clone()
+}
+
+/// Rows in backward: those of all ranks where queries are gathered, else this rank's.
+struct BackwardRows {
+    q_thd: Tensor,
+    out_thd: Tensor,
+    lse_th: Tensor,
+    dout_thd: Tensor,
+    /// In the accumulation dtype.
+    dq_thd: Tensor,
 }
 
 impl Attention {
-    /// Rectangles of `queries` and `keys` with the keys' own tensors, none too large for a kernel's indices.
-    fn tiles(&self, queries: &Range<i64>, keys: &KeyBlock) -> Vec<(Tile, Tensor, Tensor)> {
-        let most = if self.kernel == Kernel::Cpu { i64::MAX } else { KEYS_MAX };
-        let (window, sizes) = match (self.kernel, self.window) {
-            (Kernel::Plain, window) => (Some(window.unwrap_or(i64::MAX / 2)), TileSizes::PLAIN),
-            (Kernel::Cpu, window) => (window, TileSizes::CPU),
-            (_, window) => (window, TileSizes::PLAIN),
+    /// Visible rectangles of `queries` and `keys`, none too large for a kernel's indices.
+    fn rectangles(&self, queries: &QueryRows, keys: &KeyBlock) -> Vec<Rectangle> {
+        let keys_max = if self.kernel == Kernel::Cpu { i64::MAX } else { KEYS_MAX };
+        let window = match (self.kernel, self.window) {
+            (Kernel::Plain, window) => Some(window.unwrap_or(i64::MAX / 2)),
+            (_, window) => window,
         };
-        let starts = (keys.at.start..keys.at.end).step_by(usize::try_from(most).unwrap_or(usize::MAX));
+        let sizes = if self.kernel == Kernel::Cpu { TileSizes::CPU } else { TileSizes::PLAIN };
+        let starts = keys.positions.clone().step_by(usize::try_from(keys_max).unwrap_or(usize::MAX));
         let part = |start: i64| {
-            let at = start..start.saturating_add(most).min(keys.at.end);
-            let local = start - keys.at.start..at.end - keys.at.start;
-            let (k, v) = (rows(keys.k_sgd, &local), rows(keys.v_sgd, &local));
-            tiles(queries.clone(), at, window, sizes).into_iter().map(move |tile| {
-                let (k, v) = (rows(&k, &tile.keys), rows(&v, &tile.keys));
-                (Tile { keys: tile.keys.start + local.start..tile.keys.end + local.start, ..tile }, k, v)
+            let part = start..start.saturating_add(keys_max).min(keys.positions.end);
+            let part_first = start - keys.positions.start;
+            tiles(queries.positions.clone(), part, window, sizes).into_iter().map(move |tile| {
+                let key_rows = part_first + tile.keys.start..part_first + tile.keys.end;
+                let query_rows = queries.first + tile.rows.start..queries.first + tile.rows.end;
+                Rectangle { query_rows, kv: keys.kv.rows(&key_rows), key_rows, tile }
             })
         };
         starts.flat_map(part).collect()
     }
 
-    /// Adds what `queries` see of `keys` to their merged output and log-sum-exp.
-    fn attend(&self, queries: &Queries, keys: &KeyBlock, q_thd: &Tensor, sum: &Sum) {
-        for (tile, k, v) in self.tiles(&queries.at, keys) {
-            let here = queries.first + tile.rows.start..queries.first + tile.rows.end;
-            sum.add(&here, &attention::forward(self.kernel, &rows(q_thd, &here), &k, &v, tile.visible, self.scale));
+    /// Merges what `queries` see of `keys` into their output.
+    fn attend(&self, queries: &QueryRows, keys: &KeyBlock, q_thd: &Tensor, merging: &Merging) {
+        for Rectangle { query_rows, kv, tile, .. } in self.rectangles(queries, keys) {
+            let q_thd = rows(q_thd, &query_rows);
+            let part = attention::forward(self.kernel, &q_thd, &kv.k_tgd, &kv.v_tgd, tile.visible, self.scale);
+            merging.add(&query_rows, &part);
         }
     }
 
-    fn unseen(&self, rows: i64, like: &Tensor) -> Sum {
-        let (out_thd, lse_th) = nothing(rows, self.heads, self.head_dim, accumulation(self.kind), like.device());
-        Sum { out_thd, lse_th, empty: Cell::new(true) }
+    /// `rows` queries that have seen no key yet.
+    fn no_keys_yet(&self, rows: i64, device: Device) -> Merging {
+        let (out_thd, lse_th) = nothing(rows, self.heads, self.head_dim, accumulation(self.kind), device);
+        Merging { out_thd, lse_th, empty: Cell::new(true) }
     }
 
-    /// Adds dq of `queries` to `dq_thd`, and dk and dv of `keys` to `dkv` if they carry gradient.
-    fn pull(&self, queries: &Queries, keys: &KeyBlock, all: &Gathered, dkv: Option<&[Tensor]>) {
-        for (tile, k, v) in self.tiles(&queries.at, keys) {
-            let here = queries.first + tile.rows.start..queries.first + tile.rows.end;
-            let (q, out, lse) = (rows(&all.q_thd, &here), rows(&all.out_thd, &here), rows(&all.lse_th, &here));
-            let dout = rows(&all.dout_thd, &here);
-            let merged = Merged { q_thd: &q, out_thd: &out, lse_th: &lse, dout_thd: &dout };
-            let gradients = attention::backward(self.kernel, &merged, &k, &v, tile.visible, self.scale);
+    /// Backward of [`Attention::attend`] with the merged output: adds dq of `queries`, and dk and dv of `keys` to
+    /// `key_gradient` if they carry gradient.
+    fn backward_attend(
+        &self,
+        queries: &QueryRows,
+        keys: &KeyBlock,
+        all: &BackwardRows,
+        key_gradient: Option<&KeyValue>,
+    ) {
+        for Rectangle { query_rows, key_rows, kv, tile } in self.rectangles(queries, keys) {
+            let merged = Merged {
+                q_thd: &rows(&all.q_thd, &query_rows),
+                out_thd: &rows(&all.out_thd, &query_rows),
+                lse_th: &rows(&all.lse_th, &query_rows),
+                dout_thd: &rows(&all.dout_thd, &query_rows),
+            };
+            let part = attention::backward(self.kernel, &merged, &kv.k_tgd, &kv.v_tgd, tile.visible, self.scale);
             // Added in the accumulation dtype, read in the kernel's.
-            let _ = rows(&all.dq_thd, &here).g_add_(&gradients.dq_thd);
-            if let Some([dk, dv]) = dkv {
-                let _ = rows(dk, &tile.keys).g_add_(&gradients.dk_sgd);
-                let _ = rows(dv, &tile.keys).g_add_(&gradients.dv_sgd);
+            let _ = rows(&all.dq_thd, &query_rows).g_add_(&part.dq_thd);
+            if let Some(gradient) = key_gradient {
+                let _ = rows(&gradient.k_tgd, &key_rows).g_add_(&part.dk_sgd);
+                let _ = rows(&gradient.v_tgd, &key_rows).g_add_(&part.dv_sgd);
             }
         }
     }
 
-    /// Key blocks of a span's own rows on this rank, as ranges of its local rows.
-    fn own_blocks<'a>(
-        span: &Span,
-        cp_group: &CpGroup,
-        k: &'a Tensor,
-        v: &'a Tensor,
-    ) -> Vec<(Range<i64>, [Tensor; 2], Piece)> {
-        queries(span.of(cp_group.axis.rank()))
-            .into_iter()
-            .zip(span.of(cp_group.axis.rank()))
-            .map(|(at, piece)| {
-                let local = at.first..at.first + piece.rows().dim();
-                (local.clone(), [rows(k, &local), rows(v, &local)], *piece)
-            })
-            .collect()
+    /// Key blocks of a span's own rows on this rank, each with the range of its local rows.
+    fn own_blocks(span: &Span, cp_group: &CpGroup, kv: &KeyValue) -> Vec<(Range<i64>, KeyBlock)> {
+        let pieces = QueryRows::gathered(span.of(cp_group.axis.rank()));
+        let block = |QueryRows { first, positions }: QueryRows| {
+            let local = first..first + positions.end - positions.start;
+            (local.clone(), KeyBlock { positions, kv: kv.rows(&local) })
+        };
+        pieces.into_iter().map(block).collect()
     }
-}
-
-/// What every rank knows of all rows of a span during backward.
-struct Gathered {
-    q_thd: Tensor,
-    out_thd: Tensor,
-    lse_th: Tensor,
-    dout_thd: Tensor,
-    dq_thd: Tensor,
 }
 
 impl Mixer for Attention {
@@ -194,196 +282,213 @@ impl Mixer for Attention {
         vec![PlaneRow { shape: vec![self.kv_heads, self.head_dim], kind: self.kind }; 2]
     }
 
-    fn kept_row(&self) -> (u64, u64) {
-        (from_dim(self.heads * self.head_dim), from_dim(self.heads))
+    fn mixed_row(&self) -> MixedRow {
+        MixedRow { out: from_dim(self.heads * self.head_dim), saved: from_dim(self.heads) }
     }
 
-    fn split(&self, mut mix: Vec<Tensor>) -> (Vec<Tensor>, Vec<Tensor>) {
-        let state = mix.split_off(1);
-        (mix, state)
-    }
-
+    /// Keys and values of both chunks travel the ring, one chunk of every rank at a time.
     fn capture(
         &self,
         cp_group: &CpGroup,
         layout: &PromptLayout,
-        blocks: &[(Piece, Vec<Tensor>)],
-        own: [Vec<Tensor>; 2],
+        blocks: &[BlockQueries],
+        own: ChunkState,
     ) -> Vec<Mixed> {
-        let merged: Vec<_> = blocks.iter().map(|(_, mix)| self.unseen(mix[0].size()[0], &mix[0])).collect();
-        for (pass, travelling) in own.into_iter().enumerate() {
-            let outcome: Result<(), Infallible> = ring(
+        let queries: Vec<(QueryRows, Queries)> =
+            blocks.iter().map(|block| (QueryRows::alone(&block.piece), Queries::from(&block.queries))).collect();
+        let merging: Vec<Merging> =
+            queries.iter().map(|(_, q)| self.no_keys_yet(q.q_thd.size()[0], q.q_thd.device())).collect();
+        for (chunk, travelling) in [own.early, own.late].into_iter().enumerate() {
+            let outcome: Result<(), Infallible> = visit_runs(
                 cp_group.axis,
                 cp_group.ledger,
-                travelling,
-                |rank| layout.chunks_of(rank)[pass],
+                travelling.into_tensors(),
+                |rank| layout.chunks_of(rank)[chunk],
                 |run, planes| {
-                    let keys = key_block(run.start, planes);
-                    for ((piece, mix), so_far) in blocks.iter().zip(&merged) {
-                        self.attend(&Queries { first: 0, at: positions(piece) }, &keys, &mix[0], so_far);
+                    let keys = KeyBlock::new(run.start, KeyValue::from(planes));
+                    for ((rows, q), merging) in queries.iter().zip(&merging) {
+                        self.attend(rows, &keys, &q.q_thd, merging);
                     }
                     Ok(())
                 },
             );
             let Ok(()) = outcome;
         }
-        merged.into_iter().map(|sum| sum.mixed(self.kind)).collect()
+        merging.into_iter().map(|merging| merging.finish(self.kind)).collect()
     }
 
-    fn nothing(&self, blocks: &[(Piece, Vec<Tensor>)]) -> Vec<Mixed> {
-        let unseen = |(_, ask): &(Piece, Vec<Tensor>)| self.unseen(ask[0].size()[0], &ask[0]);
-        blocks.iter().map(unseen).map(|sum| sum.mixed(self.kind)).collect()
+    fn capture_no_rows(&self, blocks: &[BlockQueries]) -> Vec<Mixed> {
+        let no_rows = |block: &BlockQueries| {
+            let Queries { q_thd } = Queries::from(&block.queries);
+            self.no_keys_yet(q_thd.size()[0], q_thd.device()).finish(self.kind)
+        };
+        blocks.iter().map(no_rows).collect()
     }
 
-    fn sweep(
+    /// Keys and values travel the ring as in capture, with float32 sums of dk and dv of their tail rows, which come home.
+    fn capture_backward(
         &self,
         cp_group: &CpGroup,
         layout: &PromptLayout,
-        blocks: Vec<Swept>,
-        own: [Vec<Tensor>; 2],
-        own_gradient: &mut [Vec<Tensor>; 2],
-    ) -> Vec<Vec<Tensor>> {
+        blocks: Vec<BlockBackward>,
+        own: ChunkState,
+        later: ChunkState,
+    ) -> CaptureGradient {
         let acc = accumulation(self.kind);
-        let rows_of: Vec<(Range<i64>, Gathered)> = blocks
-            .into_iter()
-            .map(|mut block| {
-                let q_thd = block.ask.swap_remove(0);
-                let dq_thd = Tensor::zeros(q_thd.size(), (acc, q_thd.device()));
-                let lse_th = block.mixed.saved.swap_remove(0);
-                (
-                    positions(&block.piece),
-                    Gathered { q_thd, out_thd: block.mixed.out, lse_th, dout_thd: block.dout, dq_thd },
-                )
-            })
-            .collect();
-        let tail_of = |run: &Run| (run.start.max(layout.cut()), run.stop.since(run.start.max(layout.cut())).dim());
-        for (pass, travelling) in own.into_iter().enumerate() {
-            let travel = Travel {
-                run_of: &|rank| layout.chunks_of(rank)[pass],
-                sum_rows: &|rank| tail_of(&layout.chunks_of(rank)[pass]).1,
+        let backward_rows = |backward: BlockBackward| {
+            let Queries { q_thd } = Queries::from(&backward.block.queries);
+            let dq_thd = Tensor::zeros(q_thd.size(), (acc, q_thd.device()));
+            let lse_th = saved_lse(&backward.mixed);
+            let out_thd = backward.mixed.out;
+            let all = BackwardRows { q_thd, out_thd, lse_th, dout_thd: backward.dout, dq_thd };
+            (QueryRows::alone(&backward.block.piece), all)
+        };
+        let blocks: Vec<(QueryRows, BackwardRows)> = blocks.into_iter().map(backward_rows).collect();
+        let tail_start = |run: &Run| run.start.max(layout.cut());
+        let tail_rows = |run: &Run| run.stop.since(tail_start(run)).dim();
+        let chunk_gradient = |chunk: usize, travelling: Planes, home: Planes| {
+            let travel = RingRuns {
+                run_of: &|rank| layout.chunks_of(rank)[chunk],
+                sum_rows: &|rank| tail_rows(&layout.chunks_of(rank)[chunk]),
             };
-            let home = std::mem::take(&mut own_gradient[pass]);
-            own_gradient[pass] =
-                ring_home(cp_group.axis, cp_group.ledger, travelling, home, &travel, |run, planes, sums| {
-                    let (tail_start, tail_rows) = tail_of(run);
-                    let constants = run.rows().dim() - tail_rows;
-                    let before: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, 0, constants)).collect();
-                    let tail: Vec<Tensor> = planes.iter().map(|plane| plane.narrow(0, constants, tail_rows)).collect();
-                    for (at, all) in &rows_of {
-                        let queries = Queries { first: 0, at: at.clone() };
-                        self.pull(&queries, &key_block(run.start, &before), all, None);
-                        self.pull(&queries, &key_block(tail_start, &tail), all, Some(sums));
-                    }
-                });
-        }
-        rows_of.into_iter().map(|(_, all)| vec![all.dq_thd.to_kind(self.kind)]).collect()
+            let visit = |run: &Run, planes: &[Tensor], sums: &[Tensor]| {
+                let kv = KeyValue::from(planes);
+                let constant_rows = run.rows().dim() - tail_rows(run);
+                let constants = KeyBlock::new(run.start, kv.rows(&(0..constant_rows)));
+                let tail = KeyBlock::new(tail_start(run), kv.rows(&(constant_rows..run.rows().dim())));
+                let tail_gradient = KeyValue::from(sums);
+                for (rows, all) in &blocks {
+                    self.backward_attend(rows, &constants, all, None);
+                    self.backward_attend(rows, &tail, all, Some(&tail_gradient));
+                }
+            };
+            let (travelling, home) = (travelling.into_tensors(), home.into_tensors());
+            Planes::from(visit_runs_with_sums(cp_group.axis, cp_group.ledger, travelling, home, &travel, visit))
+        };
+        let early = chunk_gradient(0, own.early, later.early);
+        let late = chunk_gradient(1, own.late, later.late);
+        let queries = blocks.into_iter().map(|(_, all)| Queries { q_thd: all.dq_thd.to_kind(self.kind) }.into());
+        CaptureGradient { queries: queries.collect(), state: ChunkState { early, late } }
     }
 
-    fn plain(&self, positions: Range<i64>, ask: &[Tensor], state: &[Tensor], fused: bool) -> Tensor {
-        let (acc, device) = (accumulation(self.kind), ask[0].device());
+    fn plain(&self, positions: Range<i64>, queries: &Planes, state: &Planes, fused: bool) -> Tensor {
+        let Queries { q_thd } = queries.into();
+        let KeyValue { k_tgd, v_tgd } = state.into();
+        let (acc, device) = (accumulation(self.kind), q_thd.device());
         let heads_each = self.heads / self.kv_heads;
-        let all_heads = |x: &Tensor| x.repeat_interleave_self_int(heads_each, 1, None).transpose(0, 1);
+        let all_heads = |x_tgd: &Tensor| x_tgd.repeat_interleave_self_int(heads_each, 1, None).transpose(0, 1);
         if fused && positions.start == 0 && self.window.is_none() {
             let heads_first = |x: &Tensor| x.transpose(0, 1).unsqueeze(0);
             // On a GPU the library has a float32 kernel for equal heads only, and would else write all scores out.
             let grouped = self.heads != self.kv_heads && (device == Device::Cpu || self.kind != Kind::Float);
             let of_state = |x: &Tensor| if grouped { heads_first(x) } else { all_heads(x).unsqueeze(0) };
-            let (q, k, v) = (heads_first(&ask[0]), of_state(&state[0]), of_state(&state[1]));
+            let (q, k, v) = (heads_first(&q_thd), of_state(&k_tgd), of_state(&v_tgd));
             let out = Tensor::scaled_dot_product_attention(&q, &k, &v, None::<&Tensor>, 0.0, true, self.scale, grouped);
             return out.squeeze_dim(0).transpose(0, 1);
         }
-        let (k_hsd, v_hsd) = (all_heads(&state[0]), all_heads(&state[1]));
-        let scores = ask[0].transpose(0, 1).matmul(&k_hsd.transpose(1, 2)).to_kind(acc) * self.scale;
+        let k_hsd = all_heads(&k_tgd);
+        let v_hsd = all_heads(&v_tgd);
+        let scores_hts = q_thd.transpose(0, 1).matmul(&k_hsd.transpose(1, 2)).to_kind(acc) * self.scale;
         let row = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).unsqueeze(1);
-        let ahead = row - Tensor::arange(positions.end, (Kind::Int64, device)).unsqueeze(0);
-        let hidden = ahead.lt(0).logical_or(&ahead.ge(self.window.unwrap_or(i64::MAX)));
-        let weights = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, acc).to_kind(self.kind);
-        weights.matmul(&v_hsd).transpose(0, 1)
+        let ahead_ts = row - Tensor::arange(positions.end, (Kind::Int64, device)).unsqueeze(0);
+        let hidden_ts = ahead_ts.lt(0).logical_or(&ahead_ts.ge(self.window.unwrap_or(i64::MAX)));
+        let weights_hts = scores_hts.masked_fill(&hidden_ts, f64::NEG_INFINITY).softmax(-1, acc).to_kind(self.kind);
+        weights_hts.matmul(&v_hsd).transpose(0, 1)
     }
 
-    fn forward(&self, cp_group: &CpGroup, span: &Span, mix: &[Tensor], past: &Past) -> Mixed {
+    fn forward(&self, cp_group: &CpGroup, span: &Span, input: &MixerInput, past: &Past) -> Mixed {
+        let own_q = Queries::from(&input.queries);
+        let own_kv = KeyValue::from(&input.state);
+        // 1. Every rank gets the queries of all rows.
         let counts = span.counts();
-        let q_thd = gather_rows(cp_group.axis, &mix[0], &counts);
-        let merged = self.unseen(q_thd.size()[0], &q_thd);
-        let own = Self::own_blocks(span, cp_group, &mix[1], &mix[2]);
-        for queries in queries(span.gathered()) {
+        let q_thd = gather_rows(cp_group.axis, &own_q.q_thd, &counts);
+        // 2. All rows attend to the pages and the span's rows of this rank.
+        let merging = self.no_keys_yet(q_thd.size()[0], q_thd.device());
+        let own_blocks = Self::own_blocks(span, cp_group, &own_kv);
+        for queries in QueryRows::gathered(span.gathered()) {
             for run in &past.runs {
-                self.attend(&queries, &key_block(run.start, &run.planes), &q_thd, &merged);
+                self.attend(&queries, &KeyBlock::new(run.start, KeyValue::from(&run.state)), &q_thd, &merging);
             }
-            for (_, planes, piece) in &own {
-                self.attend(&queries, &key_block(piece.start, planes), &q_thd, &merged);
+            for (_, keys) in &own_blocks {
+                self.attend(&queries, keys, &q_thd, &merging);
             }
         }
+        // 3. Parts return to their rows' rank and are merged in rank order.
         let home = |x: &Tensor| return_rows(cp_group.axis, x, &counts);
-        let sum = self.unseen(mix[0].size()[0], &mix[0]);
-        let here = 0..mix[0].size()[0];
-        for (out_thd, lse_th) in home(&merged.out_thd).into_iter().zip(home(&merged.lse_th)) {
-            sum.add(&here, &attention::Partial { out_thd, lse_th });
+        let own_rows = own_q.q_thd.size()[0];
+        let merged = self.no_keys_yet(own_rows, q_thd.device());
+        for (out_thd, lse_th) in home(&merging.out_thd).into_iter().zip(home(&merging.lse_th)) {
+            merged.add(&(0..own_rows), &Partial { out_thd, lse_th });
         }
-        sum.mixed(self.kind)
+        merged.finish(self.kind)
     }
 
-    fn draw(&self, cp_group: &CpGroup, ask: &[Tensor], prompt: &Past, own: &AnswerState) -> Tensor {
-        let q_ahd = ask[0].contiguous();
+    fn decode(&self, cp_group: &CpGroup, queries: &Planes, prompt: &Past, own: &AnswerState) -> Tensor {
+        let q_ahd = Queries::from(queries).q_thd.contiguous();
         let answers = q_ahd.size()[0];
-        let sum = self.unseen(answers, &q_ahd);
         let all = 0..answers;
-        let few = |k: &Tensor, v: &Tensor| attention::few(self.kernel, &q_ahd, k, v, self.scale);
-        // The first position that the rows' window reaches.
+        let few = |kv: &KeyValue| attention::few(self.kernel, &q_ahd, &kv.k_tgd, &kv.v_tgd, self.scale);
+        let merging = self.no_keys_yet(answers, q_ahd.device());
+        // 1. The prompt rows of this rank from the first position on that the window reaches.
         let first = self.window.map_or(0, |window| as_dim(own.newest().0) + 1 - window);
         for run in &prompt.runs {
-            let (start, rows) = (as_dim(run.start.0), run.planes[0].size()[0]);
-            let cut = (first - start).clamp(0, rows);
-            if cut < rows {
-                let seen = |plane: &Tensor| plane.narrow(0, cut, rows - cut);
-                sum.add(&all, &few(&seen(&run.planes[0]), &seen(&run.planes[1])));
+            let kv = KeyValue::from(&run.state);
+            let rows = kv.k_tgd.size()[0];
+            let hidden = (first - as_dim(run.start.0)).clamp(0, rows);
+            if hidden < rows {
+                merging.add(&all, &few(&kv.rows(&(hidden..rows))));
             }
         }
-        let rows = own.seen(self.window);
-        if rows[0].size()[1] > 0 {
-            sum.add(&all, &few(&rows[0], &rows[1]));
+        // 2. The answers' own rows on this rank, [answers, rows, g, d].
+        let own_kv = KeyValue::from(&own.visible(self.window));
+        if own_kv.k_tgd.size()[1] > 0 {
+            merging.add(&all, &few(&own_kv));
         }
         if cp_group.axis.size() == 1 {
-            return sum.out_thd.to_kind(self.kind);
+            return merging.out_thd.to_kind(self.kind);
         }
-        // Every rank merges all parts in rank order, so that all hold the same bits.
+        // 3. Every rank merges all parts in rank order, so that all hold the same bits.
         let counts = vec![Tokens(from_dim(answers)); cp_group.axis.size()];
-        let (out_rhd, lse_rh) =
-            (gather_rows(cp_group.axis, &sum.out_thd, &counts), gather_rows(cp_group.axis, &sum.lse_th, &counts));
-        let merged = self.unseen(answers, &q_ahd);
+        let out_rhd = gather_rows(cp_group.axis, &merging.out_thd, &counts);
+        let lse_rh = gather_rows(cp_group.axis, &merging.lse_th, &counts);
+        let merged = self.no_keys_yet(answers, q_ahd.device());
         for rank in (0..cp_group.axis.size()).map(|rank| as_dim(from_index(rank))) {
             let part = |x: &Tensor| x.narrow(0, rank * answers, answers);
-            merged.add(&all, &attention::Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
+            merged.add(&all, &Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
         }
         merged.out_thd.to_kind(self.kind)
     }
 
-    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> Vec<Tensor> {
-        let Backward { span, mix, past, mixed, dout, later } = backward;
-        let (acc, counts) = (accumulation(self.kind), span.counts());
+    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput {
+        let Backward { span, input, past, mixed, dout, later } = backward;
+        let acc = accumulation(self.kind);
+        // 1. Every rank gets queries, merged outputs and output gradients of all rows.
+        let counts = span.counts();
         let gather = |x: &Tensor| gather_rows(cp_group.axis, x, &counts);
-        let q_thd = gather(&mix[0]);
-        let all = Gathered {
+        let q_thd = gather(&Queries::from(&input.queries).q_thd);
+        let all = BackwardRows {
             dq_thd: Tensor::zeros(q_thd.size(), (acc, q_thd.device())),
             q_thd,
             out_thd: gather(&mixed.out),
-            lse_th: gather(&mixed.saved[0]),
+            lse_th: gather(&saved_lse(mixed)),
             dout_thd: gather(dout),
         };
-        let own = Self::own_blocks(span, cp_group, &mix[1], &mix[2]);
-        let own_gradient =
-            later.unwrap_or_else(|| mix[1..].iter().map(|plane| plane.zeros_like().to_kind(acc)).collect());
-        for queries in queries(span.gathered()) {
+        // 2. dk and dv stay on the rank that holds the keys.
+        let own_blocks = Self::own_blocks(span, cp_group, &KeyValue::from(&input.state));
+        let own_gradient = later.unwrap_or_else(|| input.state.zero_gradient());
+        let own_key_gradient = KeyValue::from(&own_gradient);
+        for queries in QueryRows::gathered(span.gathered()) {
             for (run, gradient) in past.runs.iter().zip(&past_gradient.runs) {
-                let gradient = run.carries.then_some(&gradient[..]);
-                self.pull(&queries, &key_block(run.start, &run.planes), &all, gradient);
+                let keys = KeyBlock::new(run.start, KeyValue::from(&run.state));
+                let gradient = gradient.as_ref().map(KeyValue::from);
+                self.backward_attend(&queries, &keys, &all, gradient.as_ref());
             }
-            for (local, planes, piece) in &own {
-                let gradient: Vec<_> = own_gradient.iter().map(|plane| rows(plane, local)).collect();
-                self.pull(&queries, &key_block(piece.start, planes), &all, Some(&gradient));
+            for (local, keys) in &own_blocks {
+                self.backward_attend(&queries, keys, &all, Some(&own_key_gradient.rows(local)));
             }
         }
-        let dq = sum_in_order(&return_rows(cp_group.axis, &all.dq_thd, &counts));
-        std::iter::once(dq).chain(own_gradient).map(|gradient| gradient.to_kind(self.kind)).collect()
+        // 3. dq returns to the rows' rank and is summed in rank order.
+        let q_thd = sum_in_order(&return_rows(cp_group.axis, &all.dq_thd, &counts)).to_kind(self.kind);
+        MixerInput { queries: Queries { q_thd }.into(), state: own_gradient.to_kind(self.kind) }
     }
 }

@@ -5,17 +5,40 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use super::lora::Adapters;
-use super::mixer::Mixer;
+use super::mixer::{Mixer, MixerInput};
+use super::planes::Planes;
 use crate::runtime::units::LayerIndex;
 use crate::tensor::kernels::Kernel;
 
-/// What segment A hands on.
+/// Output of segment A for some rows.
 #[derive(Debug)]
 pub struct Projected {
-    /// What the mixer reads, rows first; for attention q, k, v.
-    pub mix: Vec<Tensor>,
-    /// What only segment B reads, rows first; an output gate, for example. Empty for plain decoders.
-    pub keep: Vec<Tensor>,
+    /// Input of the mixer; for attention q, k, v.
+    pub input: MixerInput,
+    /// What segment B reads past the mixer; an output gate, for example. No planes for dense decoders.
+    pub handed: Planes,
+}
+
+impl Projected {
+    /// The rows of all `parts`, one part after another.
+    #[must_use]
+    pub fn join(parts: Vec<Projected>) -> Projected {
+        let mut queries = Vec::with_capacity(parts.len());
+        let mut state = Vec::with_capacity(parts.len());
+        let mut handed = Vec::with_capacity(parts.len());
+        for part in parts {
+            queries.push(part.input.queries);
+            state.push(part.input.state);
+            handed.push(part.handed);
+        }
+        let input = MixerInput { queries: Planes::join(queries), state: Planes::join(state) };
+        Projected { input, handed: Planes::join(handed) }
+    }
+
+    /// Every tensor of it; gradients of it stand in the same order.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.input.queries, &self.input.state, &self.handed].into_iter().flat_map(Planes::tensors)
+    }
 }
 
 /// A decoder as a stack of blocks over rows of hidden states, [t, w] in the model's dtype.
@@ -32,7 +55,7 @@ pub trait Decoder {
     /// The model's dtype.
     fn kind(&self) -> Kind;
 
-    /// Where the weights lie.
+    /// The weights' device.
     fn device(&self) -> Device;
 
     /// Rows of the embedding, [t, w].
@@ -44,8 +67,8 @@ pub trait Decoder {
     /// What mixes rows in this layer.
     fn mixer(&self, layer: LayerIndex) -> &dyn Mixer;
 
-    /// Segment B: output projection, residual, feed-forward. `mixed` is what the mixer made of these rows.
-    fn finish(&self, layer: LayerIndex, x_tw: &Tensor, mixed: &Tensor, keep: &[Tensor], adapters: &Adapters) -> Tensor;
+    /// Segment B: output projection, residual, feed-forward. `mixed` is the mixer's output for these rows.
+    fn finish(&self, layer: LayerIndex, x_tw: &Tensor, mixed: &Tensor, handed: &Planes, adapters: &Adapters) -> Tensor;
 
     /// What computes attention where no window cuts it; must be equal on all ranks.
     fn kernel(&self) -> Kernel;

@@ -9,10 +9,11 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::attention::Attention;
+use super::attention::{Attention, KeyValue, Queries};
 use super::decoder::{Decoder, Projected};
 use super::lora::{Adapters, linear};
-use super::mixer::Mixer;
+use super::mixer::{Mixer, MixerInput};
+use super::planes::Planes;
 use super::rope::{Rope, rotate_half_split};
 use super::spec::Spec;
 use super::weights::Weights;
@@ -145,8 +146,10 @@ impl Decoder for Dense {
             k = self.rms(&k, &format!("{attention}.k_norm"));
         }
         let (cos_td, sin_td) = self.tables(positions);
-        let rotated = [q, k].map(|x_thd| rotate_half_split(&x_thd, &cos_td, &sin_td));
-        Projected { mix: rotated.into_iter().chain([v]).collect(), keep: Vec::new() }
+        let q_thd = rotate_half_split(&q, &cos_td, &sin_td);
+        let k_tgd = rotate_half_split(&k, &cos_td, &sin_td);
+        let input = MixerInput { queries: Queries { q_thd }.into(), state: KeyValue { k_tgd, v_tgd: v }.into() };
+        Projected { input, handed: Planes::default() }
     }
 
     fn mixer(&self, layer: LayerIndex) -> &dyn Mixer {
@@ -158,7 +161,7 @@ impl Decoder for Dense {
         layer: LayerIndex,
         x_tw: &Tensor,
         mixed: &Tensor,
-        _keep: &[Tensor],
+        _handed: &Planes,
         adapters: &Adapters,
     ) -> Tensor {
         let block = format!("model.layers.{layer}");

@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::spec::Linear;
 use crate::prompt::pages::Stamp;
+use crate::runtime::digest::hex;
 use crate::runtime::units::{as_dim, float};
 use crate::tensor::views;
 
@@ -170,7 +171,7 @@ impl Adapters {
         for tensor in self.tensors() {
             hash.update(views::view(&tensor.detach().to_device(Device::Cpu).contiguous()));
         }
-        hash.finalize().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+        hex(hash)
     }
 }
 

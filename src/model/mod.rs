@@ -13,7 +13,11 @@ pub mod head;
 pub mod keys;
 pub mod lora;
 pub mod mixer;
+#[cfg(test)]
+mod mixer_sketches;
 pub mod pass;
+pub mod past;
+pub mod planes;
 pub mod problems;
 pub mod rope;
 pub mod shape;

@@ -2,22 +2,26 @@
 //!
 //! ```text
 //!   forward    x ──A──▶ q k v ──mixer (ranks meet)──▶ mixed ──B──▶ y
-//!   backward   recompute A without a graph, run the mixer; then B with a graph, pull dy through it; the mixer's backward
-//!              by hand; then A with a graph, pull dq dk dv through it. One segment of one micro-block is the largest
-//!              graph that is ever alive.
+//!   backward   1. recompute A without a graph, run the mixer
+//!              2. B with a graph, backward from dy: d mixed
+//!              3. the mixer's backward, by hand: dq dk dv
+//!              4. A with a graph, backward from dq dk dv: dx
+//!              The largest graph that is ever alive is one segment of one micro-block.
 //! ```
 
 use tch::{Device, Tensor};
 
 use super::decoder::{Decoder, Projected};
 use super::lora::Adapters;
-use super::mixer::{Backward, CpGroup, Mixed, Past, PastGradient, Swept};
+use super::mixer::{Backward, BlockBackward, BlockQueries, CpGroup, Mixed, MixerInput};
+use super::past::{ChunkState, Past, PastGradient};
+use super::planes::{Planes, join_rows};
 use crate::prompt::handoff::MixedPool;
 use crate::prompt::layout::{Piece, PromptLayout, Span, positions};
 use crate::prompt::pages::Staged;
-use crate::runtime::units::{LayerIndex, Tokens};
+use crate::runtime::units::{LayerIndex, Position, Tokens};
 use crate::tensor;
-use crate::tensor::boundary::backward as pull;
+use crate::tensor::boundary::backward as backward_graph;
 
 /// What a pass over blocks needs besides rows.
 #[derive(Clone, Copy)]
@@ -32,105 +36,148 @@ pub struct Pass<'a> {
     pub micro_block: Tokens,
 }
 
-/// Rows of one rank cut into micro-blocks: positions, and where the rows lie in the rank's tensor. A rank without rows
-/// gets one empty block, so that it still knows the shapes it takes part with.
+/// Rows that a segment computes at one time.
+#[derive(Clone, Copy, Debug)]
+pub struct MicroBlock {
+    /// The rows.
+    pub piece: Piece,
+    /// The first of them in a tensor of this rank's rows.
+    pub first: i64,
+}
+
+impl MicroBlock {
+    /// The block's rows in a tensor of this rank's rows; a view.
+    pub fn rows_of(&self, x: &Tensor) -> Tensor {
+        x.narrow(0, self.first, self.piece.rows().dim())
+    }
+
+    fn planes_of(&self, planes: &Planes) -> Planes {
+        planes.narrow(self.first, self.piece.rows().dim())
+    }
+}
+
+/// This rank's rows of a span in blocks of at most `rows_max`. A rank without rows gets one empty block, so that it still
+/// knows the shapes with which it takes part.
 #[must_use]
-pub fn micro_blocks(span: &Span, cp_group: &CpGroup, most: Tokens) -> Vec<(Piece, i64)> {
+pub fn micro_blocks(span: &Span, cp_group: &CpGroup, rows_max: Tokens) -> Vec<MicroBlock> {
+    let rank = cp_group.axis.rank();
     let mut blocks = Vec::new();
     let mut first = 0;
-    for piece in span.of(cp_group.axis.rank()) {
+    for piece in span.of(rank) {
         let mut start = piece.start;
         while start < piece.stop {
-            let stop = start.plus(most).min(piece.stop);
-            let block = Piece { rank: piece.rank, start, stop };
-            blocks.push((block, first));
-            first += block.rows().dim();
+            let stop = start.plus(rows_max).min(piece.stop);
+            let piece = Piece { rank, start, stop };
+            blocks.push(MicroBlock { piece, first });
+            first += piece.rows().dim();
             start = stop;
         }
     }
     if blocks.is_empty() {
-        let nowhere = crate::runtime::units::Position(0);
-        blocks.push((Piece { rank: cp_group.axis.rank(), start: nowhere, stop: nowhere }, 0));
+        blocks.push(MicroBlock { piece: Piece { rank, start: Position(0), stop: Position(0) }, first: 0 });
     }
     blocks
 }
 
-/// Rows that the mixer takes at one time on a GPU: its kernels want long stretches, the segments' scratch wants short
-/// ones.
+/// Rows that the mixer takes at one time on a GPU: its kernels want many rows, the segments' scratch wants few.
 pub const MIXED_ROWS: u64 = 32_768;
 
-/// A rank's rows as the mixer takes them, each a stretch of whole micro-blocks.
+/// Rows that the mixer takes at one time: whole micro-blocks.
 #[derive(Debug)]
-pub struct Stretch {
+pub struct MixerBlock {
     /// The rows.
     pub piece: Piece,
-    /// Its micro-blocks, and where their rows lie in the rank's tensor.
-    pub blocks: Vec<(Piece, i64)>,
+    /// Its micro-blocks, at least one.
+    pub micro_blocks: Vec<MicroBlock>,
 }
 
-impl Stretch {
-    /// Rows of a micro-block in a tensor that holds the stretch's rows.
-    pub fn rows(&self, x: &Tensor, block: &Piece) -> Tensor {
-        x.narrow(0, block.start.since(self.piece.start).dim(), block.rows().dim())
-    }
-
-    /// One tensor a plane of all rows, from one for each micro-block.
-    #[must_use]
-    pub fn join(mut parts: Vec<Vec<Tensor>>) -> Vec<Tensor> {
-        if parts.len() == 1 {
-            return parts.pop().unwrap_or_default();
-        }
-        let planes = parts.first().map_or(0, Vec::len);
-        let plane = |at: usize| Tensor::cat(&parts.iter().map(|part| &part[at]).collect::<Vec<_>>(), 0);
-        (0..planes).map(plane).collect()
+impl MixerBlock {
+    /// Rows of a micro-block in a tensor of the mixer block's rows; a view.
+    pub fn rows_of(&self, x: &Tensor, micro: &MicroBlock) -> Tensor {
+        x.narrow(0, micro.piece.start.since(self.piece.start).dim(), micro.piece.rows().dim())
     }
 }
 
-/// A stretch and what its rows ask the mixer with.
-type Asking = (Piece, Vec<Tensor>);
+/// A tail in one layer, for the route on which rows stay and state travels.
+#[derive(Clone, Copy)]
+pub struct Tail<'a> {
+    /// Its rows.
+    pub span: &'a Span,
+    /// Which rank owns which position.
+    pub layout: &'a PromptLayout,
+    /// This rank's pages of the layer.
+    pub staged: &'a Staged,
+    /// The mixer's output for its mixer blocks, if that was kept.
+    pub kept: Option<&'a MixedPool>,
+}
+
+/// One span's rows on this rank, for a backward.
+#[derive(Clone, Copy)]
+pub struct SpanRows<'a> {
+    /// Which rows.
+    pub span: &'a Span,
+    /// Input of the block.
+    pub x_tw: &'a Tensor,
+    /// Gradient of the block's output.
+    pub dy_tw: &'a Tensor,
+}
+
+/// Segment A and the mixer over a tail.
+struct TailForward {
+    /// One entry for each mixer block.
+    queries: Vec<BlockQueries>,
+    /// One entry for each mixer block.
+    mixed: Vec<Mixed>,
+    /// What A hands to B; one entry for each micro-block.
+    handed: Vec<Planes>,
+}
+
+/// Gradients that segment B's backward returns besides that of the residual.
+struct FinishGradient {
+    dmixed: Tensor,
+    dhanded: Planes,
+}
 
 impl Pass<'_> {
-    /// This rank's rows of a span in stretches of micro-blocks. Equal on all ranks and in all phases, as micro-blocks are.
+    /// This rank's rows of a span in blocks for the mixer. Equal on all ranks and in all phases, as micro-blocks are.
     #[must_use]
-    pub fn stretches(&self, span: &Span) -> Vec<Stretch> {
-        let most = match self.decoder.device() {
+    pub fn mixer_blocks(&self, span: &Span) -> Vec<MixerBlock> {
+        let rows_max = match self.decoder.device() {
             Device::Cpu => self.micro_block,
             _ => Tokens(self.micro_block.0 * (MIXED_ROWS / self.micro_block.0).max(1)),
         };
-        let mut blocks = micro_blocks(span, &self.cp_group, self.micro_block).into_iter().peekable();
-        let stretch = |(piece, _): (Piece, i64)| {
-            let inside = |(block, _): &(Piece, i64)| piece.start <= block.start && block.stop <= piece.stop;
-            Stretch { piece, blocks: std::iter::from_fn(|| blocks.next_if(inside)).collect() }
+        let mut micro = micro_blocks(span, &self.cp_group, self.micro_block).into_iter().peekable();
+        let mixer_block = |MicroBlock { piece, .. }: MicroBlock| {
+            let inside = |micro: &MicroBlock| piece.start <= micro.piece.start && micro.piece.stop <= piece.stop;
+            MixerBlock { piece, micro_blocks: std::iter::from_fn(|| micro.next_if(inside)).collect() }
         };
-        micro_blocks(span, &self.cp_group, most).into_iter().map(stretch).collect()
+        micro_blocks(span, &self.cp_group, rows_max).into_iter().map(mixer_block).collect()
     }
 
-    /// Segment A of one micro-block.
+    /// Segment A of one micro-block of this rank's rows `x_tw`.
     #[must_use]
-    pub fn project(&self, layer: LayerIndex, block: &Piece, x_tw: &Tensor) -> Projected {
-        self.decoder.project(layer, x_tw, positions(block), self.adapters)
+    pub fn project(&self, layer: LayerIndex, micro: &MicroBlock, x_tw: &Tensor) -> Projected {
+        self.decoder.project(layer, &micro.rows_of(x_tw), positions(&micro.piece), self.adapters)
     }
 
     /// One block forward over a span, no graph: this rank's rows in, this rank's rows out.
     pub fn forward(&self, layer: LayerIndex, span: &Span, x_tw: &Tensor, past: &Past) -> Tensor {
         tch::no_grad(|| {
             let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
-            let (mix, keep) = self.project_all(layer, &blocks, x_tw);
-            let mixed = self.decoder.mixer(layer).forward(&self.cp_group, span, &mix, past);
-            let ys: Vec<Tensor> = blocks
-                .iter()
-                .map(|(block, first)| {
-                    let rows = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
-                    let keep: Vec<Tensor> = keep.iter().map(rows).collect();
-                    self.decoder.finish(layer, &rows(x_tw), &rows(&mixed.out), &keep, self.adapters)
-                })
-                .collect();
-            Tensor::cat(&ys, 0)
+            let Projected { input, handed } = self.project_all(layer, &blocks, x_tw);
+            let mixed = self.decoder.mixer(layer).forward(&self.cp_group, span, &input, past);
+            let y_tw = |micro: &MicroBlock| {
+                let handed = micro.planes_of(&handed);
+                let (x_tw, out) = (micro.rows_of(x_tw), micro.rows_of(&mixed.out));
+                self.decoder.finish(layer, &x_tw, &out, &handed, self.adapters)
+            };
+            Tensor::cat(&blocks.iter().map(y_tw).collect::<Vec<_>>(), 0)
         })
     }
 
     /// One block backward over a span: from the gradient of this rank's output rows to that of its input rows. Adapter
-    /// gradients add up in the adapters' `.grad`, gradients of earlier positions' state in `past_gradient`.
+    /// gradients add up in the adapters' `.grad`, gradients of earlier positions' state in `past_gradient`. `later` is the
+    /// gradient that later rows have left on the span's own state.
     ///
     /// # Errors
     /// When libtorch refuses.
@@ -139,34 +186,42 @@ impl Pass<'_> {
         layer: LayerIndex,
         rows: &SpanRows,
         past: &Past,
-        later: Option<Vec<Tensor>>,
+        later: Option<Planes>,
         past_gradient: &mut PastGradient,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, .. } = *rows;
         let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
         let mixer = self.decoder.mixer(layer);
-        let (mix, keep, mixed) = tch::no_grad(|| {
-            let (mix, keep) = self.project_all(layer, &blocks, x_tw);
-            let mixed = mixer.forward(&self.cp_group, span, &mix, past);
-            (mix, keep, mixed)
+        // 1. Segment A and the mixer, no graph.
+        let (projected, mixed) = tch::no_grad(|| {
+            let projected = self.project_all(layer, &blocks, x_tw);
+            let mixed = mixer.forward(&self.cp_group, span, &projected.input, past);
+            (projected, mixed)
         });
+        // 2. Segment B.
         let dx_tw = x_tw.detach().zeros_like();
-        let mut parts = Vec::with_capacity(blocks.len());
-        for at in &blocks {
-            let part = |x: &Tensor| x.narrow(0, at.1, at.0.rows().dim());
-            let keep: Vec<Tensor> = keep.iter().map(part).collect();
-            parts.push(self.pull_finish_block(layer, at, rows, &part(&mixed.out), &keep, &dx_tw)?);
+        let mut dmixed = Vec::with_capacity(blocks.len());
+        let mut dhanded = Vec::with_capacity(blocks.len());
+        for micro in &blocks {
+            let handed = micro.planes_of(&projected.handed);
+            let done = self.backward_finish(layer, micro, rows, &micro.rows_of(&mixed.out), &handed, &dx_tw)?;
+            dmixed.push(done.dmixed);
+            dhanded.push(done.dhanded);
         }
-        let dmixed = Tensor::cat(&parts.iter().map(|(dmixed, _)| dmixed).collect::<Vec<_>>(), 0);
-        let dmix = tch::no_grad(|| {
-            let backward = Backward { span, mix: &mix, past, mixed: &mixed, dout: &dmixed, later };
+        let dmixed = join_rows(dmixed);
+        // 3. The mixer.
+        let dinput = tch::no_grad(|| {
+            let input = &projected.input;
+            let backward = Backward { span, input, past, mixed: &mixed, dout: &dmixed, later };
             mixer.backward(&self.cp_group, backward, past_gradient)
         });
-        drop((mix, mixed, dmixed));
-        for (at, (_, dkeep)) in blocks.iter().zip(parts) {
-            let part = |x: &Tensor| x.narrow(0, at.1, at.0.rows().dim());
-            let gradients: Vec<Tensor> = dmix.iter().map(part).chain(dkeep).collect();
-            self.pull_project_block(layer, at, x_tw, &gradients, &dx_tw)?;
+        drop((projected, mixed, dmixed));
+        // 4. Segment A.
+        for (micro, handed) in blocks.iter().zip(dhanded) {
+            let queries = micro.planes_of(&dinput.queries);
+            let state = micro.planes_of(&dinput.state);
+            let gradient = Projected { input: MixerInput { queries, state }, handed };
+            self.backward_project(layer, micro, x_tw, &gradient, &dx_tw)?;
         }
         Ok(dx_tw)
     }
@@ -177,198 +232,155 @@ impl Pass<'_> {
         tail.rows() > self.micro_block
     }
 
-    /// One block forward over a tail whose rows stay while state travels, no graph. `kept` is what the mixer made of its
-    /// stretches before, if that was kept.
+    /// One block forward over a tail whose rows stay while state travels, no graph.
     ///
     /// # Errors
-    /// When what was kept cannot be brought back.
+    /// When kept mixer output cannot be brought back.
     pub fn forward_tail(&self, layer: LayerIndex, x_tw: &Tensor, tail: &Tail) -> Result<Tensor, tensor::Error> {
         tch::no_grad(|| {
-            let stretches = self.stretches(tail.span);
-            let (_, keeps, mixed) = self.tail_mixed(layer, &stretches, x_tw, tail)?;
+            let blocks = self.mixer_blocks(tail.span);
+            let TailForward { mixed, handed, .. } = self.tail_mixed(layer, &blocks, x_tw, tail)?;
             let y_tw = x_tw.empty_like();
-            for ((stretch, mixed), keeps) in stretches.iter().zip(&mixed).zip(&keeps) {
-                for ((block, first), keep) in stretch.blocks.iter().zip(keeps) {
-                    let rows = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
-                    let out = stretch.rows(&mixed.out, block);
-                    rows(&y_tw).copy_(&self.decoder.finish(layer, &rows(x_tw), &out, keep, self.adapters));
+            let mut handed = handed.iter();
+            for (block, mixed) in blocks.iter().zip(&mixed) {
+                for (micro, handed) in block.micro_blocks.iter().zip(handed.by_ref()) {
+                    let out = block.rows_of(&mixed.out, micro);
+                    let y = self.decoder.finish(layer, &micro.rows_of(x_tw), &out, handed, self.adapters);
+                    micro.rows_of(&y_tw).copy_(&y);
                 }
             }
             Ok(y_tw)
         })
     }
 
-    /// Segment A of the tail's stretches and what the mixer makes of them, computed or as it was kept.
+    /// Segment A of the tail's mixer blocks and the mixer's output for them, computed or as it was kept.
     fn tail_mixed(
         &self,
         layer: LayerIndex,
-        stretches: &[Stretch],
+        blocks: &[MixerBlock],
         x_tw: &Tensor,
         tail: &Tail,
-    ) -> Result<TailMixed, tensor::Error> {
+    ) -> Result<TailForward, tensor::Error> {
         let mixer = self.decoder.mixer(layer);
-        let (mut asks, mut keeps) = (Vec::new(), Vec::new());
-        for stretch in stretches {
-            let project = |(block, first): &(Piece, i64)| {
-                let Projected { mix, keep } = self.project(layer, block, &x_tw.narrow(0, *first, block.rows().dim()));
-                (mixer.split(mix).0, keep)
-            };
-            let (ask, keep): (Vec<_>, Vec<_>) = stretch.blocks.iter().map(project).unzip();
-            asks.push((stretch.piece, Stretch::join(ask)));
-            keeps.push(keep);
+        let mut queries = Vec::with_capacity(blocks.len());
+        let mut handed = Vec::new();
+        for block in blocks {
+            let mut parts = Vec::with_capacity(block.micro_blocks.len());
+            for micro in &block.micro_blocks {
+                let projected = self.project(layer, micro, x_tw);
+                parts.push(projected.input.queries);
+                handed.push(projected.handed);
+            }
+            queries.push(BlockQueries { piece: block.piece, queries: Planes::join(parts) });
         }
         // Kept on all ranks or on none, so no rank waits in the ring for another that stays away; a rank without rows
         // has nothing to load.
         let mixed = match tail.kept {
             Some(pool) if tail.span.of(self.cp_group.axis.rank()).next().is_some() => {
                 let load = |block| {
-                    let (out, saved) = pool.get(layer, block)?.expect("what is kept was kept for every stretch");
-                    Ok(Mixed { out, saved })
+                    let (out, saved) =
+                        pool.get(layer, block)?.expect("output is kept for every mixer block or for none");
+                    Ok(Mixed { out, saved: saved.into() })
                 };
-                (0..stretches.len()).map(load).collect::<Result<_, tensor::Error>>()?
+                (0..blocks.len()).map(load).collect::<Result<_, tensor::Error>>()?
             }
-            Some(_) => mixer.nothing(&asks),
-            None => mixer.capture(&self.cp_group, tail.layout, &asks, tail.own()),
+            Some(_) => mixer.capture_no_rows(&queries),
+            None => mixer.capture(&self.cp_group, tail.layout, &queries, ChunkState::filled(&tail.staged.slabs)),
         };
-        Ok((asks, keeps, mixed))
+        Ok(TailForward { queries, mixed, handed })
     }
 
-    /// One block backward over the tail, where rows stay and state travels: from the gradient of this rank's output rows
-    /// to that of its input rows. `gradient` is what the answers have left on the tail's state. No rank holds rows of
+    /// One block backward over a tail whose rows stay while state travels: from the gradient of this rank's output rows to
+    /// that of its input rows. `later` is the gradient that the answers have left on the tail's state. No rank holds rows of
     /// another, so a rank's memory grows with its own share of the tail only.
     ///
     /// # Errors
     /// When libtorch refuses.
-    ///
-    /// # Panics
-    /// Never: a stretch has a block.
     pub fn backward_tail(
         &self,
         layer: LayerIndex,
         rows: &SpanRows,
         tail: &Tail,
-        gradient: PastGradient,
+        later: PastGradient,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, .. } = *rows;
-        let stretches = self.stretches(span);
+        let blocks = self.mixer_blocks(span);
         let mixer = self.decoder.mixer(layer);
-        let (asks, keeps, mixed) = tch::no_grad(|| self.tail_mixed(layer, &stretches, x_tw, tail))?;
+        // 1. Segment A and the mixer, no graph.
+        let TailForward { queries, mixed, handed } = tch::no_grad(|| self.tail_mixed(layer, &blocks, x_tw, tail))?;
+        // 2. Segment B.
         let dx_tw = x_tw.detach().empty_like();
-        let mut swept = Vec::with_capacity(stretches.len());
-        let mut dkeeps = Vec::new();
-        for (((stretch, (piece, ask)), keeps), mixed) in stretches.iter().zip(asks).zip(&keeps).zip(mixed) {
-            let mut douts = Vec::with_capacity(stretch.blocks.len());
-            for (at, keep) in stretch.blocks.iter().zip(keeps) {
-                let out = stretch.rows(&mixed.out, &at.0);
-                let (dout, dkeep) = self.pull_finish_block(layer, at, rows, &out, keep, &dx_tw)?;
-                douts.push(vec![dout]);
-                dkeeps.push(dkeep);
+        let mut backward = Vec::with_capacity(blocks.len());
+        let mut dhanded = Vec::new();
+        let mut next_handed = handed.iter();
+        for ((block, queries), mixed) in blocks.iter().zip(queries).zip(mixed) {
+            let mut dmixed = Vec::with_capacity(block.micro_blocks.len());
+            for (micro, handed) in block.micro_blocks.iter().zip(next_handed.by_ref()) {
+                let out = block.rows_of(&mixed.out, micro);
+                let done = self.backward_finish(layer, micro, rows, &out, handed, &dx_tw)?;
+                dmixed.push(done.dmixed);
+                dhanded.push(done.dhanded);
             }
-            let dout = Stretch::join(douts).pop().expect("a stretch has a block");
-            swept.push(Swept { piece, ask, mixed, dout });
+            backward.push(BlockBackward { block: queries, mixed, dout: join_rows(dmixed) });
         }
-        drop(keeps);
-        let mut state = gradient.into_chunks(&tail.staged.slabs, tail.layout);
-        let dasks = tch::no_grad(|| mixer.sweep(&self.cp_group, tail.layout, swept, tail.own(), &mut state));
-        let [one, two] = state;
-        let dstate: Vec<Tensor> =
-            one.iter().zip(&two).map(|(one, two)| Tensor::cat(&[one, two], 0).to_kind(self.decoder.kind())).collect();
-        drop((one, two));
-        let mut dkeeps = dkeeps.into_iter();
-        for (stretch, dask) in stretches.iter().zip(dasks) {
-            for (at, dkeep) in stretch.blocks.iter().zip(dkeeps.by_ref()) {
-                let part = |x: &Tensor| x.narrow(0, at.1, at.0.rows().dim());
-                let asked = dask.iter().map(|x| stretch.rows(x, &at.0));
-                let gradients: Vec<Tensor> = asked.chain(dstate.iter().map(part)).chain(dkeep).collect();
-                self.pull_project_block(layer, at, x_tw, &gradients, &dx_tw)?;
+        drop(handed);
+        // 3. The mixer.
+        let own = ChunkState::filled(&tail.staged.slabs);
+        let later = later.into_chunks(&tail.staged.slabs, tail.layout);
+        let gradient = tch::no_grad(|| mixer.capture_backward(&self.cp_group, tail.layout, backward, own, later));
+        let dstate = gradient.state.join(self.decoder.kind());
+        // 4. Segment A.
+        let mut dhanded = dhanded.into_iter();
+        for (block, dqueries) in blocks.iter().zip(gradient.queries) {
+            for (micro, handed) in block.micro_blocks.iter().zip(dhanded.by_ref()) {
+                let queries = dqueries.map(|plane| block.rows_of(plane, micro));
+                let gradient = Projected { input: MixerInput { queries, state: micro.planes_of(&dstate) }, handed };
+                self.backward_project(layer, micro, x_tw, &gradient, &dx_tw)?;
             }
         }
         Ok(dx_tw)
     }
 
-    fn project_all(&self, layer: LayerIndex, blocks: &[(Piece, i64)], x_tw: &Tensor) -> (Vec<Tensor>, Vec<Tensor>) {
-        let parts: Vec<Projected> = blocks
-            .iter()
-            .map(|(block, first)| self.project(layer, block, &x_tw.narrow(0, *first, block.rows().dim())))
-            .collect();
-        let join = |of: fn(&Projected) -> &Vec<Tensor>| {
-            (0..of(&parts[0]).len())
-                .map(|plane| Tensor::cat(&parts.iter().map(|part| &of(part)[plane]).collect::<Vec<_>>(), 0))
-                .collect()
-        };
-        (join(|part| &part.mix), join(|part| &part.keep))
+    fn project_all(&self, layer: LayerIndex, blocks: &[MicroBlock], x_tw: &Tensor) -> Projected {
+        Projected::join(blocks.iter().map(|micro| self.project(layer, micro, x_tw)).collect())
     }
 
-    /// Segment B of one micro-block with a graph. Writes the residual's share to `dx_tw`; returns the gradients of the
-    /// mixer's output and of what A handed to B, for the block's rows.
-    fn pull_finish_block(
+    /// Segment B of one micro-block with a graph, and its backward. Writes the residual's gradient to the block's rows of
+    /// `dx_tw`. `mixed` and `handed` are the block's rows.
+    fn backward_finish(
         &self,
         layer: LayerIndex,
-        (block, first): &(Piece, i64),
+        micro: &MicroBlock,
         rows: &SpanRows,
-        out: &Tensor,
-        keep: &[Tensor],
+        mixed: &Tensor,
+        handed: &Planes,
         dx_tw: &Tensor,
-    ) -> Result<(Tensor, Vec<Tensor>), tensor::Error> {
-        let part = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
+    ) -> Result<FinishGradient, tensor::Error> {
         let leaf = |x: &Tensor| x.detach().set_requires_grad(true);
-        let (x, o) = (leaf(&part(rows.x_tw)), leaf(out));
-        let k: Vec<Tensor> = keep.iter().map(leaf).collect();
-        let y = self.decoder.finish(layer, &x, &o, &k, self.adapters);
-        pull(&[(&y, &part(rows.dy_tw))])?;
-        part(dx_tw).copy_(&x.grad());
-        Ok((o.grad(), k.iter().map(Tensor::grad).collect()))
+        let x = leaf(&micro.rows_of(rows.x_tw));
+        let mixed = leaf(mixed);
+        let handed = handed.map(leaf);
+        let y = self.decoder.finish(layer, &x, &mixed, &handed, self.adapters);
+        backward_graph(&[(&y, &micro.rows_of(rows.dy_tw))])?;
+        micro.rows_of(dx_tw).copy_(&x.grad());
+        Ok(FinishGradient { dmixed: mixed.grad(), dhanded: handed.map(Tensor::grad) })
     }
 
-    /// Segment A of one micro-block with a graph; `gradients` are those of everything A hands on, for the block's rows.
-    fn pull_project_block(
+    /// Segment A of one micro-block with a graph, and its backward from the block's rows of `gradient`. Adds to the block's
+    /// rows of `dx_tw`.
+    fn backward_project(
         &self,
         layer: LayerIndex,
-        (block, first): &(Piece, i64),
+        micro: &MicroBlock,
         x_tw: &Tensor,
-        gradients: &[Tensor],
+        gradient: &Projected,
         dx_tw: &Tensor,
     ) -> Result<(), tensor::Error> {
-        let part = |x: &Tensor| x.narrow(0, *first, block.rows().dim());
-        let x = part(x_tw).detach().set_requires_grad(true);
-        let Projected { mix, keep } = self.project(layer, block, &x);
-        let pairs: Vec<(&Tensor, &Tensor)> = mix.iter().chain(&keep).zip(gradients).collect();
-        pull(&pairs)?;
-        let _ = part(dx_tw).g_add_(&x.grad());
+        let x = micro.rows_of(x_tw).detach().set_requires_grad(true);
+        let projected = self.decoder.project(layer, &x, positions(&micro.piece), self.adapters);
+        let pairs: Vec<(&Tensor, &Tensor)> = projected.tensors().zip(gradient.tensors()).collect();
+        backward_graph(&pairs)?;
+        let _ = micro.rows_of(dx_tw).g_add_(&x.grad());
         Ok(())
     }
-}
-
-/// What a tail's stretches ask with, what A hands to B for each of their micro-blocks, and what the mixer makes of them.
-type TailMixed = (Vec<Asking>, Vec<Vec<Vec<Tensor>>>, Vec<Mixed>);
-
-/// A tail whose rows stay while state travels, in one layer.
-#[derive(Clone, Copy)]
-pub struct Tail<'a> {
-    /// Its rows.
-    pub span: &'a Span,
-    /// How the prompt lies.
-    pub layout: &'a PromptLayout,
-    /// This rank's pages of the layer.
-    pub staged: &'a Staged,
-    /// What the mixer made of its micro-blocks, if that was kept.
-    pub kept: Option<&'a MixedPool>,
-}
-
-impl Tail<'_> {
-    /// This rank's filled state rows of both its chunks.
-    fn own(&self) -> [Vec<Tensor>; 2] {
-        [self.staged.slabs[0].filled(), self.staged.slabs[1].filled()]
-    }
-}
-
-/// One span's rows on this rank, for a backward.
-#[derive(Clone, Copy)]
-pub struct SpanRows<'a> {
-    /// Which rows.
-    pub span: &'a Span,
-    /// The block's input.
-    pub x_tw: &'a Tensor,
-    /// Gradient of the block's output.
-    pub dy_tw: &'a Tensor,
 }

@@ -13,6 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::shards::{self, Checkpoint, Place, kind_of};
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
+use crate::runtime::digest::hex;
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::units::{Bytes, as_dim, as_index, float, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
@@ -355,14 +356,6 @@ fn ends<'a>(checkpoint: &'a Checkpoint, place: &Place) -> [&'a [u8]; 2] {
         return [bytes, &[]];
     }
     [&bytes[..DIGEST_SAMPLE_BYTES], &bytes[bytes.len() - DIGEST_SAMPLE_BYTES..]]
-}
-
-fn hex(hash: Sha256) -> String {
-    let mut digits = String::with_capacity(64);
-    for byte in hash.finalize() {
-        digits.extend([byte >> 4, byte & 15].map(|digit| char::from_digit(u32::from(digit), 16).unwrap_or_default()));
-    }
-    digits
 }
 
 /// One step of `SplitMix64`: a well-mixed number for each counter value, the same on every machine.

@@ -1,9 +1,13 @@
-//! The plan of each gate, at its own length and group, as one table.
+//! The plan of every gate at its own length and group size, as one table.
 
 use serde::Serialize;
 
+use super::addend::Place;
+use super::budget::{Plan, Room};
+use super::choose::of_shape;
+use super::error::Error;
+use super::rollout::Rollout;
 use super::seconds::Rates;
-use super::{Error, Place, Plan, Rollout, Room, of_shape};
 use crate::config::{Gate, Gradient, RunConfig};
 use crate::model::shape::Shape;
 use crate::prompt::handoff::Keeping;
@@ -11,11 +15,11 @@ use crate::runtime::units::{Bytes, Pages, Tokens};
 
 /// The gates that train, in their order.
 fn gates() -> impl Iterator<Item = Gate> {
-    Gate::ALL.into_iter().filter(|gate| (Gate::Short..=Gate::Online).contains(gate))
+    Gate::all().into_iter().filter(|gate| !gate.is_endpoint())
 }
 
 /// `config` at a gate's own length and group.
-fn at(gate: Gate, config: &RunConfig, gradient: Gradient) -> RunConfig {
+fn at(gate: &Gate, config: &RunConfig, gradient: Gradient) -> RunConfig {
     let own = gate.own();
     let mut config = config.clone();
     config.context.max_seq_len = own.positions;
@@ -29,14 +33,14 @@ fn at(gate: Gate, config: &RunConfig, gradient: Gradient) -> RunConfig {
     config
 }
 
-/// A gate's plan in one row. Bytes of a rank are those of the rank that holds most.
+/// The plan of one gate. Bytes of a rank are those of the rank that holds most.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// The gate.
+    /// Name of the gate.
     pub gate: &'static str,
     /// Positions of prompt and answer.
     pub positions: Tokens,
-    /// Answers.
+    /// Answers of a group.
     pub group: u64,
     /// Pages of the prompt.
     pub pages: Pages,
@@ -48,39 +52,39 @@ pub struct Row {
     pub host_bytes: Bytes,
     /// Host memory of a node.
     pub node_host_bytes: Bytes,
-    /// What is kept where for the way back.
+    /// Where pages and tail inputs wait for the sweep, and what is kept.
     pub keeping: Keeping,
-    /// How answers are drawn, where they are.
+    /// How answers are sampled; absent where they come with the data.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollout: Option<Rollout>,
     /// Predicted seconds of a group, all its updates.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
-    /// Whether it stays within the room; absent where nothing is known of the room.
+    /// Whether it fits; absent where the room is unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fits: Option<bool>,
-    /// What brings down the largest part of the memory that is too small.
+    /// The setting that makes the largest addend smaller; absent where the gate fits.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub knob: Option<String>,
 }
 
-/// All gates.
+/// The plans of all gates.
 #[derive(Debug, Serialize)]
 pub struct Table {
-    /// The family.
+    /// Model family.
     pub model_type: &'static str,
     /// Whether this build trains it.
     pub trained: bool,
     /// Gradient mode of every gate.
     pub gradient: String,
-    /// Ranks of the world.
+    /// Ranks in the world.
     pub ranks: u64,
-    /// Ranks that share a machine's host memory.
+    /// Ranks that share a node's host memory.
     pub ranks_per_node: u64,
-    /// What seconds were counted with; absent where they were not.
+    /// Rates behind the seconds; absent without a prediction.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rates: Option<Rates>,
-    /// A row a gate.
+    /// One row for each gate.
     pub gates: Vec<Row>,
     /// The first gate that does not fit.
     #[serde(skip)]
@@ -99,7 +103,7 @@ pub fn table(
 ) -> Table {
     let mut refused = None;
     let mut row = |gate: Gate| {
-        let config = at(gate, config, gradient);
+        let config = at(&gate, config, gradient);
         let mut plan = of_shape(&config, ranks, Some(shape), room);
         if let Some(rates) = rates {
             plan.time(&config, shape, rates);
@@ -109,7 +113,7 @@ pub fn table(
         let knob = outcome.as_ref().err().and_then(|error| knob(&plan, error));
         let fits = (known || outcome.is_err()).then_some(outcome.is_ok());
         if let (None, Err(error)) = (&refused, outcome) {
-            refused = Some(error.of_gate(gate.name()));
+            refused = Some(error.at_gate(gate.name()));
         }
         Row {
             gate: gate.name(),
@@ -140,7 +144,7 @@ pub fn table(
     }
 }
 
-/// What brings down the largest part of the memory that an error is about, or a token's time.
+/// The setting that makes the largest addend of the refused memory smaller, or a token faster.
 fn knob(plan: &Plan, error: &Error) -> Option<String> {
     let what = match error {
         Error::DoesNotFit { what, .. } => what,
@@ -155,15 +159,16 @@ impl Table {
     /// Refuses the first gate that does not fit.
     ///
     /// # Errors
-    /// As [`Plan::refuse`], with the gate's name before it.
+    /// As [`Plan::refuse`], with the gate's name.
     pub fn refuse(self) -> Result<(), Error> {
         self.refused.map_or(Ok(()), Err)
     }
 
-    /// The table in words.
+    /// The lines that the command prints.
     #[must_use]
     pub fn text(&self) -> String {
-        let (ranks, here) = (self.ranks, self.ranks_per_node);
+        let ranks = self.ranks;
+        let here = self.ranks_per_node;
         let mut lines = vec![
             format!("gradient {}, {ranks} ranks, {here} on a node", self.gradient),
             format!(
@@ -201,7 +206,9 @@ mod tests {
 
     #[test]
     fn every_gate_has_the_pages_that_the_ladder_promises() {
-        let pages: Vec<u64> = gates().map(|gate| gate.own().prompt_len.pages(Tokens(64)).0).collect();
+        let ladder = Gate::named("gate7_online").map(|last| [vec![last.clone()], last.all_before()].concat());
+        let ladder = ladder.into_iter().flatten().rev().filter(|gate| !gate.is_endpoint());
+        let pages: Vec<u64> = ladder.map(|gate| gate.own().prompt_len.pages(Tokens(64)).0).collect();
         assert_eq!(pages, [384, 1920, 3968, 8064, 16_256, 32_640, 32_640, 32_640, 32_640, 384]);
         let each: Vec<u64> = pages.iter().map(|pages| pages.div_ceil(8)).collect();
         assert_eq!(each, [48, 240, 496, 1008, 2032, 4080, 4080, 4080, 4080, 48]);

@@ -1,7 +1,7 @@
-//! The addends of single phases: what capture, the answers and the tail hold while they run.
+//! The addends of single phases: what capture, replay and the sweep hold while they run.
 
-use super::sizes::{Sizes, addend, place_of, product, within};
-use super::{Addend, Place};
+use super::addend::{Addend, Place, addend, product, within};
+use super::sizes::Sizes;
 use crate::config::Dtype;
 use crate::model::attention::KEYS_MAX;
 use crate::model::pass::MIXED_ROWS;
@@ -12,11 +12,12 @@ use crate::runtime::failure::Phase;
 use crate::runtime::units::{Bytes, from_dim};
 
 impl Sizes<'_> {
-    /// What a phase computes in besides its `rows`: a kernel's workspace for `queries` at one time, or one micro-block's
-    /// intermediates of the larger segment, with its graph where there is one. The two are never alive at one time, and
-    /// with the second `spared` bytes of each row are not alive either.
+    /// What a phase computes in besides its `rows`. This is the larger of two addends that are never alive together: a
+    /// kernel's workspace for `queries`, and one micro-block's intermediates of a segment, with its graph if there is one.
+    /// `spared` bytes of each row are not alive together with the second.
     fn scratch(&self, phase: Phase, rows: u64, queries: u64, graph: bool, spared: u64) -> Addend {
-        let (ffn_width, width) = (self.ffn_width(), self.shape.width);
+        let ffn_width = self.ffn_width();
+        let width = self.shape.width;
         let micro = self.config.memory.micro_block.0.min(rows);
         let wide = if graph { 7 * ffn_width + 8 * width } else { 3 * ffn_width + 4 * width };
         let segment = product(&[micro, wide, self.model]).0.saturating_sub(product(&[rows, spared]).0);
@@ -28,31 +29,37 @@ impl Sizes<'_> {
         within(phase, "segment scratch", Bytes(segment), reason, "choose a smaller memory.micro_block")
     }
 
-    /// Rows that the mixer takes at one time.
+    /// Rows of one call of the mixer.
     fn stretch(&self, rows: u64) -> u64 {
         rows.min(MIXED_ROWS.max(self.config.memory.micro_block.0))
     }
 
-    /// Whether a GPU's attention is made of matrix products: no fused kernel has the dtype, or a window.
+    /// Whether attention on a GPU is computed by matrix products, since no fused kernel has the dtype or a window.
     pub(super) fn plain(&self) -> bool {
         let windowed = |layer: &Layer| matches!(layer.mix, Mix::Grouped { window: Some(_), .. });
-        self.beside && (self.config.model.dtype != Dtype::Bfloat16 || self.shape.layers.iter().any(windowed))
+        self.copies_overlap && (self.config.model.dtype != Dtype::Bfloat16 || self.shape.layers.iter().any(windowed))
     }
 
-    /// What attention takes on a GPU for its own: a fused kernel outputs and, in backward, dk and dv of every query head;
-    /// matrix products about six tiles of scores.
+    /// The most query heads of any layer.
+    pub(super) fn query_heads(&self) -> u64 {
+        self.shape.most(|layer| match layer.mix {
+            Mix::Grouped { query_heads, .. } => query_heads,
+            _ => 0,
+        })
+    }
+
+    /// Bytes of attention's workspace on a GPU, and the reason. A fused kernel takes outputs and, in backward, dk and dv of
+    /// every query head. Matrix products take about six tiles of scores.
     fn workspace(&self, queries: u64, graph: bool) -> (u64, String) {
         let acc = self.acc;
-        if !self.beside {
+        if !self.copies_overlap {
             return (0, String::new());
         }
-        let of = |most: fn(u64, u64, Option<u64>) -> u64| {
-            self.shape.most(|layer| match layer.mix {
-                Mix::Grouped { query_heads, head_dim, window, .. } => most(query_heads, head_dim, window),
-                _ => 0,
-            })
-        };
-        let (query_heads, width) = (of(|heads, _, _| heads), of(|heads, dim, _| heads * dim));
+        let query_heads = self.query_heads();
+        let width = self.shape.most(|layer| match layer.mix {
+            Mix::Grouped { query_heads, head_dim, .. } => query_heads * head_dim,
+            _ => 0,
+        });
         let keys = self.rows.min(from_dim(KEYS_MAX));
         let outputs = product(&[queries, width, self.model + if graph { acc } else { 0 }]).0;
         let gradients = if graph { product(&[keys, width, 2 * acc]).0 } else { 0 };
@@ -65,12 +72,12 @@ impl Sizes<'_> {
         (fused, format!("attention of {queries} queries over {keys} keys"))
     }
 
-    /// Bytes of a prompt row in capture besides its hidden state: what it asks with, what goes past the mixer, its merged
-    /// output, and its page state. Latents of all ranks are gathered, so rows of a latent layer pass block by block, and
-    /// only the layer's input and output wait.
+    /// Bytes of a prompt row in capture besides its hidden state: its queries, what bypasses the mixer, its merged output,
+    /// and its page state. A latent layer gathers the latents of all ranks, so its rows pass block by block, and only the
+    /// layer's input and output are held.
     fn captured_row(&self, layer: &Layer) -> u64 {
-        // Slabs of this layer and, while they leave, those of the layer before; attention outputs likewise.
-        let slabs = 1 + u64::from(self.beside && self.keeping.pages == Residency::Host);
+        // Slabs of this layer, and those of the layer before while they are copied to the host.
+        let slabs = 1 + u64::from(self.copies_overlap && self.keeping.pages == Residency::Host);
         let widths = layer.mix.widths();
         let state = widths.state * self.model * slabs;
         match layer.mix {
@@ -79,14 +86,16 @@ impl Sizes<'_> {
         }
     }
 
-    /// What one row keeps of a layer's mixer for its way back.
+    /// Bytes of a row that are kept of a layer's mixer for its backward.
     fn kept_row(&self, layer: &Layer) -> u64 {
         let widths = layer.mix.widths();
         widths.output * self.model + widths.beside * self.acc
     }
 
+    /// What capture holds and computes in.
     pub(super) fn capture(&self) -> Vec<Addend> {
-        let (width, model) = (self.shape.width, self.model);
+        let width = self.shape.width;
+        let model = self.model;
         let row = width * model + self.shape.most(|layer| self.captured_row(layer));
         let heads = self.shape.most(|layer| layer.mix.widths().output);
         let words = match self.shape.layers.iter().map(|layer| layer.mix).find(|mix| !mix.travels()) {
@@ -101,7 +110,7 @@ impl Sizes<'_> {
             format!("{} positions × ({words})", self.rows),
             "use more ranks (parallel.cp_size)",
         )];
-        if self.beside && self.travels && self.keeping.attention && self.keeping.tail == Residency::Host {
+        if self.copies_overlap && self.travels && self.keeping.attention && self.keeping.tail == Residency::Host {
             sum.push(within(
                 Phase::Capture,
                 "attention outputs that leave",
@@ -117,10 +126,14 @@ impl Sizes<'_> {
         sum
     }
 
+    /// Saved inputs of the answers, and what replay computes in.
     pub(super) fn answers(&self) -> Vec<Addend> {
-        let (width, layers, model) = (self.shape.width, self.layers, self.model);
+        let Sizes { layers, model, .. } = *self;
+        let width = self.shape.width;
         let gathered = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 });
-        let (group, answer, all) = (self.config.grpo.group_size, self.answer, self.config.context.answer_len.0);
+        let group = self.config.grpo.group_size;
+        let answer = self.answer;
+        let all = self.config.context.answer_len.0;
         let head = self.config.memory.head_block.0.min(answer.max(1));
         let mut sum = vec![
             addend(
@@ -154,7 +167,7 @@ impl Sizes<'_> {
         sum
     }
 
-    /// dk and dv of the tail's state on this rank, in one layer.
+    /// dk and dv of this rank's tail rows, in one layer.
     fn state_gradient(&self, phase: Phase) -> Addend {
         within(
             phase,
@@ -165,7 +178,7 @@ impl Sizes<'_> {
         )
     }
 
-    /// Bytes of a tail row on its way back through a layer's mixer: queries, output, its gradient and that of the queries.
+    /// Bytes of a tail row in the backward of a layer's mixer: queries, output, and their gradients.
     fn swept_row(&self, layer: &Layer) -> u64 {
         let widths = layer.mix.widths();
         if matches!(layer.mix, Mix::Latent { .. }) {
@@ -175,17 +188,18 @@ impl Sizes<'_> {
         model * self.model + (widths.ask + widths.beside) * self.acc
     }
 
+    /// Saved inputs of the tail, and what the sweep computes in.
     pub(super) fn tail(&self) -> Vec<Addend> {
-        let (width, model, acc, tail) = (self.shape.width, self.model, self.acc, self.tail);
+        let Sizes { model, acc, tail, .. } = *self;
+        let width = self.shape.width;
         let heads = self.shape.most(|layer| layer.mix.widths().output);
         if tail == 0 {
             return Vec::new();
         }
-        let every = if self.travels { self.keeping.every as u64 } else { 1 };
-        let kept = self.layers.div_ceil(every) + (every - 1);
+        let kept = self.keeping.layer_inputs(self.layers, self.travels);
         let mut sum = vec![addend(
             "tail's block inputs",
-            place_of(self.keeping.tail),
+            self.keeping.tail.into(),
             product(&[tail, width, kept, model]),
             format!("{tail} positions that carry gradient × {width} × {kept} of {} layers × {model} B", self.layers),
             "set memory.inputs_every higher, or grpo.gradient = \"response\"",
@@ -193,7 +207,7 @@ impl Sizes<'_> {
         if !self.travels {
             return sum;
         }
-        let coming = self.beside && self.keeping.tail == Residency::Host;
+        let coming = self.copies_overlap && self.keeping.tail == Residency::Host;
         let next = if coming { width * model } else { 0 };
         let most_kept = self.shape.most(|layer| self.kept_row(layer));
         let next_outputs = if coming && self.keeping.attention { most_kept } else { 0 };
@@ -212,7 +226,7 @@ impl Sizes<'_> {
         if self.keeping.attention {
             sum.push(addend(
                 "tail's attention outputs",
-                place_of(self.keeping.tail),
+                self.keeping.tail.into(),
                 product(&[tail, self.shape.sum(|layer| self.kept_row(layer))]),
                 format!("{tail} positions × (output, {heads} wide; log-sum-exp) × {} layers", self.layers),
                 "set memory.keep_attention = false",

@@ -1,45 +1,44 @@
-//! Sampled answers: what a rank holds while they are drawn, where the prompt's pages are then, and what a token takes.
+//! Sampled answers: what a rank holds while it samples, where the prompt's pages are, and how long a token takes.
 //!
-//! The answers of a group get their tokens in lock-step. Every rank computes the rows of all of them; the prompt's pages
-//! stay on the ranks that own them, the answers' own keys and values are dealt to the ranks, and only partial outputs meet.
+//! All answers of a group get their tokens in lock-step. Every rank computes the rows of all answers. The prompt's pages
+//! stay on their owners, the answers' keys and values are spread over the ranks, and only partial outputs are exchanged.
 
 use serde::Serialize;
 
-use super::seconds::{Rates, phase_seconds};
-use super::sizes::{Sizes, adapter_elements, product, within};
-use super::work::{Work, partial};
-use super::{Addend, Error, Plan};
-use crate::config::RunConfig;
+use super::addend::{Addend, product, within};
+use super::error::Error;
+use super::operations::partial;
+use super::sizes::{Sizes, adapter_elements};
 use crate::model::attention::KEYS_MAX;
-use crate::model::shape::{Layer, Mix, Shape};
+use crate::model::shape::Layer;
 use crate::prompt::pages::Residency;
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{Bytes, Tokens, float, from_dim};
 
-/// How answers are drawn.
+/// How answers are sampled.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Rollout {
-    /// Whether pages of all layers lie on the device meanwhile; otherwise they come layer by layer for every token.
+    /// Whether pages of all layers are on the device; otherwise they are staged layer by layer for every token.
     pub pages_on_device: bool,
     /// Tokens of the longest answer.
     pub tokens: Tokens,
-    /// Bytes of pages that come to a rank's device for every token.
+    /// Bytes of pages that are copied to a rank's device for every token.
     pub bytes_moved_per_token: Bytes,
-    /// Predicted seconds of a token of all answers, half-way through the longest; absent where nothing is predicted.
+    /// Predicted seconds of one token of all answers, half-way through the longest; absent without a prediction.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds_per_token: Option<f64>,
-    /// Predicted seconds of answers that are as long as may be; absent where nothing is predicted.
+    /// Predicted seconds of answers of the greatest length; absent without a prediction.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
-    /// The most seconds that a token may take.
+    /// Limit of `seconds_per_token`.
     #[serde(skip)]
     token_sec_max: f64,
 }
 
 impl Rollout {
-    /// What `sizes` says of it; nothing where answers come with the data.
-    pub(super) fn of(sizes: &Sizes<'_>) -> Option<Rollout> {
-        let pages_on_device = sizes.choice.all_pages || sizes.keeping.pages == Residency::Device;
+    /// `None` where answers come with the data.
+    pub(super) fn new(sizes: &Sizes<'_>) -> Option<Rollout> {
+        let pages_on_device = sizes.choice.pages_stay();
         let moved = if pages_on_device { 0 } else { sizes.state_of(sizes.layers) };
         sizes.config.rollout.sample.then(|| Rollout {
             pages_on_device,
@@ -51,7 +50,13 @@ impl Rollout {
         })
     }
 
-    /// Refuses tokens that take too long by the prediction, where there is one.
+    /// Sets the predicted seconds of all tokens.
+    pub(super) fn time(&mut self, seconds: f64) {
+        self.seconds = Some(seconds);
+        self.seconds_per_token = Some(seconds / float(self.tokens.0.max(1)));
+    }
+
+    /// Refuses a predicted token time above the limit.
     pub(super) fn refuse(self) -> Result<(), Error> {
         let most = self.token_sec_max;
         let Some(seconds) = self.seconds_per_token.filter(|&seconds| seconds > most) else { return Ok(()) };
@@ -71,12 +76,12 @@ impl Rollout {
         Err(Error::TooSlow { at: String::new(), seconds, most, why, how })
     }
 
-    /// In the unit of the rate that it is divided by.
+    /// In GB, the unit of the host rate.
     fn moved(&self) -> String {
         format!("{:.1} GB", float(self.bytes_moved_per_token.0) / 1e9)
     }
 
-    /// In words.
+    /// The line about it.
     pub(super) fn text(&self, answers: u64) -> String {
         let pages = if self.pages_on_device {
             "pages of all layers on the device".to_owned()
@@ -87,29 +92,15 @@ impl Rollout {
             (Some(token), Some(all)) => format!("; {token:.4} s a token, {all:.1} s in all by the prediction"),
             _ => String::new(),
         };
-        format!("{answers} answers of up to {} tokens drawn together, {pages}{seconds}", self.tokens)
+        format!("{answers} answers of up to {} tokens sampled together, {pages}{seconds}", self.tokens)
     }
 }
 
-impl Plan {
-    /// Predicts what a token takes that is drawn.
-    pub(super) fn time_answers(&mut self, config: &RunConfig, shape: &Shape, rates: &Rates) {
-        if self.rollout.is_none() {
-            return;
-        }
-        let all = phase_seconds(Phase::Rollout, &Work::of(config, self, shape).rollout(), rates).seconds;
-        if let Some(rollout) = &mut self.rollout {
-            rollout.seconds = Some(all);
-            rollout.seconds_per_token = Some(all / float(rollout.tokens.0.max(1)));
-        }
-    }
-}
-
-/// What each addend of a group's tokens grows with.
+/// The setting that makes the addends of a group's tokens smaller.
 const FEWER_ANSWERS: &str = "choose a smaller grpo.group_size";
 
 impl Sizes<'_> {
-    /// What a rank holds while answers are drawn.
+    /// What a rank holds while it samples.
     pub(super) fn rollout(&self) -> Vec<Addend> {
         if !self.config.rollout.sample {
             return Vec::new();
@@ -120,7 +111,7 @@ impl Sizes<'_> {
         sum
     }
 
-    /// The prompt's pages where they do not lie on the device anyway. Without a GPU all layers' are a second copy.
+    /// The prompt's pages on the device, if they do not stay there anyway. Without a GPU this is a second copy.
     fn pages_for_answers(&self) -> Option<Addend> {
         if self.keeping.pages == Residency::Device {
             return None;
@@ -142,11 +133,12 @@ impl Sizes<'_> {
         ))
     }
 
-    /// Keys and values of the answers on this rank, and recurrent states, which every rank has of all answers.
+    /// Keys and values of this rank's share of the answers, and the recurrent states of all answers.
     fn answers_state(&self) -> Vec<Addend> {
         let group = self.config.grpo.group_size;
         let own = self.config.sampled_len().0.div_ceil(self.config.cp_size(self.ranks));
-        let (all, most) = (self.state_of(self.layers), self.state_of(1));
+        let all = self.state_of(self.layers);
+        let most = self.state_of(1);
         let mut sum = vec![within(
             Phase::Rollout,
             "answers' keys and values",
@@ -170,11 +162,13 @@ impl Sizes<'_> {
         sum
     }
 
-    /// What the rows of one token compute in.
+    /// What the rows of one token are computed in.
     fn token(&self) -> Vec<Addend> {
-        let (group, model, acc) = (self.config.grpo.group_size, self.model, self.acc);
+        let Sizes { model, acc, .. } = *self;
+        let group = self.config.grpo.group_size;
         let sharers = self.config.cp_size(self.ranks);
-        let (width, vocabulary) = (self.shape.width, self.shape.vocabulary);
+        let width = self.shape.width;
+        let vocabulary = self.shape.vocabulary;
         let within = |name, bytes: Bytes, reason: String| within(Phase::Rollout, name, bytes, reason, FEWER_ANSWERS);
         let row = self.shape.most(|layer| {
             let widths = layer.mix.widths();
@@ -201,10 +195,7 @@ impl Sizes<'_> {
         ];
         if self.plain() {
             let keys = self.rows.min(from_dim(KEYS_MAX));
-            let heads = self.shape.most(|layer| match layer.mix {
-                Mix::Grouped { query_heads, .. } => query_heads,
-                _ => 0,
-            });
+            let heads = self.query_heads();
             sum.push(within(
                 "scores of the answers",
                 product(&[group, heads, keys, acc, 3]),

@@ -1,21 +1,21 @@
-//! Predicted seconds of a step on one group: operations divided by rates, bytes divided by the bus's rate, and of the two
-//! the larger, phase by phase.
+//! Predicts the seconds of a step on one group. Each phase takes the larger of two times: operations divided by the
+//! device's rates, and copied bytes divided by the bus's rate.
 //!
-//! Rates are inputs. What stands here was measured on one NVIDIA H200 (docs/benchmarks.md), or is an assumption where its
-//! comment says so; for another device rates are given on the command line. Launches are counted where a token is drawn and
-//! nowhere else: where each operation of another phase is small, the host that asks for them sets the pace, and the
-//! prediction is too short.
+//! Rates are inputs. The ones here were measured on one NVIDIA H200 (docs/benchmarks.md), or are assumptions where a comment
+//! says so; the command line takes others. Launches are counted in rollout only. Where another phase has small operations,
+//! launches set its pace and the prediction is too short.
 
 use serde::Serialize;
 
-use super::Plan;
-use super::work::{Asked, Work};
+use super::choice::Choice;
+use super::operations::Work;
+use super::work::StepWork;
 use crate::config::RunConfig;
 use crate::model::shape::{Mix, Shape};
 use crate::runtime::failure::Phase;
 use crate::runtime::units::float;
 
-/// What a device does in a second.
+/// What a device does in one second.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Rates {
     /// Matrix products, TFLOP/s.
@@ -24,27 +24,38 @@ pub struct Rates {
     pub attention_forward: f64,
     /// Its backward, TFLOP/s, counted as 2.5 forwards.
     pub attention_backward: f64,
-    /// Index scores among which the largest are chosen, 10⁹ a second.
+    /// Index scores that keys are chosen from, 10⁹ a second.
     pub choosing: f64,
-    /// Between host and device, each way, GB/s for each rank.
+    /// Copies between host and device, each way, GB/s for each rank.
     pub host: f64,
-    /// The device's own memory, GB/s.
+    /// Reads of the device's own memory, GB/s.
     pub memory: f64,
     /// From device to device, each way, GB/s.
     pub between: f64,
-    /// From the launch of one small operation to that of the next, microseconds.
+    /// Time from one launch of a small operation to the next, microseconds.
     pub launch: f64,
-    /// A message from one rank to another that nothing runs beside, microseconds.
+    /// A message between ranks that overlaps no computation, microseconds.
     pub message: f64,
-    /// The share of the kernels' and the memory's rates that a phase reaches.
+    /// Share of the kernels' and the memory's rates that a phase reaches.
     pub efficiency: f64,
 }
 
-/// Attention of an H200 by head width: forward and backward, TFLOP/s.
-const H200_ATTENTION: [(u64, f64, f64); 3] = [(64, 482.0, 467.0), (128, 658.0, 536.0), (256, 654.0, 369.0)];
+/// Attention of an H200 at one head width, in TFLOP/s.
+struct HeadRates {
+    head_dim: u64,
+    forward: f64,
+    backward: f64,
+}
+
+/// As measured, the narrowest first.
+const H200_ATTENTION: [HeadRates; 3] = [
+    HeadRates { head_dim: 64, forward: 482.0, backward: 467.0 },
+    HeadRates { head_dim: 128, forward: 658.0, backward: 536.0 },
+    HeadRates { head_dim: 256, forward: 654.0, backward: 369.0 },
+];
 
 impl Rates {
-    /// An H200's, bfloat16, for the heads of `shape`: those of the nearest width that was measured.
+    /// Those of an H200 in bfloat16, with attention at the measured head width that is nearest to the widest of `shape`.
     #[must_use]
     pub fn h200(shape: &Shape) -> Rates {
         let width = shape.most(|layer| match layer.mix {
@@ -52,19 +63,20 @@ impl Rates {
             Mix::Latent { latent, .. } => latent,
             Mix::Delta { .. } => 0,
         });
-        let [narrowest, .., widest] = H200_ATTENTION;
-        let nearest = H200_ATTENTION.into_iter().min_by_key(|&(measured, ..)| measured.abs_diff(width));
-        let nearest = if width > widest.0 { widest } else { nearest.unwrap_or(narrowest) };
+        let [first, others @ ..] = &H200_ATTENTION;
+        let distance = |rates: &HeadRates| rates.head_dim.abs_diff(width);
+        let attention =
+            others.iter().fold(first, |near, next| if distance(next) < distance(near) { next } else { near });
         Rates {
             matmul: 696.0,
-            attention_forward: nearest.1,
-            attention_backward: nearest.2,
+            attention_forward: attention.forward,
+            attention_backward: attention.backward,
             choosing: 74.6,
             host: 54.6,
-            // Nominal: HBM3e of an H200, and half of its NVLink's 900 GB/s both ways. Neither is measured yet.
+            // Nominal: HBM3e of an H200, and half of NVLink's 900 GB/s for both ways. Neither is measured yet.
             memory: 4800.0,
             between: 450.0,
-            // As measured of drawn tokens, 2 ms a layer (docs/benchmarks.md).
+            // Measured on sampled tokens, 2 ms a layer (docs/benchmarks.md).
             launch: 20.0,
             // An assumption: a gather among eight ranks takes about 30 µs.
             message: 4.0,
@@ -73,74 +85,78 @@ impl Rates {
     }
 }
 
-/// One phase.
+/// The prediction of one phase on one rank.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct PhaseSeconds {
-    /// Which.
+    /// The phase.
     pub phase: Phase,
-    /// Matrix products of a rank, 10¹² operations.
+    /// Matrix products, 10¹² operations.
     pub products_tera: f64,
-    /// Attention of a rank, both ways, 10¹² operations.
+    /// Attention, forward and backward, 10¹² operations.
     pub attention_tera: f64,
     /// Bytes between host and device, in the direction that has more.
     pub copied_bytes: f64,
-    /// Seconds of the computation; of a rollout, with launches and messages.
+    /// Seconds of computing; in rollout with launches and messages.
     pub compute: f64,
-    /// Seconds of the copies, which run beside it.
+    /// Seconds of the copies, which overlap the computation.
     pub copies: f64,
-    /// The larger of the two.
+    /// The larger of `compute` and `copies`.
     pub seconds: f64,
 }
 
-/// A step on one group.
+/// The prediction of a step on one group.
 #[derive(Clone, Debug, Serialize)]
 pub struct Seconds {
-    /// What was counted with.
+    /// Rates behind the prediction.
     pub rates: Rates,
-    /// Its phases.
+    /// The phases in their order.
     pub phases: Vec<PhaseSeconds>,
-    /// All of them, one after another.
+    /// Sum over the phases.
     pub total: f64,
     /// Updates on the group.
     pub updates: u64,
-    /// All updates: further ones have a capture, a replay and a sweep of their own.
+    /// Seconds of all updates: each later update has a capture, a replay and a sweep of its own.
     pub round: f64,
 }
 
-/// The seconds of a step on one group under `plan`; none for the conventional schedule, which is not counted.
-#[must_use]
-pub fn predict(config: &RunConfig, plan: &Plan, shape: &Shape, rates: Rates) -> Option<Seconds> {
+/// Predicts a step on one group in a world of `ranks`; `None` for the conventional schedule, which has no model of time.
+pub(super) fn predict(config: &RunConfig, ranks: u64, shape: &Shape, choice: Choice, rates: Rates) -> Option<Seconds> {
     if !config.memory.prompt_no_grad {
         return None;
     }
-    let work = Work::of(config, plan, shape);
-    let timed = |(phase, asked): (Phase, Asked)| phase_seconds(phase, &asked, &rates);
-    let phases: Vec<PhaseSeconds> = work.phases().into_iter().map(timed).collect();
+    let step = StepWork::new(config, ranks, shape, choice);
+    let timed = |(phase, work): (Phase, Work)| phase_seconds(phase, &work, &rates);
+    let phases: Vec<PhaseSeconds> = step.phases().into_iter().map(timed).collect();
     let total = phases.iter().map(|phase| phase.seconds).sum();
-    let further: f64 = work.further().into_iter().map(timed).map(|phase| phase.seconds).sum();
+    let further: f64 = step.further().into_iter().map(timed).map(|phase| phase.seconds).sum();
     let updates = config.grpo.updates_per_group;
     let round = total + float(updates.saturating_sub(1)) * further;
     Some(Seconds { rates, phases, total, updates, round })
 }
 
-pub(super) fn phase_seconds(phase: Phase, asked: &Asked, rates: &Rates) -> PhaseSeconds {
+/// Predicts the rollout alone, in seconds, with answers of the greatest length.
+pub(super) fn rollout(config: &RunConfig, ranks: u64, shape: &Shape, choice: Choice, rates: &Rates) -> f64 {
+    phase_seconds(Phase::Rollout, &StepWork::new(config, ranks, shape, choice).rollout(), rates).seconds
+}
+
+fn phase_seconds(phase: Phase, work: &Work, rates: &Rates) -> PhaseSeconds {
     const TERA: f64 = 1e12;
     const GIGA: f64 = 1e9;
     const MICRO: f64 = 1e-6;
-    let at_rates = asked.products / (rates.matmul * TERA)
-        + asked.attention_forward / (rates.attention_forward * TERA)
-        + asked.attention_backward / (rates.attention_backward * TERA)
-        + asked.choosing / (rates.choosing * GIGA);
-    let reading = asked.reads / (rates.memory * GIGA);
-    let waiting = (asked.launches * rates.launch + asked.messages * rates.message) * MICRO
-        + asked.message_bytes / (rates.between * GIGA);
+    let at_rates = work.products / (rates.matmul * TERA)
+        + work.attention_forward / (rates.attention_forward * TERA)
+        + work.attention_backward / (rates.attention_backward * TERA)
+        + work.choosing / (rates.choosing * GIGA);
+    let reading = work.reads / (rates.memory * GIGA);
+    let waiting = (work.launches * rates.launch + work.messages * rates.message) * MICRO
+        + work.message_bytes / (rates.between * GIGA);
     let compute = at_rates.max(reading) / rates.efficiency + waiting;
-    let copied_bytes = asked.bytes_in.max(asked.bytes_out);
+    let copied_bytes = work.bytes_in.max(work.bytes_out);
     let copies = copied_bytes / (rates.host * GIGA);
     PhaseSeconds {
         phase,
-        products_tera: asked.products / TERA,
-        attention_tera: (asked.attention_forward + asked.attention_backward) / TERA,
+        products_tera: work.products / TERA,
+        attention_tera: (work.attention_forward + work.attention_backward) / TERA,
         copied_bytes,
         compute,
         copies,
@@ -149,7 +165,7 @@ pub(super) fn phase_seconds(phase: Phase, asked: &Asked, rates: &Rates) -> Phase
 }
 
 impl Seconds {
-    /// In words, a line a phase.
+    /// The lines that the command prints.
     #[must_use]
     pub fn text(&self) -> String {
         let Rates { matmul, attention_forward, attention_backward, host, efficiency, .. } = self.rates;

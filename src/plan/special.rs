@@ -1,46 +1,48 @@
 //! Addends that dense decoders do not have: states at a border, index sets, gathered latents, experts.
 //!
-//! No family that has them is trained yet, so these follow what the design lays down, and no run has been compared with
-//! them: docs/memory.md says which is which.
+//! No family that has them is trained yet. These addends follow the design, and no run has been compared with them:
+//! docs/memory.md says which they are.
 
-use super::sizes::{Sizes, addend, place_of, product, within};
-use super::{Addend, Place};
+use super::addend::{Addend, Place, addend, product, within};
+use super::sizes::Sizes;
 use crate::model::shape::{INDEX_BYTES, Layer, Mix};
 use crate::runtime::failure::Phase;
 use crate::runtime::units::Bytes;
 
-/// Positions that the chunked form of a delta rule takes at one time.
+/// Positions of a chunk in the chunked form of a delta rule.
 pub(super) const DELTA_CHUNK: u64 = 64;
 
-/// Queries whose index scores, and whose chosen latents, lie side by side.
+/// Queries of one block while keys are chosen.
 const CHOOSING: u64 = 64;
 
-/// Phases that run rows of a layer, and whether with a graph.
+/// Phases that run layers, each with whether it has a graph.
 const RUNNING: [(Phase, bool); 3] = [(Phase::Capture, false), (Phase::Replay, true), (Phase::Sweep, true)];
 
 impl Sizes<'_> {
-    /// Phases in which layers run: the sweep has rows of its own only where the tail is long.
+    /// Phases that run layers. The sweep has rows of its own only where the tail is long.
     fn running(&self) -> impl Iterator<Item = (Phase, bool)> {
         let travels = self.travels;
         RUNNING.into_iter().filter(move |&(phase, _)| phase != Phase::Sweep || travels)
     }
 
-    /// States of a delta rule at the end of the prompt, where answers start, and at the tail's start; and what its chunks
-    /// compute in, with every rank's transitions.
+    /// States of a delta rule at the end of the prompt, where answers start, and at the start of the tail; and what its
+    /// chunks compute in, with the transitions of every rank.
     pub(super) fn borders(&self) -> Vec<Addend> {
-        let of = |layer: &Layer| {
+        let border = |layer: &Layer| {
             let (inputs, state) = layer.mix.border();
             inputs * self.model + state * self.acc
         };
-        let (bytes, layers) = (self.shape.sum(of), self.shape.sum(|layer| u64::from(of(layer) > 0)));
+        let bytes = self.shape.sum(border);
+        let layers = self.shape.sum(|layer| u64::from(border(layer) > 0));
         if bytes == 0 {
             return Vec::new();
         }
-        let (prompt, tail) = (self.config.context.prompt_len, self.config.tail(self.config.context.prompt_len));
+        let prompt = self.config.context.prompt_len;
+        let tail = self.config.tail(prompt);
         let borders = 1 + u64::from(tail.0 > 0 && tail < prompt);
         let mut sum = vec![addend(
             "states at a border",
-            place_of(self.keeping.pages),
+            self.keeping.pages.into(),
             product(&[bytes, borders]),
             format!("{borders} × {bytes} B of recurrent states and convolution inputs of {layers} layers"),
             "nothing: it does not grow with the prompt",
@@ -68,14 +70,15 @@ impl Sizes<'_> {
         sum
     }
 
-    /// Sets of chosen keys: answers' for the whole group, the prompt's where they are kept, and one layer's on the device.
+    /// Sets of chosen keys: those of all answers, those of the prompt where they are kept, and one layer's on the device.
     pub(super) fn index_sets(&self) -> Vec<Addend> {
         let top = self.shape.most(|layer| layer.mix.chooses().map_or(0, |index| index.top));
         let owners = self.shape.sum(|layer| u64::from(layer.mix.chooses().is_some()));
         if owners == 0 {
             return Vec::new();
         }
-        let (set, group) = (top * INDEX_BYTES, self.config.grpo.group_size);
+        let set = top * INDEX_BYTES;
+        let group = self.config.grpo.group_size;
         let mut sum = vec![addend(
             "answers' index sets",
             Place::Host,
@@ -86,7 +89,7 @@ impl Sizes<'_> {
         if self.travels && self.choice.index_sets {
             sum.push(addend(
                 "prompt's index sets",
-                place_of(self.keeping.tail),
+                self.keeping.tail.into(),
                 product(&[self.tail, owners, set]),
                 format!("{} positions × {owners} layers × {set} B", self.tail),
                 "leave the plan less host memory: it chooses them again then",
@@ -118,18 +121,20 @@ impl Sizes<'_> {
         sum
     }
 
-    /// Latents of the whole prompt, which every rank gathers layer by layer, what gradient they collect in the sweep, and
-    /// a block's queries and outputs, as wide as a latent for every head.
+    /// Latents of the whole prompt, which every rank gathers layer by layer; their gradient in the sweep; and a block's
+    /// queries and outputs, which have the width of a latent for every head.
     pub(super) fn latents(&self) -> Vec<Addend> {
         let latent = |layer: &Layer| matches!(layer.mix, Mix::Latent { .. });
-        let of = |what: fn(&Layer) -> u64| self.shape.most(|layer| if latent(layer) { what(layer) } else { 0 });
-        let state = of(|layer| layer.mix.widths().state) * self.model;
+        let most = |width: fn(&Layer) -> u64| self.shape.most(|layer| if latent(layer) { width(layer) } else { 0 });
+        let state = most(|layer| layer.mix.widths().state) * self.model;
         if state == 0 {
             return Vec::new();
         }
-        let (prompt, micro) = (self.config.context.prompt_len.0, self.config.memory.micro_block.0);
-        let carries = of(|layer| layer.mix.widths().carries) * self.acc;
-        let (ask, output) = (of(|layer| layer.mix.widths().ask), of(|layer| layer.mix.widths().output));
+        let prompt = self.config.context.prompt_len.0;
+        let micro = self.config.memory.micro_block.0;
+        let carries = most(|layer| layer.mix.widths().carries) * self.acc;
+        let ask = most(|layer| layer.mix.widths().ask);
+        let output = most(|layer| layer.mix.widths().output);
         let alone = self.config.cp_size(self.ranks) == 1;
         let mut sum = Vec::new();
         for (phase, graph) in self.running() {
@@ -172,7 +177,7 @@ impl Sizes<'_> {
         sum
     }
 
-    /// Rows on their way to experts and back, if each expert gets its even share of them.
+    /// Rows on their way to experts and back, if all experts get the same number of rows.
     pub(super) fn experts(&self) -> Vec<Addend> {
         let chosen = self.shape.most(|layer| layer.chosen);
         if chosen == 0 {

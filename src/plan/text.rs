@@ -1,14 +1,15 @@
 //! The plan in words.
 
+use super::addend::Place;
+use super::budget::Plan;
 use super::seconds::Seconds;
-use super::{Place, Plan};
 use crate::config::RunConfig;
 use crate::prompt::handoff::Keeping;
 use crate::prompt::pages::Residency;
 use crate::runtime::units::Bytes;
 
 impl Plan {
-    /// The plan in words.
+    /// The lines that the command prints.
     #[must_use]
     pub fn text(&self, config: &RunConfig) -> String {
         let context = &config.context;
@@ -45,19 +46,17 @@ impl Plan {
                 lines.push(format!("  {:>12}  {label:<37}  {}", addend.bytes.to_string(), addend.reason));
             }
         }
-        let of = |ranks: u64| Bytes(self.sum(Place::Host).0.saturating_mul(ranks));
+        let host_bytes = |ranks: u64| Bytes(self.sum(Place::Host).0.saturating_mul(ranks));
         if self.ranks_per_node < self.ranks {
             let here = self.ranks_per_node;
-            lines.push(format!("host memory of a node of {here} ranks: {}", of(here)));
+            lines.push(format!("host memory of a node of {here} ranks: {}", host_bytes(here)));
         }
-        lines.push(format!("host memory of all {} ranks: {}", self.ranks, of(self.ranks)));
+        lines.push(format!("host memory of all {} ranks: {}", self.ranks, host_bytes(self.ranks)));
         lines.extend(self.seconds.as_ref().map(Seconds::text));
         lines.join("\n")
     }
-}
 
-impl Plan {
-    /// What is kept where, and what it costs, in words.
+    /// What is kept, where, and what it costs.
     fn choice(&self, config: &RunConfig) -> String {
         let place = |residency| if residency == Residency::Host { "host" } else { "device" };
         if !config.memory.prompt_no_grad {

@@ -1,5 +1,5 @@
-//! What one phase hands to the next. The types carry the order: the optimizer takes only [`ReducedGrads`], which only
-//! `finalize` makes, out of [`LocalGrads`] that it consumes.
+//! What one phase hands to the next. The types enforce the order: the optimizer takes only [`ReducedGrads`], and only
+//! `finalize` makes them, from [`LocalGrads`] that it consumes.
 
 use serde::Serialize;
 use tch::Tensor;
@@ -10,30 +10,30 @@ use crate::runtime::memory::{Ledger, Purpose};
 use crate::runtime::units::{LayerIndex, Rank, Tokens, from_index};
 use crate::tensor;
 
-/// One group as the phases see it: a prompt's tokens and the answers behind it, dealt to ranks.
+/// One group as the phases see it: the tokens of a prompt and of its answers, dealt to ranks.
 #[derive(Debug)]
 pub struct PlacedGroup {
-    /// How the prompt lies.
+    /// Which rank has which position of the prompt.
     pub layout: PromptLayout,
-    /// The prompt.
+    /// Token ids of the prompt.
     pub prompt_ids: Vec<i64>,
-    /// The answers.
+    /// In the order of the data set.
     pub answers: Vec<Answer>,
 }
 
-/// One answer and the rows it has on each rank.
+/// One answer, and its rows on each rank.
 #[derive(Debug)]
 pub struct Answer {
-    /// Its tokens; never empty.
+    /// Token ids; never empty.
     pub ids: Vec<i64>,
-    /// Which of its tokens are trained; `None`: all.
+    /// Which tokens are trained; `None`: all.
     pub mask: Option<Vec<bool>>,
-    /// Its rows.
+    /// Its rows, one for each token but the last.
     pub span: Span,
 }
 
 impl Answer {
-    /// 1 or 0, [1], where its first token takes part or not; `None` where all tokens do.
+    /// [1]: 1 if its first token is trained, else 0; `None` if all tokens are.
     #[must_use]
     pub fn first_is_trained(&self) -> Option<Tensor> {
         self.mask.as_ref().map(|mask| as_numbers(&mask[..1]))
@@ -53,10 +53,10 @@ impl PlacedGroup {
         PlacedGroup { layout, prompt_ids, answers }
     }
 
-    /// The same with what says which tokens of each answer are trained.
+    /// The same group with a mask of trained tokens for each answer.
     ///
     /// # Panics
-    /// When a mask is not as long as its answer: data are checked before.
+    /// When a mask is not as long as its answer; the data have been checked for that.
     #[must_use]
     pub fn masked(mut self, masks: Vec<Option<Vec<bool>>>) -> PlacedGroup {
         assert_eq!(masks.len(), self.answers.len(), "every answer has a mask or none");
@@ -67,8 +67,7 @@ impl PlacedGroup {
         self
     }
 
-    /// 1 for the tokens that this rank's rows of an answer predict and that are trained, 0 for the others, [rows]; `None`
-    /// where all are.
+    /// [rows]: 1 if the token that a row of this rank predicts is trained, else 0; `None` if all tokens are.
     #[must_use]
     pub fn trained(&self, answer: &Answer, rank: Rank) -> Option<Tensor> {
         let mask = answer.mask.as_ref()?;
@@ -76,39 +75,39 @@ impl PlacedGroup {
         Some(as_numbers(&answer.span.of(rank).flat_map(of).collect::<Vec<bool>>()))
     }
 
-    /// Answers that have rows on some rank, with their indices; one of a single token has none.
+    /// Answers with rows, and their indices; an answer of one token has no row.
     pub fn with_rows(&self) -> impl Iterator<Item = (usize, &Answer)> {
         self.answers.iter().enumerate().filter(|(_, answer)| !answer.span.is_empty())
     }
 
-    /// Tokens that this rank's rows of an answer read.
+    /// Ids of the tokens that are the inputs of this rank's rows of an answer.
     #[must_use]
     pub fn inputs(&self, answer: &Answer, rank: Rank) -> Vec<i64> {
         answer.span.of(rank).flat_map(|piece| answer.ids[self.layout.inputs(piece)].iter().copied()).collect()
     }
 
-    /// Tokens that this rank's rows of an answer predict, [rows].
+    /// [rows]: ids of the tokens that this rank's rows of an answer predict.
     pub fn labels(&self, answer: &Answer, rank: Rank) -> Tensor {
         let labels: Vec<i64> =
             answer.span.of(rank).flat_map(|piece| answer.ids[self.layout.labels(piece)].iter().copied()).collect();
         Tensor::from_slice(&labels)
     }
 
-    /// The first token of every answer, which row P−1 predicts, [answers].
+    /// [answers]: id of the first token of each answer, which row P−1 predicts.
     pub fn first_labels(&self) -> Tensor {
         Tensor::from_slice(&self.answers.iter().map(|answer| answer.ids[0]).collect::<Vec<i64>>())
     }
 }
 
-/// Where a captured prompt waits, and how much of its tail is kept for the way back rather than computed again. Equal on
-/// all ranks: what is computed again takes every rank's part.
+/// Where a captured prompt waits, and how much of its tail is kept for backward instead of being recomputed. Equal on all
+/// ranks, since every rank takes part in a recomputation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 pub struct Keeping {
-    /// Where pages wait.
+    /// Where pages wait between phases.
     pub pages: Residency,
-    /// Where the tail's block inputs wait.
+    /// Where the tail's block inputs wait between phases.
     pub tail: Residency,
-    /// Block inputs of the tail are kept for every so many layers; those between are computed again.
+    /// Block inputs of the tail are kept for every n-th layer; the others are recomputed.
     pub every: usize,
     /// Whether the tail's attention output and log-sum-exp are kept too.
     pub attention: bool,
@@ -123,28 +122,36 @@ impl Default for Keeping {
 impl Keeping {
     /// Everything in host memory, every layer's inputs, no attention output.
     pub const HOST: Keeping = Keeping { pages: Residency::Host, tail: Residency::Host, every: 1, attention: false };
+
+    /// Most layer inputs of the tail that are kept at one time, for a model of `layers` layers: those of every k-th layer,
+    /// and the k − 1 between two of them while they are computed again. A short tail keeps all of them.
+    #[must_use]
+    pub fn layer_inputs(&self, layers: u64, tail_is_long: bool) -> u64 {
+        let every = if tail_is_long { from_index(self.every) } else { 1 };
+        layers.div_ceil(every) + every - 1
+    }
 }
 
 /// A captured prompt on one rank.
 #[derive(Debug)]
 pub struct Captured {
-    /// State of the pages that this rank owns.
+    /// The state of the pages that this rank owns.
     pub pages: PagePool,
-    /// What was kept of the tail.
+    /// What is kept of the tail.
     pub keeping: Keeping,
-    /// Block inputs of this rank's tail rows, slot (0, layer), for every so many layers.
+    /// Block inputs of this rank's tail rows in slot (0, layer), for every n-th layer.
     pub tail: HiddenPool,
-    /// What the mixer made of the tail's stretches, if that is kept.
+    /// Mixer outputs of the tail's stretches, if they are kept.
     pub mixed: MixedPool,
     /// Last hidden state of row P−1, [1, w], on the rank that owns it.
     pub last_row: Option<Tensor>,
 }
 
-/// Mixer outputs of the tail's stretches, layer by layer, with what their backward needs.
+/// Mixer outputs of the tail's stretches, layer by layer, with the tensors that their backward needs.
 #[derive(Debug)]
 pub struct MixedPool {
     pool: HiddenPool,
-    /// Tensors of one stretch: the output, and what is saved beside it.
+    /// Tensors of one stretch: the output and the saved tensors.
     planes: usize,
     /// Stretches of a layer.
     blocks: usize,
@@ -157,7 +164,7 @@ impl MixedPool {
         MixedPool { pool: HiddenPool::new(residency, Purpose::Checkpoints, ledger), planes: 0, blocks: 0 }
     }
 
-    /// Keeps what the mixer made of the tail's stretch `block`.
+    /// Keeps the mixer's output and saved tensors of the tail's stretch `block`.
     ///
     /// # Errors
     /// When there is no more memory for it.
@@ -176,23 +183,23 @@ impl MixedPool {
         Ok(())
     }
 
-    /// The computation goes on after what was kept has left the device; its memory there is free from then on.
+    /// Makes the computation wait until kept tensors have left the device; then their memory there is free.
     ///
     /// # Errors
-    /// When a copy had failed.
+    /// When a copy has failed.
     pub fn settle(&mut self) -> Result<(), tensor::Error> {
         self.pool.settle()
     }
 
-    /// What was kept of a layer sets out for the device: it will be asked for soon.
+    /// Starts to copy a layer's tensors to the device, for a later [`MixedPool::get`].
     ///
     /// # Errors
     /// When a copy cannot be made.
-    pub fn expect(&self, layer: LayerIndex) -> Result<(), tensor::Error> {
-        (0..self.blocks * self.planes).try_for_each(|span| self.pool.expect(Slot { span, layer }))
+    pub fn prefetch(&self, layer: LayerIndex) -> Result<(), tensor::Error> {
+        (0..self.blocks * self.planes).try_for_each(|span| self.pool.prefetch(Slot { span, layer }))
     }
 
-    /// Output and saved tensors of stretch `block` on the device; `None` where nothing was kept.
+    /// Output and saved tensors of stretch `block` on the device; `None` if none were kept.
     ///
     /// # Errors
     /// When a copy cannot be made.
@@ -210,9 +217,9 @@ impl MixedPool {
 /// Log-probabilities of one answer's tokens on one rank, in the accumulation dtype.
 #[derive(Debug)]
 pub struct Logprobs {
-    /// Of the tokens that this rank's rows predict, [rows].
+    /// [rows]: of the tokens that this rank's rows predict.
     pub rows: Tensor,
-    /// Of the first token, [1], on the rank that owns row P−1.
+    /// [1]: of the first token, on the rank that owns row P−1.
     pub first: Option<Tensor>,
 }
 
@@ -241,7 +248,7 @@ pub struct ReducedGrads {
 }
 
 impl ReducedGrads {
-    /// In the adapters' order.
+    /// Gradients in the adapters' order.
     pub fn gradients(&self) -> &[Tensor] {
         &self.gradients
     }
@@ -253,10 +260,10 @@ impl ReducedGrads {
     }
 }
 
-/// What the optimizer carries from update to update, and a checkpoint from run to run.
+/// State of the optimizer, saved in checkpoints.
 #[derive(Debug)]
 pub struct Moments {
-    /// Steps made.
+    /// Number of updates so far.
     pub steps: u32,
     /// Running mean of the gradient, in the adapters' order, shape and dtype.
     pub mean: Vec<Tensor>,

@@ -5,17 +5,19 @@
 //!   event    1 wall_time · 2 step · 3 file_version | 5 summary { 1 value { 1 tag · 2 simple_value } } | 7 session_log
 //! ```
 //!
-//! The few messages are written by hand, field for field as `tensorflow/core/util/event.proto` and
-//! `framework/summary.proto` number them: a protobuf compiler at build time would cost every user more than these lines.
+//! Field numbers follow `tensorflow/core/util/event.proto` and `framework/summary.proto`. The four messages are written
+//! without a protobuf crate: docs/decisions/0001-dependencies.md has the reason.
 
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::{Error, Step};
+use super::error::Error;
+use super::step::Step;
+use crate::runtime::units::from_index;
 
-/// What every file's name begins with: viewers look for it.
+/// Viewers look for files with this prefix.
 const PREFIX: &str = "events.out.tfevents.";
 
 /// One run's event file.
@@ -26,9 +28,9 @@ pub(super) struct Events {
 }
 
 impl Events {
-    /// Opens a file of its own behind those that are there. It says that the run starts behind its first `made` updates,
-    /// so that a viewer forgets what an interrupted run has written of later ones; a run that starts anew removes the
-    /// files of the one before, as its metrics go.
+    /// Opens a new file that viewers read after the existing ones. It states that the run starts after its first `made`
+    /// updates, so that a viewer forgets later updates of an interrupted run. A new run (0 made) removes the files of the
+    /// run before.
     pub(super) fn open(folder: &Path, made: u64) -> Result<Events, Error> {
         let folder = folder.join("tensorboard");
         let write = |source| Error::Write { file: folder.clone(), source };
@@ -57,7 +59,7 @@ impl Events {
         Ok(events)
     }
 
-    /// Every number of an update, at once in the file.
+    /// Writes every number of an update.
     pub(super) fn step(&mut self, step: &Step) -> Result<(), Error> {
         let values: Vec<u8> = step.numbers().iter().flat_map(|(tag, value)| bytes(1, &scalar(tag, *value))).collect();
         self.write(&[event(now_s(), step.step, &bytes(5, &values))])
@@ -70,23 +72,23 @@ impl Events {
     }
 }
 
-/// Status of a session log: the run begins here.
+/// Session status: the run starts here.
 const START: u64 = 1;
 
 fn now_s() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// An event of update `step` that holds `what`.
-fn event(wall_time_s: f64, step: u64, what: &[u8]) -> Vec<u8> {
+/// An event of update `step` with the encoded fields `content`.
+fn event(wall_time_s: f64, step: u64, content: &[u8]) -> Vec<u8> {
     let mut event = key(1, FIXED_64);
     event.extend(wall_time_s.to_le_bytes());
     event.extend(number(2, step));
-    event.extend(what);
+    event.extend(content);
     event
 }
 
-/// A tag with its value.
+/// A summary value: a tag and a number.
 fn scalar(tag: &str, value: f64) -> Vec<u8> {
     #[expect(clippy::cast_possible_truncation, reason = "a simple value is a float32")]
     let value = value as f32;
@@ -96,14 +98,14 @@ fn scalar(tag: &str, value: f64) -> Vec<u8> {
     scalar
 }
 
-/// How a field's value is written.
+/// Wire types of protobuf fields.
 const VARINT: u64 = 0;
 const FIXED_64: u64 = 1;
 const LENGTH_DELIMITED: u64 = 2;
 const FIXED_32: u64 = 5;
 
-fn key(field: u64, form: u64) -> Vec<u8> {
-    varint((field << 3) | form)
+fn key(field: u64, wire_type: u64) -> Vec<u8> {
+    varint((field << 3) | wire_type)
 }
 
 fn number(field: u64, value: u64) -> Vec<u8> {
@@ -111,10 +113,10 @@ fn number(field: u64, value: u64) -> Vec<u8> {
 }
 
 fn bytes(field: u64, value: &[u8]) -> Vec<u8> {
-    [&key(field, LENGTH_DELIMITED)[..], &varint(crate::runtime::units::from_index(value.len())), value].concat()
+    [&key(field, LENGTH_DELIMITED)[..], &varint(from_index(value.len())), value].concat()
 }
 
-/// Seven bits a byte, the lowest first; the top bit says that more follow.
+/// Seven bits a byte, lowest first; the top bit is set where more bytes follow.
 fn varint(mut value: u64) -> Vec<u8> {
     let mut written = Vec::new();
     loop {
@@ -128,42 +130,21 @@ fn varint(mut value: u64) -> Vec<u8> {
     }
 }
 
-/// A record around `data`.
+/// A TFRecord with `data`.
 fn record(data: &[u8]) -> Vec<u8> {
-    let length = crate::runtime::units::from_index(data.len()).to_le_bytes();
+    let length = from_index(data.len()).to_le_bytes();
     [&length[..], &masked(&length).to_le_bytes(), data, &masked(data).to_le_bytes()].concat()
 }
 
-/// A checksum as records hold it: a CRC over data that holds CRCs would be weak.
+/// The masked checksum of TFRecord.
 fn masked(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// Castagnoli's CRC, bit by bit through a table of bytes. A run writes some kilobytes an update, so a crate that asks the
-/// processor for it would save nothing.
+/// CRC-32C (Castagnoli), bit by bit: a run writes a few kilobytes an update.
 fn crc32c(data: &[u8]) -> u32 {
-    !data.iter().fold(!0, |crc: u32, &byte| {
-        let [low, ..] = crc.to_le_bytes();
-        TABLE[usize::from(low ^ byte)] ^ (crc >> 8)
-    })
-}
-
-const TABLE: [u32; 256] = table();
-
-const fn table() -> [u32; 256] {
-    let mut table = [0; 256];
-    let (mut index, mut start) = (0, 0_u32);
-    while index < 256 {
-        let (mut crc, mut bit) = (start, 0);
-        while bit < 8 {
-            crc = if crc & 1 == 1 { (crc >> 1) ^ 0x82f6_3b78 } else { crc >> 1 };
-            bit += 1;
-        }
-        table[index] = crc;
-        index += 1;
-        start += 1;
-    }
-    table
+    let bit = |crc: u32, _| if crc & 1 == 1 { (crc >> 1) ^ 0x82f6_3b78 } else { crc >> 1 };
+    !data.iter().fold(!0, |crc, &byte| (0..8).fold(crc ^ u32::from(byte), bit))
 }
 
 #[cfg(test)]
@@ -222,24 +203,12 @@ mod tests {
         found
     }
 
-    /// Castagnoli's CRC by long division.
-    fn slow_crc(data: &[u8]) -> u32 {
-        let mut crc = u32::MAX;
-        for byte in data {
-            crc ^= u32::from(*byte);
-            for _ in 0..8 {
-                crc = if crc % 2 == 1 { (crc / 2) ^ 0x82f6_3b78 } else { crc / 2 };
-            }
-        }
-        !crc
-    }
-
-    /// The events of a file, whose checksums must hold.
+    /// The events of a file; asserts every checksum.
     fn records(mut data: &[u8]) -> Vec<Vec<(u64, Field)>> {
         let mut found = Vec::new();
-        let checked = |data: &[u8], told: &[u8]| {
-            let unmasked = u32::from_le_bytes(told.try_into().unwrap()).wrapping_sub(0xa282_ead8).rotate_left(15);
-            assert_eq!(unmasked, slow_crc(data));
+        let checked = |data: &[u8], masked: &[u8]| {
+            let unmasked = u32::from_le_bytes(masked.try_into().unwrap()).wrapping_sub(0xa282_ead8).rotate_left(15);
+            assert_eq!(unmasked, crc32c(data));
         };
         while !data.is_empty() {
             checked(&data[..8], &data[8..12]);
@@ -271,7 +240,7 @@ mod tests {
     fn every_number_of_every_update_comes_back() {
         let room = tempfile::tempdir().unwrap();
         let mut events = Events::open(room.path(), 0).unwrap();
-        let of = |step: u64| Step {
+        let update = |step: u64| Step {
             step,
             loss: -0.5,
             reward_mean: Some(0.1),
@@ -280,7 +249,7 @@ mod tests {
             ..Step::default()
         };
         for step in [1, 2, 300] {
-            events.step(&of(step)).unwrap();
+            events.step(&update(step)).unwrap();
         }
         let read = records(&fs::read(&files(room.path())[0]).unwrap());
         assert!(read[0].contains(&(3, Field::Bytes(b"brain.Event:2".to_vec()))), "{:?}", read[0]);
@@ -304,13 +273,13 @@ mod tests {
                 .collect();
             #[expect(clippy::cast_possible_truncation, reason = "what a file can hold")]
             let expected: Vec<(String, f32)> =
-                of(step).numbers().into_iter().map(|(tag, value)| (tag, value as f32)).collect();
+                update(step).numbers().into_iter().map(|(tag, value)| (tag, value as f32)).collect();
             assert_eq!(values, expected);
         }
     }
 
     #[test]
-    fn a_run_that_goes_on_writes_behind_the_earlier_files_and_one_that_starts_anew_removes_them() {
+    fn a_resumed_run_writes_a_later_file_and_a_new_run_removes_all() {
         let room = tempfile::tempdir().unwrap();
         Events::open(room.path(), 0).unwrap();
         fs::write(room.path().join("tensorboard/notes.txt"), "mine").unwrap();

@@ -1,20 +1,21 @@
-//! How long the rest of a run takes.
+//! Predicts the time that is left.
 //!
-//! Attention grows with the square of a prompt's length and everything else with the length, so an update's seconds are
-//! taken for `a · Σ length + b · Σ length²` over its prompts, with `a` and `b` not negative, by least squares over the
-//! last updates. Where those were all of one length nothing tells the two apart: then the answer is the range between
-//! growth with the length and growth with its square, which is one number where the prompts to come are alike too.
+//! Attention grows with the square of a prompt's length, everything else with the length. So an update takes
+//! `a · Σ length + b · Σ length²` seconds, summed over its prompts; `a` and `b` are not negative and come from least squares
+//! over the last updates. If those prompts all had one length, `a` and `b` cannot be separated. Then the prediction is a
+//! range, from growth with the length to growth with its square. If the next prompts have that length too, the range is one
+//! number.
 
 use std::collections::VecDeque;
 
 use crate::runtime::units::{float, from_index};
 
-/// Updates that are remembered.
+/// Most updates that are remembered.
 const DONE_MAX: usize = 32;
-/// Lengths tell the two terms apart from this ratio of the longest to the shortest on.
+/// The two terms can be separated if lengths differ by at least this ratio.
 const APART: f64 = 1.25;
 
-/// An update's prompts: sum of their lengths, and of the lengths' squares.
+/// Sums of an update's prompt lengths and of their squares.
 #[derive(Clone, Copy, Debug, Default)]
 struct Load {
     tokens: f64,
@@ -22,56 +23,56 @@ struct Load {
 }
 
 impl Load {
-    fn of(lengths: &[u64]) -> Load {
+    fn new(lengths: &[u64]) -> Load {
         let squares = lengths.iter().map(|&length| float(length).powi(2)).sum();
         Load { tokens: lengths.iter().map(|&length| float(length)).sum(), squares }
     }
 }
 
-/// What is known of the updates done, and of those to come.
+/// Past updates with their seconds, and the updates to come.
 #[derive(Debug, Default)]
 pub(super) struct Forecast {
     ahead: VecDeque<Load>,
-    /// What an update has whose lengths are not told.
-    usual: Load,
+    /// Mean load: that of an update with unknown lengths.
+    mean: Load,
     left: u64,
     done: VecDeque<(Load, f64)>,
-    /// Updates done here, the forgotten ones included.
+    /// All updates done, also those that are no longer remembered.
     count: u64,
 }
 
 impl Forecast {
-    /// So many updates are to come, the first of them with prompts of these lengths, one entry an update.
+    /// Sets the updates to come: `left` of them; `ahead` has the prompt lengths of the next ones, one entry an update.
     pub(super) fn expect(&mut self, ahead: &[Vec<u64>], left: u64) {
-        self.ahead = ahead.iter().map(|lengths| Load::of(lengths)).collect();
+        self.ahead = ahead.iter().map(|lengths| Load::new(lengths)).collect();
         let share =
             |of: fn(&Load) -> f64| self.ahead.iter().map(of).sum::<f64>() / float(from_index(ahead.len().max(1)));
-        self.usual = Load { tokens: share(|load| load.tokens), squares: share(|load| load.squares) };
+        self.mean = Load { tokens: share(|load| load.tokens), squares: share(|load| load.squares) };
         self.left = left;
     }
 
-    /// The next update is done.
+    /// Records that the next update took `seconds`.
     pub(super) fn done(&mut self, seconds: f64) {
-        let load = self.ahead.pop_front().unwrap_or(self.usual);
+        let load = self.ahead.pop_front().unwrap_or(self.mean);
         self.left = self.left.saturating_sub(1);
         self.count += 1;
-        // The first one warms up what the others find warm.
+        // The first update is slower, since it warms up.
         if self.count == 2 || self.done.len() == DONE_MAX {
             self.done.pop_front();
         }
         self.done.push_back((load, seconds));
     }
 
-    /// Seconds that the rest takes, at the least and at the most; nothing before an update is done or where none is left.
+    /// Least and most seconds that are left; `None` before the first update and after the last.
     pub(super) fn left_s(&self) -> Option<[f64; 2]> {
-        let told = u64::min(self.left, from_index(self.ahead.len()));
+        let known = u64::min(self.left, from_index(self.ahead.len()));
         let mut rest = Load::default();
-        for load in self.ahead.iter().take(crate::runtime::units::as_index(told)) {
+        for load in self.ahead.iter().take(crate::runtime::units::as_index(known)) {
             rest = Load { tokens: rest.tokens + load.tokens, squares: rest.squares + load.squares };
         }
-        let untold = float(self.left - told);
-        rest.tokens += untold * self.usual.tokens;
-        rest.squares += untold * self.usual.squares;
+        let unknown = float(self.left - known);
+        rest.tokens += unknown * self.mean.tokens;
+        rest.squares += unknown * self.mean.squares;
         if self.left == 0 || self.done.is_empty() || self.done.iter().any(|(load, _)| load.tokens <= 0.0) {
             return None;
         }
@@ -88,7 +89,7 @@ impl Forecast {
         Some([one.min(two), one.max(two)])
     }
 
-    /// Seconds a token and seconds a token squared, neither negative.
+    /// Seconds a token and seconds a squared token, neither negative.
     fn fit(&self) -> (f64, f64) {
         let sum =
             |of: &dyn Fn(&Load, f64) -> f64| self.done.iter().map(|(load, seconds)| of(load, *seconds)).sum::<f64>();
@@ -112,7 +113,7 @@ impl Forecast {
     }
 }
 
-/// The rest in words, as exact as it is known.
+/// The time that is left in words, as exact as it is known.
 pub(super) fn words([least, most]: [f64; 2]) -> String {
     let (unit, size) = match most {
         ..90.0 => ("s", 1.0),
@@ -120,12 +121,12 @@ pub(super) fn words([least, most]: [f64; 2]) -> String {
         5400.0..172_800.0 => ("h", 3600.0),
         _ => ("days", 86400.0),
     };
-    // Below ten hours or days the first decimal still matters.
+    // The first decimal matters below ten hours or days.
     let decimals = usize::from(size >= 3600.0 && most < 10.0 * size);
-    let of = |seconds: f64| format!("{:.decimals$}", seconds / size);
-    let (from, to) = (of(least), of(most.max(1.0)));
+    let text = |seconds: f64| format!("{:.decimals$}", seconds / size);
+    let (from, to) = (text(least), text(most.max(1.0)));
     if most <= 1.25 * least || from == to {
-        format!("about {} {unit} left", of(f64::midpoint(least, most).max(1.0)))
+        format!("about {} {unit} left", text(f64::midpoint(least, most).max(1.0)))
     } else if least < 0.5 * size {
         format!("less than {to} {unit} left")
     } else {
@@ -137,7 +138,7 @@ pub(super) fn words([least, most]: [f64; 2]) -> String {
 mod tests {
     use super::*;
 
-    /// A forecast over updates of these prompt lengths, one prompt each, that has seen the first ones take their seconds.
+    /// A forecast over updates with one prompt of each length; the first ones have taken these seconds.
     fn after(lengths: &[u64], seconds: &[f64]) -> Forecast {
         let mut forecast = Forecast::default();
         let ahead: Vec<Vec<u64>> = lengths.iter().map(|&length| vec![length]).collect();
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_differ_tell_the_two_terms_apart() {
+    fn different_lengths_separate_the_two_terms() {
         let seconds = |length: f64| 0.01 * length + 1e-4 * length * length;
         let forecast = after(&[50, 100, 200, 300, 1000], &[99.0, seconds(100.0), seconds(200.0), seconds(300.0)]);
         assert_close(forecast.left_s(), [seconds(1000.0); 2]);
@@ -184,13 +185,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_before_an_update_is_done_or_behind_the_last() {
+    fn there_is_no_forecast_before_the_first_update_or_after_the_last() {
         assert_eq!(after(&[10; 3], &[]).left_s(), None);
         assert_eq!(after(&[10; 2], &[1.0, 1.0]).left_s(), None);
     }
 
     #[test]
-    fn updates_whose_prompts_are_not_told_count_as_usual_ones() {
+    fn updates_with_unknown_prompts_count_as_mean_ones() {
         let mut forecast = Forecast::default();
         forecast.expect(&[vec![100, 50], vec![100, 50]], 10);
         forecast.done(3.0);

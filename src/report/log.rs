@@ -1,20 +1,20 @@
-//! Each rank's own log, `logs/rank_N.log` in the run directory: phases and layers at debug, steps, notes and failures at
-//! info. It tells where a rank was when the launcher's output no longer does.
+//! The log of each rank, `logs/rank_N.log` in the run directory: phases and layers at debug, updates, notes and failures
+//! at info. It shows where a rank was when the launcher's output is lost.
 
 use std::fs::{self, OpenOptions};
 use std::path::Path;
 
 use tracing_subscriber::EnvFilter;
 
-use super::Error;
+use super::error::Error;
 use crate::runtime::units::Rank;
 
-/// Opens this rank's log and sends every event of the process there that `filter` lets pass (a level, or
-/// `module=level,…`). A log of an earlier run is continued: its last lines may be why there is another run. The log of a
-/// process is opened once; later calls change nothing.
+/// Opens this rank's log and sends every event of the process there that passes `filter` (a level, or `module=level,…`).
+/// A log of an earlier run is continued, since its last lines may say why there is another run. The log of a process is
+/// opened once; later calls change nothing.
 ///
 /// # Errors
-/// When the filter is none, or the file cannot be written.
+/// When the filter cannot be parsed, or the file cannot be written.
 pub fn open_log(folder: &Path, rank: Rank, ranks: usize, filter: &str) -> Result<(), Error> {
     let wrong = |error: &dyn std::fmt::Display| Error::Filter { filter: filter.to_owned(), reason: error.to_string() };
     let chosen = EnvFilter::try_new(filter).map_err(|error| wrong(&error))?;

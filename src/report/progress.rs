@@ -1,4 +1,4 @@
-//! How far a run is: a bar over its updates on a terminal, with the phase that goes on and the time that is left.
+//! The progress bar on a terminal: updates, the current phase, and the time that is left.
 
 use std::io::IsTerminal as _;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::forecast::{Forecast, words};
 use crate::runtime::liveness::{Border, Recorder};
 
-/// The bar, where there is a terminal, and the forecast.
+/// The bar, if standard error is a terminal, and the forecast.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     bar: Option<ProgressBar>,
@@ -16,7 +16,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// Shown on standard error if it is a terminal and `first` says that this rank may.
+    /// Shows a bar on standard error if it is a terminal and this is rank 0 (`first`).
     pub(super) fn begin(first: bool) -> Progress {
         let shown = first && std::io::stderr().is_terminal();
         let bar = shown.then(|| {
@@ -27,7 +27,7 @@ impl Progress {
         Progress { bar, forecast: Forecast::default() }
     }
 
-    /// Updates are to come, `ahead` the prompt lengths of the first of them, up to update `steps`.
+    /// Sets the updates to come: `left` of them, up to update `steps`; `ahead` has prompt lengths as in [`Forecast`].
     pub(super) fn expect(&mut self, ahead: &[Vec<u64>], left: u64, steps: u64) {
         self.forecast.expect(ahead, left);
         if let Some(bar) = &self.bar {
@@ -37,7 +37,7 @@ impl Progress {
         }
     }
 
-    /// An update is done; returns what is known of the rest.
+    /// Counts an update and returns the time that is left in words, if it is known.
     pub(super) fn done(&mut self, step: u64, seconds: f64) -> Option<String> {
         self.forecast.done(seconds);
         if let Some(bar) = &self.bar {
@@ -50,41 +50,41 @@ impl Progress {
         self.forecast.left_s().map(words)
     }
 
-    /// What goes on now, with the time that is left.
+    /// Shows what is happening now, with the time that is left.
     pub(super) fn now(&self, text: &str) {
         if let Some(bar) = &self.bar {
             bar.set_message(self.left().map_or_else(|| text.to_owned(), |left| format!("{text}, {left}")));
         }
     }
 
-    /// Runs `print` with the bar out of the way.
-    pub(super) fn beside(&self, print: impl FnOnce()) {
+    /// Runs `print` while the bar is hidden.
+    pub(super) fn suspend(&self, print: impl FnOnce()) {
         match &self.bar {
             Some(bar) => bar.suspend(print),
             None => print(),
         }
     }
 
-    /// The bar is taken away.
+    /// Removes the bar.
     pub(super) fn end(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
         }
     }
 
-    /// What tells the bar of phases, if there is a bar.
+    /// Receives phases for the bar, if there is a bar.
     pub(super) fn phases(&self) -> Option<Box<dyn Recorder>> {
         let bar = self.bar.clone()?;
         Some(Box::new(Phases(bar)))
     }
 }
 
-/// A template that is wrong falls back to indicatif's own.
+/// A wrong template falls back to indicatif's default.
 fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ")
 }
 
-/// Writes the phase in front of the bar's text.
+/// Shows the current phase before the bar's text.
 #[derive(Debug)]
 struct Phases(ProgressBar);
 
@@ -92,7 +92,7 @@ impl Recorder for Phases {
     fn pass(&mut self, border: Border) {
         match border {
             Border::Phase(phase) => self.0.set_prefix(format!("{phase}, ")),
-            Border::Rest => self.0.set_prefix(""),
+            Border::StepEnd => self.0.set_prefix(""),
             Border::Layer(_) => {}
         }
     }
@@ -104,20 +104,20 @@ mod tests {
     use crate::runtime::failure::Phase;
 
     #[test]
-    fn the_bar_tells_updates_phase_and_time_left() {
+    fn the_bar_shows_updates_phase_and_time_left() {
         let bar = ProgressBar::hidden();
         let mut progress = Progress { bar: Some(bar.clone()), forecast: Forecast::default() };
         progress.expect(&[vec![10], vec![10], vec![10]], 3, 5);
         assert_eq!((bar.length(), bar.position()), (Some(5), 2));
         progress.now("step 3");
-        assert_eq!(bar.message(), "step 3", "nothing is said before an update is done");
+        assert_eq!(bar.message(), "step 3", "no forecast before the first update");
         assert_eq!(progress.done(3, 20.0), Some("about 40 s left".to_owned()));
         progress.now("step 4");
         assert_eq!((bar.position(), bar.message().as_str()), (3, "step 4, about 40 s left"));
         let mut phases = progress.phases().unwrap();
         phases.pass(Border::Phase(Phase::Capture));
         assert_eq!(bar.prefix(), "capture, ");
-        phases.pass(Border::Rest);
+        phases.pass(Border::StepEnd);
         assert_eq!(bar.prefix(), "");
         assert!(Progress::begin(false).phases().is_none());
     }

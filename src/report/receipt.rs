@@ -1,34 +1,28 @@
-//! The receipt: what a run was and what came out, for machines.
+//! The receipt: a run's configuration and results for machines.
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::HeldOut;
+use super::error::Error;
 use crate::prompt::handoff::Keeping;
 use crate::runtime::units::{Bytes, Pages, Tokens};
 
-/// Seconds by phase.
+/// Seconds of an update by phase, and the total.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
+#[expect(missing_docs, reason = "one field for each phase")]
 pub struct Seconds {
-    /// The prompt without a graph.
     pub capture: f64,
-    /// Answers drawn from the pages.
     pub rollout: f64,
-    /// Answers scored by what they say.
     pub reward: f64,
-    /// Frozen log-probabilities.
     pub score: f64,
-    /// Answers up to the top layer.
     pub replay: f64,
-    /// From the top layer down.
     pub sweep: f64,
-    /// The sum over ranks.
     pub finalize: f64,
-    /// The optimizer's step.
     pub update: f64,
-    /// All of it.
     pub total: f64,
 }
 
@@ -48,13 +42,6 @@ impl Seconds {
         ]
     }
 
-    /// The phases, and all of it.
-    #[must_use]
-    pub fn by_phase(&self) -> [(&'static str, f64); 9] {
-        let [a, b, c, d, e, f, g, h] = self.phases();
-        [a, b, c, d, e, f, g, h, ("all updates", self.total)]
-    }
-
     /// Adds another update's seconds.
     pub fn add(&mut self, other: &Seconds) {
         self.capture += other.capture;
@@ -69,46 +56,62 @@ impl Seconds {
     }
 }
 
+/// Measurements on held-out prompts.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub struct HeldOut {
+    /// Mean over prompts of the best-rewarded answers' log-probability minus that of the others, in nats; absent where no
+    /// prompt has better and worse answers.
+    pub margin: Option<f64>,
+    /// Share of those prompts whose best-rewarded answer is the most probable.
+    pub accuracy: Option<f64>,
+    /// Mean reward of sampled answers; absent where answers come with the data.
+    pub reward: Option<f64>,
+    /// Sampled answers without a reward.
+    #[serde(default)]
+    pub missing: u64,
+    /// Number of prompts.
+    pub prompts: usize,
+}
+
 /// Bytes of one kind by rank, in each memory space.
 #[derive(Clone, Debug, Default, Serialize)]
+#[expect(missing_docs, reason = "one field for each memory space")]
 pub struct KindBytes {
-    /// On the device.
     pub device: Vec<Bytes>,
-    /// In host memory.
     pub host: Vec<Bytes>,
 }
 
-/// The most memory that one phase held, over all its turns, by rank. Peaks of kinds need not come at one moment.
+/// Peak memory of one phase by rank, over all its runs. Kinds need not peak at one moment.
 #[derive(Clone, Debug, Serialize)]
 pub struct PhaseMemory {
-    /// The phase.
+    /// Name of the phase.
     pub phase: &'static str,
     /// Peak of the device's allocator.
     pub device_peak: Vec<Bytes>,
-    /// Peak of what waits in host memory.
+    /// Peak of the pools in host memory.
     pub host_peak: Vec<Bytes>,
     /// Peaks of the ledger's kinds.
     pub kinds: BTreeMap<&'static str, KindBytes>,
-    /// Peak of the device's allocator minus the ledger's: graphs and intermediates, at the least.
+    /// Peak of the device's allocator minus the ledger's peak: a lower bound of graphs and intermediates.
     pub scratch: Vec<Bytes>,
 }
 
-/// What a gate looked at.
+/// One check of a gate.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Check {
-    /// Its name; one gate has each once.
+    /// Unique within the gate.
     pub name: String,
-    /// What was found.
+    /// The measured value.
     pub value: serde_json::Value,
-    /// What it is held to, in words.
+    /// The limit in words.
     pub limit: String,
-    /// Whether it held.
+    /// Whether the value is within the limit.
     pub passed: bool,
-    /// What it means where it did not.
+    /// What a failure means.
     pub means: String,
 }
 
-/// What all adapter pairs of a run have in common; runs that train others are not compared.
+/// What all adapter pairs of a run have in common. Only runs with equal forms are compared.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct AdapterForm {
     /// Inner width of a pair.
@@ -123,30 +126,30 @@ pub struct AdapterForm {
 #[derive(Debug, Default, Serialize)]
 #[expect(clippy::struct_excessive_bools, reason = "separate facts of a record, not states")]
 pub struct Receipt {
-    /// The gate that it is of; none for a training run.
+    /// Name of the gate; `None` for a training run.
     pub gate: Option<&'static str>,
     /// Whether the run came to its end, and for a gate, whether every check held.
     pub passed: bool,
-    /// What the gate looked at; empty for a training run.
+    /// Checks of the gate; empty for a training run.
     pub checks: Vec<Check>,
-    /// What the gate could not look at, with the reason.
+    /// What the gate could not check, with the reason.
     pub not_checked: Vec<String>,
     /// Whether the gate ran although the one below it had not passed.
     pub forced: bool,
-    /// What the gate's lengths and page size were divided by.
+    /// Divisor of the gate's lengths and page size.
     pub scale: u64,
-    /// Whether it was asked to stop before its end, and stands in a checkpoint; absent where it was not.
+    /// Whether the run stopped before its end on request, with a checkpoint; absent otherwise.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub stopped: bool,
-    /// When it was written, UTC, RFC 3339.
+    /// Time of writing, UTC, RFC 3339.
     pub finished: String,
-    /// The source it was built from.
+    /// Commit that the binary was built from.
     pub commit: &'static str,
     /// SHA-256 of the configuration that all ranks share.
     pub config_digest: String,
     /// Digest of the checkpoint.
     pub model_digest: String,
-    /// What was trained.
+    /// Form of the trained adapters.
     pub adapter: AdapterForm,
     /// Gradient mode.
     pub gradient: String,
@@ -172,7 +175,7 @@ pub struct Receipt {
     pub layers: usize,
     /// How many different layers each phase went through, on the rank with the fewest.
     pub layers_by_phase: BTreeMap<&'static str, u64>,
-    /// Adapter tensors B that this run has left as they were.
+    /// Names of adapter tensors B that this run did not change.
     pub lora_b_unmoved: Vec<String>,
     /// Pages of the last prompt by rank.
     pub pages_per_rank: Vec<Pages>,
@@ -182,35 +185,35 @@ pub struct Receipt {
     pub seconds: Seconds,
     /// Seconds in which rank 0 pinned host memory before capture.
     pub pinning_seconds: f64,
-    /// Seconds in which the computation stood still for copies, over all updates, by rank.
+    /// Seconds in which the computation waited for copies, over all updates, by rank.
     pub stage_wait_seconds: Vec<f64>,
-    /// Where rank 0 computes.
+    /// Device of rank 0.
     pub device: String,
-    /// Peak of the device's allocator by rank, the most of all phases: graphs, scratch, stages and weights.
+    /// Peak of the device's allocator by rank, over all phases: weights, stages, graphs and scratch.
     pub peak_device_bytes: Vec<Bytes>,
-    /// Peak of host pools by rank, the most of all phases: pages and saved hidden states.
+    /// Peak of the host pools by rank, over all phases: pages and saved hidden states.
     pub peak_host_bytes: Vec<Bytes>,
-    /// The most that libtorch's allocator had taken from the GPU, by rank; 0 without one.
+    /// Most memory that libtorch's allocator had reserved on the GPU, by rank; 0 without a GPU.
     pub reserved_device_bytes: Vec<Bytes>,
     /// Rank 0's sum in the plan, on the device.
     pub plan_device_bytes: Bytes,
     /// Rank 0's sum in the plan, in host memory.
     pub plan_host_bytes: Bytes,
-    /// The most memory of each phase.
+    /// Peak memory by phase.
     pub memory: Vec<PhaseMemory>,
-    /// What was kept where for the way back.
+    /// Where pages and tail inputs waited for the sweep.
     pub keeping: Keeping,
-    /// What computed attention.
+    /// Name of the attention kernel.
     pub attention_kernel: &'static str,
-    /// Whether tensors went from GPU to GPU between ranks; else through host memory.
+    /// Whether ranks exchanged tensors from GPU to GPU; otherwise through host memory.
     pub direct: bool,
     /// Rows of a segment and of a log-probability chunk.
     pub micro_blocks: [Tokens; 2],
     /// Share of capture in the updates' seconds.
     pub capture_share: f64,
-    /// Seconds that a further answer takes, from this gate and the one with fewer answers; absent elsewhere.
+    /// Seconds that one more answer adds, from this gate and the one with fewer answers; absent elsewhere.
     pub seconds_per_further_answer: Option<f64>,
-    /// Bytes that a further answer adds to the device's peak, likewise; may be negative.
+    /// Bytes that one more answer adds to the device's peak, likewise; may be negative.
     pub device_bytes_per_further_answer: Option<f64>,
     /// Loss of the first update.
     pub loss_first: f64,
@@ -222,9 +225,10 @@ pub struct Receipt {
     pub advantages: Vec<Option<f64>>,
     /// Smallest and largest ratio of the first replay; absent where there was no token.
     pub ratio_first: Option<[f64; 2]>,
-    /// Largest distance of a drawn token's log-probability from its score, over all updates; absent where none was drawn.
+    /// Largest difference between a token's log-probability at sampling and its score, over all updates; absent where no
+    /// token was sampled.
     pub sampled_gap: Option<f64>,
-    /// Beyond it a user is warned.
+    /// Above this `sampled_gap` the user is warned.
     pub gap_warn: f64,
     /// Norm of the last update's gradient before clipping.
     pub grad_norm: f64,
@@ -232,4 +236,20 @@ pub struct Receipt {
     pub held_out: [Option<HeldOut>; 2],
     /// SHA-256 of the adapters by rank.
     pub adapter_digest: Vec<String>,
+}
+
+/// Writes `receipt.json` into `folder` by a rename, so that no reader sees half of it; makes the folder if it is absent.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn write_receipt(folder: &Path, receipt: &Receipt) -> Result<(), Error> {
+    let file = folder.join("receipt.json");
+    let new = folder.join("receipt.json.new");
+    let text = serde_json::to_string_pretty(receipt).map_err(std::io::Error::from);
+    let written = text.and_then(|text| {
+        fs::create_dir_all(folder)?;
+        fs::write(&new, text + "\n")?;
+        fs::rename(&new, &file)
+    });
+    written.map_err(|source| Error::Write { file, source })
 }

@@ -1,20 +1,20 @@
-//! One update's numbers, and what follows from its rewards.
+//! The numbers of one update.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::Seconds;
+use super::receipt::Seconds;
 use crate::runtime::units::{float, from_index};
 use crate::step::objective;
 
-/// One update's numbers: one object a line in metrics.jsonl. What an earlier version has not written reads as its default.
+/// The numbers of one update: one line of metrics.jsonl. A field that an earlier version did not write has its default.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
 pub struct Step {
     /// Updates made, this one included.
     pub step: u64,
-    /// Which of the updates on one group's answers it is, from 0 (`grpo.updates_per_group`).
+    /// Index of the update among those on the same group, from 0 (`grpo.updates_per_group`).
     pub group_update: u64,
     /// Gradient mode.
     pub gradient: String,
@@ -28,28 +28,28 @@ pub struct Step {
     pub group_std: Option<f64>,
     /// Share of groups whose rewards are all equal: they add nothing to the gradient.
     pub frac_groups_zero_std: f64,
-    /// Groups that were left out of the update.
+    /// Groups left out of the update.
     pub groups_skipped: u64,
     /// Answers without a reward.
     pub reward_missing: u64,
-    /// How many of them, by what went wrong.
+    /// Number of them by kind of failure.
     pub reward_failures: BTreeMap<String, u64>,
-    /// Mean of each part of the reward, by its name.
+    /// Mean of each part of the reward by name.
     pub reward_parts: BTreeMap<String, f64>,
     /// Smallest and largest ratio to the frozen scores.
     pub ratio: Option<[f64; 2]>,
-    /// Tokens whose ratio was clipped in effect.
+    /// Tokens whose loss the clip changed.
     pub clipped_tokens: u64,
-    /// Share of the trained tokens that were clipped from below: less probable than they were, and to become still less so.
+    /// Share of the trained tokens that were clipped from below: their probability fell and should fall further.
     pub clip_low_share: f64,
     /// Share of the trained tokens that were clipped from above.
     pub clip_high_share: f64,
     /// Estimate (k3) of the divergence from the starting policy, mean over trained tokens, in nats; absent without a KL
     /// term.
     pub kl: Option<f64>,
-    /// Mean entropy of the distributions that tokens were drawn from, in nats; absent where none was drawn.
+    /// Mean entropy of the distributions that tokens were sampled from, in nats; absent without sampling.
     pub entropy: Option<f64>,
-    /// Largest distance between the log-probability with which a token was drawn and its frozen score, in nats.
+    /// Largest difference between a token's log-probability at sampling and its frozen score, in nats.
     pub sampled_gap: Option<f64>,
     /// Norm of the adapters' gradient before clipping.
     pub grad_norm: f64,
@@ -57,22 +57,22 @@ pub struct Step {
     pub learning_rate: f64,
     /// Prompts of this update, over all ranks.
     pub prompts: Vec<String>,
-    /// Tokens of those prompts together.
+    /// Sum of the prompts' lengths in tokens.
     pub prompt_tokens: u64,
     /// Mean, least and most tokens of an answer.
     pub answer_tokens: Option<[f64; 3]>,
-    /// Share of answers that were cut off at their longest; absent where none was drawn.
+    /// Share of sampled answers that were cut off at the greatest length; absent without sampling.
     pub truncated_share: Option<f64>,
-    /// Prompt and answer tokens, each counted once, by second of the update.
+    /// Prompt and answer tokens, each counted once, per second of the update.
     pub tokens_per_second: f64,
     /// Seconds by phase on rank 0.
     pub seconds: Seconds,
-    /// Most bytes of each phase on rank 0: on the device, and in host memory.
+    /// Peak bytes of each phase on rank 0: on the device, and in host memory.
     pub memory: BTreeMap<String, [u64; 2]>,
 }
 
 impl Step {
-    /// With what follows from the rewards of its groups: mean, deviations, and how many are missing.
+    /// Sets what follows from the rewards of all groups: mean, deviations, and the number of missing rewards.
     #[must_use]
     pub fn with_rewards(self, groups: &[Vec<Option<f64>>]) -> Step {
         let known: Vec<Vec<f64>> =
@@ -90,11 +90,12 @@ impl Step {
         }
     }
 
-    /// With what follows from the lengths of its prompts and answers and from its seconds, which must be known.
+    /// Sets what follows from the lengths of prompts and answers, in tokens, and from `seconds`, which must be set before.
     #[must_use]
     pub fn with_lengths(self, prompts: &[u64], answers: &[u64]) -> Step {
         let lengths: Vec<f64> = answers.iter().map(|&tokens| float(tokens)).collect();
-        let (prompt_tokens, total) = (prompts.iter().sum(), self.seconds.total);
+        let prompt_tokens = prompts.iter().sum();
+        let total = self.seconds.total;
         let tokens = float(prompt_tokens) + lengths.iter().sum::<f64>();
         Step {
             prompt_tokens,
@@ -104,7 +105,7 @@ impl Step {
         }
     }
 
-    /// Every number by its tag, as event files name it; what is absent has none.
+    /// Every number with its tag in event files; an absent number has no entry.
     #[must_use]
     pub fn numbers(&self) -> Vec<(String, f64)> {
         let mut numbers: Vec<(String, f64)> = Vec::new();
@@ -150,21 +151,21 @@ impl Step {
     }
 }
 
-/// `None` without a number.
+/// `None` for no numbers.
 pub(super) fn mean(numbers: &[f64]) -> Option<f64> {
     (!numbers.is_empty()).then(|| numbers.iter().sum::<f64>() / float(from_index(numbers.len())))
 }
 
-/// Smallest and largest; `None` without a number.
+/// Smallest and largest; `None` for no numbers.
 pub(super) fn ends(numbers: &[f64]) -> Option<[f64; 2]> {
     let (first, rest) = numbers.split_first()?;
     Some(rest.iter().fold([*first; 2], |[least, most], &next| [least.min(next), most.max(next)]))
 }
 
-/// Of the population; `None` without a number.
+/// Standard deviation of the population; `None` for no numbers.
 fn deviation(numbers: &[f64]) -> Option<f64> {
-    let middle = mean(numbers)?;
-    let squares: Vec<f64> = numbers.iter().map(|number| (number - middle).powi(2)).collect();
+    let center = mean(numbers)?;
+    let squares: Vec<f64> = numbers.iter().map(|number| (number - center).powi(2)).collect();
     mean(&squares).map(f64::sqrt)
 }
 
@@ -173,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn deviations_are_the_populations_over_all_answers_and_within_groups() {
+    fn deviations_are_of_the_population_over_all_answers_and_within_groups() {
         let groups = [vec![Some(0.0), Some(1.0)], vec![Some(1.0), Some(1.0)], vec![None, None]];
         let step = Step::default().with_rewards(&groups);
         assert_eq!((step.reward_mean, step.group_std), (Some(0.75), Some(0.25)));
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_of_prompts_and_answers_count_once_by_second() {
+    fn each_token_counts_once_in_tokens_per_second() {
         let seconds = Seconds { total: 2.0, ..Seconds::default() };
         let step = Step { seconds, ..Step::default() }.with_lengths(&[100, 40], &[3, 5, 10]);
         assert_eq!((step.prompt_tokens, step.answer_tokens), (140, Some([6.0, 3.0, 10.0])));
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn each_tag_stands_once_and_absent_numbers_have_none() {
+    fn tags_are_unique_and_absent_numbers_have_none() {
         let step = Step {
             kl: Some(0.25),
             reward_parts: [("exact_match".to_owned(), 0.5)].into(),

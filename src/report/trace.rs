@@ -1,5 +1,5 @@
-//! A trace in Chrome's event format, `trace/rank_N.json` in the run directory: one process a rank, one row for its phases
-//! and one for the layers within them. A run that ends early leaves an array without its end, which viewers accept.
+//! A trace in Chrome's event format, `trace/rank_N.json` in the run directory: one process for each rank, with one row for
+//! phases and one for layers. A run that ends early leaves an array without its end, which viewers accept.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write as _};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::Error;
+use super::error::Error;
 use crate::runtime::units::Rank;
 
 /// A row of a rank's events.
@@ -19,7 +19,7 @@ pub enum Row {
     Layers = 1,
 }
 
-/// One rank's trace.
+/// The trace of one rank.
 #[derive(Debug)]
 pub struct TraceFile {
     file: PathBuf,
@@ -29,7 +29,7 @@ pub struct TraceFile {
 }
 
 impl TraceFile {
-    /// Opens a rank's trace; one of an earlier run is replaced.
+    /// Creates the trace of a rank and replaces that of an earlier run.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -49,7 +49,7 @@ impl TraceFile {
         self.write(&json!({"name": what, "ph": "M", "pid": self.rank.0, "tid": row as u8, "args": {"name": name}}))
     }
 
-    /// Something that began and ended, in seconds since the trace began.
+    /// Writes an event from `span_s[0]` to `span_s[1]`, in seconds since the trace began.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -68,7 +68,7 @@ impl TraceFile {
         written.map_err(|source| Error::Write { file: self.file.clone(), source })
     }
 
-    /// What has been written so far is in the file.
+    /// Writes buffered events to the file.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -76,7 +76,7 @@ impl TraceFile {
         self.out.flush().map_err(|source| Error::Write { file: self.file.clone(), source })
     }
 
-    /// Ends the array.
+    /// Ends the array and the file.
     ///
     /// # Errors
     /// When the file cannot be written.

@@ -1,4 +1,4 @@
-//! What can be wrong with rewards: before the first answer, which ends a run, and with one answer, which then has none.
+//! What can be wrong with rewards: before the first answer, which ends a run, and with one answer, which then has no reward.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,30 +11,20 @@ use crate::endpoint;
 use crate::runtime::failure::{Classified, Exit};
 
 /// Why answers cannot be scored as the configuration says.
+#[expect(missing_docs, reason = "the fields are parts of the message, which says what they are")]
 #[derive(Debug, Error)]
 pub enum Error {
-    /// The configuration's pattern is none.
+    /// The configuration's pattern cannot be compiled.
     #[error("reward.pattern = {pattern:?} is no pattern: {reason}; correct it (docs.rs/regex has the syntax)")]
-    Pattern {
-        /// As it is written.
-        pattern: String,
-        /// What the compiler of patterns says.
-        reason: String,
-    },
+    Pattern { pattern: String, reason: String },
     /// The rubric cannot be read.
     #[error("reward.rubric: {file}: {source}; name a file of text, or leave the key out for the general rubric")]
-    Rubric {
-        /// The file.
-        file: PathBuf,
-        /// The system's reason.
-        source: io::Error,
-    },
-    /// The rubric is no text of a length that goes along with every answer.
+    Rubric { file: PathBuf, source: io::Error },
+    /// The rubric is empty, or too long to be sent with every answer.
     #[error(
         "reward.rubric: {file}: has {bytes} bytes, and should have from 1 to {bytes_max}: it goes along with every answer"
     )]
     RubricLength {
-        /// The file.
         file: PathBuf,
         /// Bytes of its text, without blanks around it.
         bytes: u64,
@@ -43,46 +33,24 @@ pub enum Error {
     },
     /// The program cannot be started.
     #[error("reward.command: cannot start {program}: {source}; name a program that this machine has and may run")]
-    Program {
-        /// As it is written.
-        program: String,
-        /// The system's reason.
-        source: io::Error,
-    },
-    /// A record lacks what it expects, or it is of a kind that is not compared.
+    Program { program: String, source: io::Error },
+    /// A record has no expected answer, or one that cannot be compared.
     #[error(
         "record {record}: its reward_data.expected {found}, and the reward {} compares with it: give a text that is not \
          blank, a number, true or false, or a list of texts",
         .reward.word()
     )]
-    Expected {
-        /// The record's name.
-        record: String,
-        /// What needs it.
-        reward: RewardName,
-        /// What stands there.
-        found: &'static str,
-    },
+    Expected { record: String, reward: RewardName, found: &'static str },
     /// There is no pattern for a record.
     #[error(
         "record {record}: has no reward_data.pattern, and reward.pattern is not set: the reward regex needs one of them"
     )]
-    NoPattern {
-        /// The record's name.
-        record: String,
-    },
-    /// A record's pattern is none.
+    NoPattern { record: String },
+    /// A record's pattern cannot be compiled.
     #[error(
         "record {record}: its reward_data.pattern {pattern} is no pattern: {reason}; correct it (docs.rs/regex has the syntax)"
     )]
-    RecordPattern {
-        /// The record's name.
-        record: String,
-        /// As it is written.
-        pattern: String,
-        /// What the compiler of patterns says.
-        reason: String,
-    },
+    RecordPattern { record: String, pattern: String, reason: String },
 }
 
 impl Classified for Error {
@@ -96,7 +64,8 @@ impl Classified for Error {
     }
 }
 
-/// Why an answer has no reward. It is not 0 then: the answer takes no part in its group.
+/// Why an answer has no reward. The answer then takes no part in its group; its reward is not 0.
+#[expect(missing_docs, reason = "the fields are parts of the message, which says what they are")]
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum Missing {
     /// The data set gives none.
@@ -104,14 +73,10 @@ pub enum Missing {
     NotGiven,
     /// The record lacks what the reward needs.
     #[error("{words}")]
-    Record {
-        /// The words of what is wrong with it.
-        words: String,
-    },
+    Record { words: String },
     /// The program's run came to nothing.
-    #[error("{fault}{}", behind(.stderr))]
+    #[error("{fault}{}", stderr_words(.stderr))]
     Program {
-        /// What was wrong with it.
         fault: ProgramFault,
         /// The last of what it wrote on standard error.
         stderr: String,
@@ -121,12 +86,7 @@ pub enum Missing {
     Service(endpoint::Error),
     /// The judge's reply holds no score, or more than one.
     #[error("the judge's reply {unread}: {said:?}")]
-    Reply {
-        /// What was wrong with it.
-        unread: Unread,
-        /// How it begins.
-        said: String,
-    },
+    Reply { unread: Unread, said: String },
     /// The run was asked to stop.
     #[error("the run was asked to stop before the answer was scored")]
     Stopped,
@@ -136,7 +96,7 @@ pub enum Missing {
 }
 
 impl Missing {
-    /// One word for counting. Each stands in docs/rewards.md.
+    /// One word for counting; docs/rewards.md explains it.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -151,64 +111,39 @@ impl Missing {
     }
 }
 
-/// What a program wrote, behind its fault.
-fn behind(stderr: &str) -> String {
+/// What a program wrote on standard error, to follow its fault.
+fn stderr_words(stderr: &str) -> String {
     if stderr.is_empty() { String::new() } else { format!("; it said: {stderr}") }
 }
 
-/// What was wrong with a program's run, or with its line for one answer.
+/// What was wrong with a run of the program, or with its line for one answer.
+#[expect(missing_docs, reason = "the fields are parts of the message, which says what they are")]
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum ProgramFault {
-    /// The system could not run it this time.
+    /// The system could not start it this time.
     #[error("the program could not be run ({reason})")]
-    Run {
-        /// The system's reason.
-        reason: String,
-    },
-    /// It took too long, and was ended with all that it had started.
+    Run { reason: String },
+    /// It took too long, and was ended with everything that it had started.
     #[error("the program was ended after {seconds} s (reward.command_sec)")]
-    TimeOut {
-        /// Seconds that it may take.
-        seconds: u64,
-    },
-    /// It said that it failed.
+    TimeOut { seconds: u64 },
+    /// It ended with a failure.
     #[error("the program failed ({status})")]
-    Exit {
-        /// Its exit status or signal, in words.
-        status: String,
-    },
-    /// It wrote without end, and was ended.
+    Exit { status: String },
+    /// It wrote too much, and was ended.
     #[error("the program wrote more than {bytes_max} bytes")]
-    TooLong {
-        /// The most that is read.
-        bytes_max: u64,
-    },
-    /// Which line belongs to which answer is not known.
+    TooLong { bytes_max: u64 },
+    /// It wrote another number of lines than there were answers.
     #[error("the program wrote {lines} lines for {answers} answers")]
-    Lines {
-        /// Lines that came.
-        lines: usize,
-        /// Lines that should have come.
-        answers: usize,
-    },
-    /// A line is no reward.
+    Lines { lines: usize, answers: usize },
+    /// A line that is no reward.
     #[error("the program's line {line:?} is no number, null or {{\"reward\": …}}")]
-    Line {
-        /// How it begins.
-        line: String,
-    },
-    /// A line is no finite number.
+    Line { line: String },
+    /// A line that is no finite number.
     #[error("the program's reward {line:?} is not finite")]
-    NotFinite {
-        /// How it begins.
-        line: String,
-    },
-    /// The program itself says that it has none.
+    NotFinite { line: String },
+    /// The program itself reports that it has no reward.
     #[error("the program gives no reward{}", .reason.as_ref().map(|reason| format!(": {reason}")).unwrap_or_default())]
-    None {
-        /// Its reason.
-        reason: Option<String>,
-    },
+    None { reason: Option<String> },
 }
 
 impl ProgramFault {

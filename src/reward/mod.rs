@@ -1,234 +1,124 @@
-//! What an answer is worth: rules, a program, or the endpoint's judgement, as one weighted sum.
+//! Rewards of answers: rules, a program, or the endpoint's judgement, as one weighted sum.
 //!
 //! A reward that could not be had is missing and says why. It never becomes 0: that would teach the policy that an answer
 //! was bad because a service was down.
 
+mod candidate;
 mod error;
 mod judge;
+mod kinds;
 mod process;
 mod program;
 mod text;
 mod verdict;
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
-use regex::Regex;
 use serde_json::{Map, Value};
 
+pub use candidate::{Candidate, Part, Rewarded, missing_by_kind};
 pub use error::{Error, Missing, ProgramFault};
 pub use verdict::Unread;
 
-use crate::config::{Environment, RewardName, RunConfig, WeightedReward};
+use crate::config::{Environment, RewardName, RunConfig};
 use crate::runtime::failure::Failure;
-use crate::runtime::units::Tokens;
-use judge::Judge;
-use program::Program;
+use kinds::Reward;
 
-/// One answer to be scored.
-#[derive(Clone, Copy, Debug)]
-pub struct Asked<'a> {
-    /// The record's name.
-    pub prompt: &'a str,
-    /// Which of its answers.
-    pub answer: usize,
-    /// What it says, without special tokens.
-    pub text: &'a str,
-    /// Its tokens.
-    pub tokens: u64,
-    /// The most that it may have.
-    pub tokens_max: u64,
-    /// Whether it was cut off there.
-    pub truncated: bool,
-    /// What the record gives rewards to go by.
-    pub reward_data: &'a Map<String, Value>,
-    /// The data set's own reward.
-    pub given: Option<f64>,
-}
-
-/// One addend of a reward.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Part {
-    /// Which.
-    pub name: RewardName,
-    /// Its factor in the sum.
-    pub weight: f64,
-    /// Without its weight; none where it could not be had.
-    pub value: Option<f64>,
-    /// Why it could not.
-    pub failure: Option<Missing>,
-}
-
-/// What an answer is worth.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Rewarded {
-    /// The weighted sum; none where a part of it is missing.
-    pub value: Option<f64>,
-    /// The parts, in the order of the configuration.
-    pub parts: Vec<Part>,
-}
-
-impl Rewarded {
-    /// Why there is no reward: the first part that is missing.
-    #[must_use]
-    pub fn failure(&self) -> Option<&Missing> {
-        self.parts.iter().find_map(|part| part.failure.as_ref())
-    }
-
-    fn of(parts: Vec<Part>) -> Rewarded {
-        let addends = parts.iter().map(|part| part.value.map(|value| part.weight * value));
-        let mut rewarded = Rewarded { value: addends.sum(), parts };
-        if rewarded.value.is_some_and(|value| !value.is_finite()) {
-            rewarded.value = None;
-            rewarded.parts[0].failure = Some(Missing::Sum);
-        }
-        rewarded
-    }
-}
-
-/// How many answers have no reward, by the kind of the reason.
-#[must_use]
-pub fn missing_by_kind(rewarded: &[Rewarded]) -> BTreeMap<&'static str, u64> {
-    let mut counts = BTreeMap::new();
-    for missing in rewarded.iter().filter_map(Rewarded::failure) {
-        *counts.entry(missing.kind()).or_default() += 1;
-    }
-    counts
+/// One addend of the sum.
+struct Addend {
+    name: RewardName,
+    weight: f64,
+    reward: Reward,
 }
 
 /// Scores answers as a configuration says.
 pub struct Scorer {
-    parts: Vec<WeightedReward>,
+    addends: Vec<Addend>,
+    /// Only what follows the last of these texts is scored.
     after: Option<String>,
-    pattern: Option<Regex>,
-    field: String,
-    length_tokens: Tokens,
-    program: Option<Program>,
-    judge: Option<Judge>,
 }
 
 impl Scorer {
-    /// Compiles the pattern, reads the rubric, looks for the program, and opens the endpoint where the judge is named.
+    /// Opens what each named reward needs: compiles the pattern, reads the rubric, looks for the program, opens the endpoint.
     ///
     /// # Errors
     /// [`Error`] where one of them is wrong, or what opening the endpoint ends in. Nothing is sent yet.
     pub fn open(config: &RunConfig, environment: &Environment) -> Result<Scorer, Failure> {
-        let (wanted, reward) = (&config.grpo.reward_fn, &config.reward);
-        let compiled = |text: &String| {
-            let wrong = |error| Error::Pattern { pattern: text.clone(), reason: text::reason(&error) };
-            Regex::new(text).map_err(wrong)
-        };
-        let asks = |name| wanted.names(name).then_some(());
-        Ok(Scorer {
-            parts: wanted.parts().to_vec(),
-            after: reward.after.clone(),
-            pattern: reward.pattern.as_ref().map(compiled).transpose()?,
-            field: reward.field.clone().unwrap_or_default(),
-            length_tokens: reward.length_tokens.unwrap_or_default(),
-            program: asks(RewardName::Command).map(|()| Program::open(config)).transpose()?,
-            judge: asks(RewardName::Judge).map(|()| Judge::open(config, environment)).transpose()?,
-        })
+        let parts = config.grpo.reward_fn.parts().iter();
+        let addends = parts.map(|part| {
+            let reward = Reward::open(part.name, config, environment)?;
+            Ok(Addend { name: part.name, weight: part.weight, reward })
+        });
+        Ok(Scorer { addends: addends.collect::<Result<_, Failure>>()?, after: config.reward.after.clone() })
     }
 
-    /// Whether every record, its name and its reward data, has what the rewards need.
+    /// Checks that every record, given by its name and its reward data, has what the rewards need.
     ///
     /// # Errors
-    /// [`Error`] of the first that lacks something, with its name.
+    /// [`Error`] of the first record that lacks something, with its name.
     pub fn check<'a>(&self, records: impl Iterator<Item = (&'a str, &'a Map<String, Value>)>) -> Result<(), Error> {
         for (record, data) in records {
-            for part in &self.parts {
-                match part.name {
-                    RewardName::ExactMatch | RewardName::Contains | RewardName::JsonField => {
-                        text::expected(record, part.name, data)?;
-                    }
-                    RewardName::Regex => {
-                        text::pattern(record, data, self.pattern.as_ref())?;
-                    }
-                    _ => {}
-                }
-            }
+            self.addends.iter().try_for_each(|addend| addend.reward.check(addend.name, record, data))?;
         }
         Ok(())
     }
 
-    /// Asks the judge for a word, where there is one, so that what is wrong with the service shows before anything long.
+    /// Sends the judge, where there is one, a tiny message, so that what is wrong with the service shows before anything
+    /// long.
     ///
     /// # Errors
     /// What the request ends in.
     pub fn probe(&self) -> Result<(), Failure> {
-        self.judge.as_ref().map_or(Ok(()), |judge| Ok(judge.probe()?))
+        self.addends.iter().try_for_each(|addend| addend.reward.probe())
     }
 
-    /// Scores answers, each in its place. What could not be had is missing with its reason. `alive` is called whenever
-    /// something comes back from a program or from the service.
+    /// The rewards of `candidates`, in their order. `alive` is called whenever a program or the service has sent something.
     ///
     /// # Errors
     /// Where every further answer would end in the same: the service refuses the key, does not know the model or is not at
     /// the address; the program cannot be started.
-    pub fn score(&self, asked: &[Asked<'_>], alive: &mut dyn FnMut()) -> Result<Vec<Rewarded>, Failure> {
-        let mut parts: Vec<Vec<Part>> = asked.iter().map(|_| Vec::new()).collect();
-        let texts: Vec<&str> = asked.iter().map(|asked| text::scored(asked.text, self.after.as_deref())).collect();
-        for WeightedReward { name, weight } in self.parts.iter().copied() {
-            let outcomes = match (name, &self.program, &self.judge) {
-                // Without an answer there is nothing to start a program for.
-                _ if asked.is_empty() => Vec::new(),
-                (RewardName::Command, Some(program), _) => program.score(asked, &texts, alive)?,
-                (RewardName::Judge, _, Some(judge)) => judge.score(asked, &texts, alive)?,
-                _ => asked.iter().zip(&texts).map(|(asked, text)| self.rule(name, asked, text)).collect(),
-            };
-            for ((parts, asked), outcome) in parts.iter_mut().zip(asked).zip(outcomes) {
+    pub fn score(&self, candidates: &[Candidate<'_>], alive: &mut dyn FnMut()) -> Result<Vec<Rewarded>, Failure> {
+        // Without an answer there is nothing to start a program for.
+        if candidates.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut parts: Vec<Vec<Part>> = candidates.iter().map(|_| Vec::new()).collect();
+        let after = self.after.as_deref();
+        let texts: Vec<&str> = candidates.iter().map(|candidate| text::scored(candidate.text, after)).collect();
+        for Addend { name, weight, reward } in &self.addends {
+            let outcomes = reward.score(*name, candidates, &texts, alive)?;
+            for ((parts, candidate), outcome) in parts.iter_mut().zip(candidates).zip(outcomes) {
                 if let Err(missing) = &outcome {
-                    tracing::debug!("record {}, answer {}: no {}: {missing}", asked.prompt, asked.answer, name.word());
+                    let Candidate { prompt, answer, .. } = candidate;
+                    tracing::debug!("record {prompt}, answer {answer}: no {}: {missing}", name.word());
                 }
                 let (value, failure) =
                     outcome.map_or_else(|missing| (None, Some(missing)), |value| (Some(value), None));
-                parts.push(Part { name, weight, value, failure });
+                parts.push(Part { name: *name, weight: *weight, value, failure });
             }
         }
-        Ok(parts.into_iter().map(Rewarded::of).collect())
+        Ok(parts.into_iter().map(Rewarded::sum).collect())
     }
 
-    /// The longest that [`Scorer::score`] may take for so many answers, for whoever sets a deadline for it; 0 where it only
-    /// compares texts.
+    /// The longest that [`Scorer::score`] may take for `answers` answers, as a deadline; 0 where it only compares texts.
     #[must_use]
     pub fn longest(&self, answers: usize) -> Duration {
-        let program = self.program.as_ref().map(Program::longest).unwrap_or_default();
-        let judge = self.judge.as_ref().map(|judge| judge.longest(answers)).unwrap_or_default();
-        program.saturating_add(judge)
-    }
-
-    /// A reward that needs nobody else.
-    fn rule(&self, name: RewardName, asked: &Asked<'_>, text: &str) -> Result<f64, Missing> {
-        let Asked { prompt, reward_data: data, .. } = *asked;
-        let lacks = |error: Error| Missing::Record { words: error.to_string() };
-        let expected = || text::expected(prompt, name, data).map_err(lacks);
-        let holds = match name {
-            RewardName::Synthetic => asked.answer % 2 == 1,
-            RewardName::One => true,
-            RewardName::Data => return asked.given.ok_or(Missing::NotGiven),
-            RewardName::ExactMatch => text::is_exactly(text, expected()?),
-            RewardName::Contains => text::holds(text, expected()?),
-            RewardName::Regex => text::pattern(prompt, data, self.pattern.as_ref()).map_err(lacks)?.is_match(text),
-            RewardName::JsonField => text::has_field(text, &self.field, expected()?),
-            RewardName::Length => {
-                let Asked { tokens, tokens_max, truncated, .. } = *asked;
-                return Ok(text::brevity(tokens, self.length_tokens.0, tokens_max, truncated));
-            }
-            RewardName::Command | RewardName::Judge => {
-                unreachable!("opened with a program where it is named, and with a judge where it is")
-            }
-        };
-        Ok(f64::from(u8::from(holds)))
+        let all = self.addends.iter().map(|addend| addend.reward.longest(answers));
+        all.fold(Duration::ZERO, Duration::saturating_add)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
+    use regex::Regex;
     use serde_json::json;
 
     use super::*;
     use crate::config::RewardFn;
     use crate::runtime::failure::{Classified as _, Exit};
+    use crate::runtime::units::Tokens;
 
     fn config(rewards: &Value) -> RunConfig {
         let mut config = RunConfig::laptop();
@@ -244,11 +134,11 @@ mod tests {
 
     fn score(scorer: &Scorer, texts: &[&str], data: &Value, given: Option<f64>) -> Vec<Rewarded> {
         let reward_data = data.as_object().unwrap();
-        let asked = texts.iter().enumerate().map(|(answer, text)| {
+        let candidates = texts.iter().enumerate().map(|(answer, text)| {
             let tokens = text.len().try_into().unwrap();
-            Asked { prompt: "one", answer, text, tokens, tokens_max: 8, truncated: tokens >= 8, reward_data, given }
+            Candidate { prompt: "one", answer, text, tokens, tokens_max: 8, truncated: tokens >= 8, reward_data, given }
         });
-        let scored = scorer.score(&asked.collect::<Vec<_>>(), &mut || panic!("a rule asks nobody")).unwrap();
+        let scored = scorer.score(&candidates.collect::<Vec<_>>(), &mut || panic!("a rule asks nobody")).unwrap();
         assert_eq!(scorer.longest(texts.len()), Duration::ZERO);
         scored
     }
@@ -297,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_follows_the_mark_is_given_to_the_rules() {
+    fn the_rules_get_only_the_text_after_the_mark() {
         let mut config = config(&json!("exact_match"));
         config.reward.after = Some("</think>".to_owned());
         let scorer = Scorer::open(&config, &Environment::default()).unwrap();
@@ -332,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_configuration_names_is_looked_at_when_it_is_opened() {
+    fn pattern_rubric_and_program_are_checked_when_opened() {
         let refused = |rewards: Value, change: fn(&mut RunConfig)| {
             let mut config = config(&rewards);
             change(&mut config);
@@ -355,7 +245,19 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_missing_reward_stands_in_the_document() {
+    fn every_reward_has_one_row_in_the_document_and_the_document_no_other() {
+        let document = include_str!("../../docs/rewards.md");
+        let table = document.split("| reward | value | needs |").nth(1).unwrap().lines().skip(2);
+        let rows = table.map_while(|line| line.strip_prefix("| `")?.split_once('`'));
+        let mut rows: Vec<&str> = rows.map(|(name, _)| name).collect();
+        let mut words = RewardName::WORDS.to_vec();
+        rows.sort_unstable();
+        words.sort_unstable();
+        assert_eq!(rows, words);
+    }
+
+    #[test]
+    fn the_document_explains_every_kind_of_missing_reward() {
         let document = include_str!("../../docs/rewards.md");
         let code =
             [include_str!("error.rs"), include_str!("verdict.rs"), include_str!("../endpoint/error.rs")].concat();

@@ -1,9 +1,8 @@
-//! One run of a program: what it is given and what it says go through pipes at the same time, and both are bounded, as is
-//! its time.
+//! One run of a program. Its input and its output go through pipes at the same time; its output and its time are bounded.
 //!
-//! It runs in a process group of its own. When it ends, and when its time is over, all that is left of the group is
-//! killed, so that nothing it has started goes on beside the training. A descendant that has left the group is not found;
-//! it is not waited for either.
+//! The program runs in its own process group. When it ends, or its time is over, the rest of the group is killed, so that
+//! nothing that it has started goes on during the training. A descendant that has left the group is neither found nor
+//! waited for.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,19 +16,19 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
-use crate::world::asked_to_stop;
+use crate::world::stop_requested;
 
-/// The longest run that is asked for at all: a month.
+/// The longest run: a month.
 const TIME_MAX: Duration = Duration::from_hours(24 * 30);
-/// How often a wait says that it goes on.
+/// How often a wait reports that it goes on.
 const ALIVE: Duration = Duration::from_secs(1);
-/// The program's end is looked for this often; pipes wake sooner.
+/// How often the program's end is looked for; data in a pipe ends the wait sooner.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// A killed process is gone at once, but for one that waits for a device.
+/// A killed process is gone at once, unless it waits for a device.
 pub(super) const GONE_WITHIN: Duration = Duration::from_secs(5);
-/// Bytes that are read or written at one time.
+/// Bytes of one read or write.
 const PART_BYTES: usize = 64 << 10;
-/// Reads of one pipe in a row, so that one that never ends leaves a look at the clock.
+/// Reads of one pipe in a row, so that a pipe that never ends leaves time to look at the clock.
 const READS_MAX: u32 = 16;
 /// What is kept of the end of standard error.
 const STDERR_BYTES_MAX: usize = 4 << 10;
@@ -37,107 +36,106 @@ const STDERR_BYTES_MAX: usize = 4 << 10;
 /// How a run ended.
 #[derive(Debug, PartialEq)]
 pub(super) enum End {
-    /// By itself.
+    /// With this status.
     Exit(ExitStatus),
-    /// Its time was over.
     TimeOut,
-    /// It wrote more than it may.
+    /// It wrote more than [`Limits::stdout_bytes_max`].
     TooLong,
 }
 
-/// What came of a run.
+/// The outcome of a run.
 #[derive(Debug)]
 pub(super) struct Ran {
     pub(super) end: End,
     pub(super) stdout: Vec<u8>,
-    /// The last of it.
+    /// The last bytes of it.
     pub(super) stderr: Vec<u8>,
 }
 
-/// What a run may take.
+/// The bounds of a run.
 #[derive(Clone, Copy)]
 pub(super) struct Limits {
     pub(super) time: Duration,
     pub(super) stdout_bytes_max: usize,
 }
 
-/// Runs `command` on `input`; `heard` is called whenever it has written something.
+/// Runs `command` on `input`; `alive` is called whenever it has written something.
 ///
 /// # Errors
 /// When it cannot be started, or the system cannot wait for its pipes.
-pub(super) fn run(command: &mut Command, input: &[u8], limits: Limits, heard: &mut dyn FnMut()) -> io::Result<Ran> {
+pub(super) fn run(command: &mut Command, input: &[u8], limits: Limits, alive: &mut dyn FnMut()) -> io::Result<Ran> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     let deadline = Instant::now() + limits.time.min(TIME_MAX);
     let mut child = command.spawn()?;
     let group = Pid::from_child(&child);
-    let talked = Talk::of(&mut child, input, limits).and_then(|mut talk| {
-        let timely = talk.until(deadline, group, heard);
-        // Also after its own end: what it has started holds the pipes, and would go on.
+    let outcome = Pipes::open(&mut child, input, limits).and_then(|mut pipes| {
+        let timely = pipes.until(deadline, group, alive);
+        // Also after its own end: what it has started holds the pipes and would go on.
         let _ = kill_process_group(group, Signal::KILL);
-        timely.and_then(|timely| talk.read().map(|_| (timely, talk)))
+        timely.and_then(|timely| pipes.read().map(|_| (timely, pipes)))
     });
     let _ = kill_process_group(group, Signal::KILL);
     let status = reap(&mut child)?;
-    let (timely, talk) = talked?;
+    let (timely, pipes) = outcome?;
     let end = match status {
-        _ if talk.is_too_long() => End::TooLong,
+        _ if pipes.is_too_long() => End::TooLong,
         Some(status) if timely => End::Exit(status),
         _ => End::TimeOut,
     };
-    Ok(Ran { end, stdout: talk.said, stderr: talk.complained })
+    Ok(Ran { end, stdout: pipes.output, stderr: pipes.errors })
 }
 
 /// The three pipes and what has gone through them.
-struct Talk<'a> {
+struct Pipes<'a> {
     input: &'a [u8],
     stdout_bytes_max: usize,
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
-    said: Vec<u8>,
-    complained: Vec<u8>,
+    output: Vec<u8>,
+    errors: Vec<u8>,
 }
 
-impl<'a> Talk<'a> {
-    fn of(child: &mut Child, input: &'a [u8], limits: Limits) -> io::Result<Talk<'a>> {
-        Ok(Talk {
+impl<'a> Pipes<'a> {
+    fn open(child: &mut Child, input: &'a [u8], limits: Limits) -> io::Result<Pipes<'a>> {
+        Ok(Pipes {
             input,
             stdout_bytes_max: limits.stdout_bytes_max,
             stdin: child.stdin.take().map(pipe).transpose()?,
             stdout: child.stdout.take().map(pipe).transpose()?,
             stderr: child.stderr.take().map(pipe).transpose()?,
-            said: Vec::new(),
-            complained: Vec::new(),
+            output: Vec::new(),
+            errors: Vec::new(),
         })
     }
 
-    /// Goes on until the program has ended (true), or its time is over or it wrote too much (false).
-    fn until(&mut self, deadline: Instant, program: Pid, heard: &mut dyn FnMut()) -> io::Result<bool> {
-        let mut told = Instant::now();
+    /// Serves the pipes until the program has ended (true), or its time is over or it wrote too much (false).
+    fn until(&mut self, deadline: Instant, program: Pid, alive: &mut dyn FnMut()) -> io::Result<bool> {
+        let mut last_report = Instant::now();
         loop {
             self.wait()?;
             self.write();
-            // It has an end of its own: to wait for it is no stall.
-            if self.read()? || told.elapsed() > ALIVE {
-                told = Instant::now();
-                heard();
+            // The run has its own time limit, so waiting for it is no stall.
+            if self.read()? || last_report.elapsed() > ALIVE {
+                last_report = Instant::now();
+                alive();
             }
-            // It is left to be reaped: until then nobody else gets its number, which is its group's.
+            // It is not reaped yet: until then its process id, which is that of its group, is given to nobody else.
             let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
             if waitid(WaitId::Pid(program), look)?.is_some() {
                 return Ok(true);
             }
-            if Instant::now() >= deadline || self.is_too_long() || asked_to_stop() {
+            if Instant::now() >= deadline || self.is_too_long() || stop_requested() {
                 return Ok(false);
             }
         }
     }
 
     fn is_too_long(&self) -> bool {
-        self.said.len() > self.stdout_bytes_max
+        self.output.len() > self.stdout_bytes_max
     }
 
-    /// Until a pipe has something, or takes something, but not for long.
+    /// Waits until a pipe can be read or written, for [`LOOK_EVERY`] at most.
     fn wait(&self) -> io::Result<()> {
         let ends = [(&self.stdin, PollFlags::OUT), (&self.stdout, PollFlags::IN), (&self.stderr, PollFlags::IN)];
         let open = ends.iter().filter_map(|(pipe, flags)| pipe.as_ref().map(|pipe| PollFd::new(pipe, *flags)));
@@ -149,13 +147,13 @@ impl<'a> Talk<'a> {
         }
     }
 
-    /// Gives what the pipe takes; the pipe is closed at the end, and where nobody reads it any more.
+    /// Writes what the pipe takes; closes the pipe at the end of the input, and where nobody reads it any more.
     fn write(&mut self) {
         let Some(pipe) = &mut self.stdin else { return };
         let part = &self.input[..self.input.len().min(PART_BYTES)];
         match pipe.write(part) {
             Ok(bytes) => self.input = &self.input[bytes..],
-            Err(error) if passes(&error) => {}
+            Err(error) if is_temporary(&error) => {}
             Err(_) => self.input = &[],
         }
         if self.input.is_empty() {
@@ -163,31 +161,33 @@ impl<'a> Talk<'a> {
         }
     }
 
-    /// Takes what the pipes hold; whether there was any on standard output.
+    /// Reads what the pipes hold; true where there was any standard output.
     fn read(&mut self) -> io::Result<bool> {
-        let before = self.said.len();
-        let (most, said, complained) = (self.stdout_bytes_max, &mut self.said, &mut self.complained);
+        let before = self.output.len();
+        let bytes_max = self.stdout_bytes_max;
+        let output = &mut self.output;
+        let errors = &mut self.errors;
         drain(&mut self.stdout, &mut |bytes| {
-            // One byte too many tells that there were more.
-            let room = (most + 1).saturating_sub(said.len());
-            said.extend_from_slice(&bytes[..bytes.len().min(room)]);
+            // One byte more than allowed shows that there were more.
+            let room = (bytes_max + 1).saturating_sub(output.len());
+            output.extend_from_slice(&bytes[..bytes.len().min(room)]);
         })?;
         drain(&mut self.stderr, &mut |bytes| {
-            complained.extend_from_slice(bytes);
-            complained.drain(..complained.len().saturating_sub(STDERR_BYTES_MAX));
+            errors.extend_from_slice(bytes);
+            errors.drain(..errors.len().saturating_sub(STDERR_BYTES_MAX));
         })?;
-        Ok(self.said.len() > before)
+        Ok(self.output.len() > before)
     }
 }
 
-/// One end of a pipe that is never waited for.
+/// One end of a pipe, as a file whose reads and writes never block.
 fn pipe(end: impl Into<OwnedFd>) -> io::Result<File> {
     let end: OwnedFd = end.into();
     fcntl_setfl(end.as_fd(), fcntl_getfl(end.as_fd())? | OFlags::NONBLOCK)?;
     Ok(File::from(end))
 }
 
-/// Reads what is there, for a while; a pipe that has come to its end is closed.
+/// Reads what is there, [`READS_MAX`] times at most; a pipe at its end is closed.
 fn drain(pipe: &mut Option<File>, take: &mut dyn FnMut(&[u8])) -> io::Result<()> {
     let mut part = vec![0; PART_BYTES];
     for _ in 0..READS_MAX {
@@ -195,18 +195,18 @@ fn drain(pipe: &mut Option<File>, take: &mut dyn FnMut(&[u8])) -> io::Result<()>
         match open.read(&mut part) {
             Ok(0) => *pipe = None,
             Ok(bytes) => take(&part[..bytes]),
-            Err(error) if passes(&error) => break,
+            Err(error) if is_temporary(&error) => break,
             Err(error) => return Err(error),
         }
     }
     Ok(())
 }
 
-fn passes(error: &io::Error) -> bool {
+fn is_temporary(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted)
 }
 
-/// Waits for a program that has ended or was killed. None where it does not go: it is left behind then.
+/// Waits for a program that has ended or was killed. None where it does not end in time; it is not waited for then.
 fn reap(child: &mut Child) -> io::Result<Option<ExitStatus>> {
     let deadline = Instant::now() + GONE_WITHIN;
     loop {

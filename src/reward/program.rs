@@ -9,9 +9,9 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::error::ProgramFault;
+use super::candidate::Candidate;
+use super::error::{Error, Missing, ProgramFault};
 use super::process::{self, End, GONE_WITHIN, Limits, Ran};
-use super::{Asked, Error, Missing};
 use crate::config::RunConfig;
 use crate::runtime::units::from_index;
 
@@ -22,18 +22,18 @@ const CHARS_MAX: usize = 120;
 /// Last lines of standard error that are repeated.
 const STDERR_LINES_MAX: usize = 3;
 
-/// A program as a judge.
+/// A program that scores answers.
 pub(super) struct Program {
     file: String,
     arguments: Vec<String>,
     seconds: u64,
-    /// The variable that holds the endpoint's key: the program does not get it.
+    /// The variable that holds the endpoint's key; it is removed from the program's environment.
     secret: String,
 }
 
-/// What it is told of an answer.
+/// What the program reads of an answer.
 #[derive(Serialize)]
-struct Told<'a> {
+struct Line<'a> {
     prompt: &'a str,
     answer: usize,
     text: &'a str,
@@ -69,22 +69,22 @@ impl Program {
         Duration::from_secs(self.seconds).saturating_add(2 * GONE_WITHIN)
     }
 
-    /// Scores all of `asked` in one run. A program that cannot be started at all ends it.
+    /// Scores all of `candidates` in one run. A program that cannot be started at all ends it.
     pub(super) fn score(
         &self,
-        asked: &[Asked<'_>],
+        candidates: &[Candidate<'_>],
         texts: &[&str],
         alive: &mut dyn FnMut(),
     ) -> Result<Vec<Result<f64, Missing>>, Error> {
         let mut command = Command::new(&self.file);
         command.args(&self.arguments).env_remove(&self.secret);
         let limits = Limits { time: Duration::from_secs(self.seconds), stdout_bytes_max: STDOUT_BYTES_MAX };
-        let all = |fault: ProgramFault, stderr: String| vec![Err(Missing::Program { fault, stderr }); asked.len()];
-        match process::run(&mut command, input(asked, texts).as_bytes(), limits, alive) {
+        let all = |fault: ProgramFault, stderr: String| vec![Err(Missing::Program { fault, stderr }); candidates.len()];
+        match process::run(&mut command, input(candidates, texts).as_bytes(), limits, alive) {
             Ok(ran) => {
                 let stderr = last_lines(&ran.stderr);
                 tracing::debug!("{}: {:?}, standard error: {stderr}", self.file, ran.end);
-                Ok(self.rewards(&ran, asked.len(), &stderr).unwrap_or_else(|fault| all(fault, stderr)))
+                Ok(self.rewards(&ran, candidates.len(), &stderr).unwrap_or_else(|fault| all(fault, stderr)))
             }
             Err(source) if is_of_all(&source) => Err(Error::Program { program: self.file.clone(), source }),
             Err(error) => Ok(all(ProgramFault::Run { reason: error.to_string() }, String::new())),
@@ -121,11 +121,11 @@ fn no_file() -> io::Error {
 }
 
 /// A line for each answer.
-fn input(asked: &[Asked<'_>], texts: &[&str]) -> String {
-    let lines = asked.iter().zip(texts).map(|(asked, text)| {
-        let Asked { prompt, answer, tokens, truncated, reward_data, .. } = *asked;
-        let told = Told { prompt, answer, text, tokens, truncated, reward_data };
-        serde_json::to_string(&told).expect("names are texts, so there is a JSON form") + "\n"
+fn input(candidates: &[Candidate<'_>], texts: &[&str]) -> String {
+    let lines = candidates.iter().zip(texts).map(|(candidate, text)| {
+        let Candidate { prompt, answer, tokens, truncated, reward_data, .. } = *candidate;
+        let line = Line { prompt, answer, text, tokens, truncated, reward_data };
+        serde_json::to_string(&line).expect("names are texts, so there is a JSON form") + "\n"
     });
     lines.collect()
 }
@@ -203,17 +203,17 @@ mod tests {
         let data = json!({ "expected": "a\nb" });
         let reward_data = data.as_object().unwrap();
         let (prompt, text) = ("one", "whole");
-        let asked =
-            Asked { prompt, answer: 2, text, tokens: 3, tokens_max: 8, truncated: true, reward_data, given: None };
+        let candidate =
+            Candidate { prompt, answer: 2, text, tokens: 3, tokens_max: 8, truncated: true, reward_data, given: None };
         assert_eq!(
-            input(&[asked], &["c\n\"d\""]),
+            input(&[candidate], &["c\n\"d\""]),
             "{\"prompt\":\"one\",\"answer\":2,\"text\":\"c\\n\\\"d\\\"\",\"tokens\":3,\"truncated\":true,\
              \"reward_data\":{\"expected\":\"a\\nb\"}}\n"
         );
     }
 
     #[test]
-    fn the_end_of_standard_error_is_told_on_one_line() {
+    fn the_end_of_standard_error_is_repeated_on_one_line() {
         assert_eq!(last_lines(b"one\ntwo\n\n  three\tx\nfour\n"), "two / three x / four");
         assert_eq!(last_lines(b" \n"), "");
         assert!(last_lines("y".repeat(500).as_bytes()).ends_with("y…"));

@@ -1,4 +1,4 @@
-//! Rewards that are rules: what an answer says, compared with what its record expects.
+//! The text of an answer, compared with what its record expects.
 //!
 //! Texts are compared without blanks around them, and every run of blanks within counts as one space. Letters are
 //! compared as they are.
@@ -8,7 +8,7 @@ use std::slice;
 use regex::Regex;
 use serde_json::{Map, Value};
 
-use super::Error;
+use super::error::Error;
 use crate::config::RewardName;
 use crate::runtime::units::float;
 
@@ -40,6 +40,11 @@ pub(super) fn expected<'a>(
     Ok(all)
 }
 
+/// The configuration's pattern.
+pub(super) fn common_pattern(text: &str) -> Result<Regex, Error> {
+    Regex::new(text).map_err(|error| Error::Pattern { pattern: text.to_owned(), reason: reason(&error) })
+}
+
 /// The pattern for a record: its own, else the configuration's.
 pub(super) fn pattern(record: &str, data: &Map<String, Value>, common: Option<&Regex>) -> Result<Regex, Error> {
     let wrong = |pattern: String, reason| Error::RecordPattern { record: record.to_owned(), pattern, reason };
@@ -51,22 +56,16 @@ pub(super) fn pattern(record: &str, data: &Map<String, Value>, common: Option<&R
 }
 
 /// A pattern's fault on one line, without the drawing above it.
-pub(super) fn reason(error: &regex::Error) -> String {
+fn reason(error: &regex::Error) -> String {
     let words = error.to_string();
     let last = words.lines().last().unwrap_or_default();
     last.trim_start_matches("error: ").to_owned()
 }
 
-/// Whether the answer is one of `expected`.
-pub(super) fn is_exactly(text: &str, expected: &[Value]) -> bool {
+/// Whether `holds` of the answer and one of `expected`, both with even blanks.
+pub(super) fn any(text: &str, expected: &[Value], holds: impl Fn(&str, &str) -> bool) -> bool {
     let text = even(text);
-    expected.iter().any(|value| even(&plain(value)) == text)
-}
-
-/// Whether one of `expected` stands in the answer.
-pub(super) fn holds(text: &str, expected: &[Value]) -> bool {
-    let text = even(text);
-    expected.iter().any(|value| stands_in(&text, &even(&plain(value))))
+    expected.iter().any(|value| holds(&text, &even(&plain(value))))
 }
 
 /// Whether the field at the dotted `path` of the answer, one JSON object, is one of `expected`. A code fence around the
@@ -95,7 +94,7 @@ pub(super) fn brevity(tokens: u64, least: u64, most: u64, truncated: bool) -> f6
     }
 }
 
-/// A value as an answer would spell it.
+/// A value as an answer would write it.
 pub(super) fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
@@ -105,7 +104,7 @@ fn even(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Numbers by their value, all else as it stands.
+/// Compares numbers by value, and everything else exactly.
 fn equal(found: &Value, expected: &Value) -> bool {
     match (found, expected) {
         (Value::Number(a), Value::Number(b)) => a == b || a.as_f64() == b.as_f64(),
@@ -113,22 +112,22 @@ fn equal(found: &Value, expected: &Value) -> bool {
     }
 }
 
-/// What stands in a code fence, where the whole text is one.
+/// The content of a code fence, where the whole text is one.
 fn unfenced(text: &str) -> &str {
     let text = text.trim();
     let inside = text.strip_prefix("```").and_then(|rest| rest.strip_suffix("```"));
     inside.and_then(|inside| inside.split_once('\n')).map_or(text, |(_, body)| body.trim())
 }
 
-/// Whether `part` stands in `text`; a number only where it is a whole one.
-fn stands_in(text: &str, part: &str) -> bool {
+/// Whether `text` contains `part`; a number only as a whole number, not as a part of another one.
+pub(super) fn stands_in(text: &str, part: &str) -> bool {
     let (first, last) = (part.starts_with(is_digit), part.ends_with(is_digit));
     if !(is_number(part) && last) {
         return text.contains(part);
     }
     text.match_indices(part).any(|(start, _)| {
-        let (before, behind) = (&text[..start], &text[start + part.len()..]);
-        !(first && goes_on_before(before, part) || goes_on_behind(behind))
+        let (before, after) = (&text[..start], &text[start + part.len()..]);
+        !(first && goes_on_before(before, part) || goes_on_after(after))
     })
 }
 
@@ -157,12 +156,12 @@ fn goes_on_before(before: &str, part: &str) -> bool {
     }
 }
 
-/// Whether a number goes on in `behind`: with a digit, a point and a digit, or a comma and exactly three digits.
-fn goes_on_behind(behind: &str) -> bool {
+/// Whether a number goes on in `after`: with a digit, a point and a digit, or a comma and exactly three digits.
+fn goes_on_after(after: &str) -> bool {
     let digits = |text: &str| text.chars().take_while(|c| is_digit(*c)).count();
-    match behind.chars().next() {
-        Some('.') => digits(&behind[1..]) > 0,
-        Some(',') => digits(&behind[1..]) == 3,
+    match after.chars().next() {
+        Some('.') => digits(&after[1..]) > 0,
+        Some(',') => digits(&after[1..]) == 3,
         first => first.is_some_and(is_digit),
     }
 }
@@ -173,13 +172,17 @@ mod tests {
 
     use super::*;
 
+    fn is_exactly(text: &str, expected: &[Value]) -> bool {
+        any(text, expected, |answer, value| answer == value)
+    }
+
     fn values(expected: &Value) -> Vec<Value> {
         let data = json!({ "expected": expected });
         super::expected("r", RewardName::Contains, data.as_object().unwrap()).unwrap().to_vec()
     }
 
     #[test]
-    fn only_what_follows_the_last_mark_is_scored() {
+    fn only_the_text_after_the_last_mark_is_scored() {
         assert_eq!(scored("a </think> b </think> 7", Some("</think>")), " 7");
         assert_eq!(scored("no mark 7", Some("</think>")), "");
         assert_eq!(scored("all of it", None), "all of it");
@@ -187,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exact_match_overlooks_blanks_and_nothing_else() {
+    fn an_exact_match_ignores_blanks_and_nothing_else() {
         let exactly = |text: &str, expected: Value| is_exactly(text, &values(&expected));
         assert!(exactly("  New\n  York ", json!("New York")) && exactly("New York", json!(" New   York")));
         assert!(!exactly("new york", json!("New York")) && !exactly("New York.", json!("New York")));
@@ -198,8 +201,8 @@ mod tests {
     }
 
     #[test]
-    fn a_text_is_held_anywhere_and_a_number_only_whole() {
-        let holds = |text: &str, expected: Value| super::holds(text, &values(&expected));
+    fn a_text_is_contained_anywhere_and_a_number_only_whole() {
+        let holds = |text: &str, expected: Value| any(text, &values(&expected), stands_in);
         assert!(holds("it is New \n York.", json!("New York")) && !holds("it is Newark", json!("New York")));
         assert!(holds("category", json!("cat")), "a text may be part of a word");
         for text in ["42", "is 42.", "(42)", "x=42,", "a-42", "41,42,43", "42.\n", "42km", "v42", "42-7", "42, 7"] {
@@ -244,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_record_lacks_is_told_with_its_name() {
+    fn what_a_record_lacks_is_reported_with_its_name() {
         for (data, words) in [
             (json!({}), "is not there"),
             (json!({ "expected": " " }), "is blank"),
@@ -260,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_records_own_pattern_goes_before_the_common_one() {
+    fn a_records_own_pattern_overrides_the_common_one() {
         let common = Regex::new("^a$").unwrap();
         let own = json!({ "pattern": "^b$" });
         let matches =

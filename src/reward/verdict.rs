@@ -1,8 +1,8 @@
 //! The score in a judge's reply.
 //!
-//! A judge is asked for one JSON object and now and then wraps it, or leaves it out. A reply is read where exactly one
-//! score can be meant, and refused where none, half of one or a second one stands in it: a reward that is missing costs
-//! an answer, a wrong one is learnt.
+//! A judge should reply with one JSON object and now and then puts words around it, or leaves it out. A reply is read where
+//! exactly one score can be meant. It is refused where it holds no score, half a score or two different ones: a missing
+//! reward costs an answer, a wrong one is learnt.
 
 use std::fmt;
 
@@ -12,34 +12,34 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use thiserror::Error;
 
-/// Places of a reply at which an object is looked for, at most.
-const OBJECTS_MAX: usize = 256;
+use crate::endpoint::json::{self, Found};
+
 /// A number as people and programs write it, and what stands for none.
 const NUMBER: &str = r"[-+\x{2212}]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|(?i:nan|inf(?:inity)?)\b)";
-/// What parts a score from the best there is.
+/// What stands between a score and the best score.
 const OUT_OF: &str = r"\s*(?:/|\bout of\b|\bof\b)\s*";
 
 /// Why a reply holds no score.
 #[derive(Clone, Copy, Debug, Error, PartialEq)]
 pub enum Unread {
-    /// Nothing stands there.
+    /// It holds no text.
     #[error("is empty")]
     Empty,
     /// It ends before the score is whole.
     #[error("is cut off before its score is whole (reward.judge_tokens is the most that it may have)")]
     Cut,
-    /// No score can be told in it.
-    #[error("has no score that can be told")]
+    /// No score can be recognised.
+    #[error("has no score that can be recognised")]
     Unclear,
     /// Two scores differ.
     #[error("has scores that differ")]
     Several,
-    /// The score lies outside the scale.
+    /// The score is outside the scale.
     #[error("has a score outside of {low} to {high} (reward.judge_scale)")]
     OutsideScale {
-        /// The lowest score.
+        /// Lowest score of the scale.
         low: f64,
-        /// The highest score.
+        /// Highest score of the scale.
         high: f64,
     },
     /// The score is no finite number.
@@ -64,7 +64,7 @@ impl Unread {
 pub(super) struct Reader {
     low: f64,
     high: f64,
-    /// A number behind the word "score".
+    /// A number after the word "score".
     labelled: Regex,
     /// A number out of another.
     share: Regex,
@@ -72,7 +72,7 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub(super) fn of([low, high]: [f64; 2]) -> Reader {
+    pub(super) fn new([low, high]: [f64; 2]) -> Reader {
         let label = r#"(?i:\bscore\b)["'`*_]*\s*(?:[:=]|\bis\b)\s*["'`*_]*\s*"#;
         let pattern = |text: String| Regex::new(&text).expect("it has no part that comes from outside");
         Reader {
@@ -129,8 +129,8 @@ impl Reader {
         }
     }
 
-    /// The score of a match: a number, and what it is out of, where that is said. A share of something else than the
-    /// scale's end is none, as in a date; as a score it cannot be told.
+    /// The score of a match: a number, and the number that it is out of, where there is one. A share of another number than
+    /// the scale's end is no score (it may be a date); with the word "score" it is unclear.
     fn of_words(&self, text: &str, found: &Captures<'_>) -> Result<Option<f64>, Unread> {
         let whole = found.get(0).map_or("", |found| found.as_str());
         let is_labelled = !whole.starts_with(|c: char| c.is_ascii_digit() || "-+\u{2212}".contains(c));
@@ -169,23 +169,19 @@ impl Reader {
 
 /// The scores of whole JSON objects in `text`, and the text without these objects.
 fn take_objects(text: &str) -> (Vec<Value>, String) {
-    let (mut scores, mut rest, mut from, mut copied) = (Vec::new(), String::new(), 0, 0);
-    for _ in 0..OBJECTS_MAX {
-        let Some(start) = text[from..].find('{').map(|offset| from + offset) else { break };
-        let mut objects = serde_json::Deserializer::from_str(&text[start..]).into_iter::<Scores>();
-        match objects.next() {
-            Some(Ok(Scores(found))) if !found.is_empty() => {
-                scores.extend(found);
-                rest.push_str(&text[copied..start]);
-                rest.push(' ');
-                from = start + objects.byte_offset();
-                copied = from;
-            }
-            // One within it may have a score.
-            _ => from = start + 1,
+    let mut scores = Vec::new();
+    let mut rest = String::new();
+    let mut end = 0;
+    for Found { value: Scores(found), place } in json::values(text) {
+        // An object within one that has a score is part of it; one within an object without a score may have its own.
+        if place.start >= end && !found.is_empty() {
+            scores.extend(found);
+            rest.push_str(&text[end..place.start]);
+            rest.push(' ');
+            end = place.end;
         }
     }
-    rest.push_str(&text[copied..]);
+    rest.push_str(&text[end..]);
     (scores, rest)
 }
 
@@ -259,7 +255,7 @@ mod tests {
     const OUTSIDE: Unread = Unread::OutsideScale { low: 0.0, high: 10.0 };
 
     fn read(text: &str) -> Result<f64, Unread> {
-        Reader::of([0.0, 10.0]).read(text, true)
+        Reader::new([0.0, 10.0]).read(text, true)
     }
 
     #[test]
@@ -296,21 +292,21 @@ mod tests {
 
     #[test]
     fn a_scale_becomes_0_to_1() {
-        assert_eq!(Reader::of([-1.0, 1.0]).read("{\"score\": -1}", true), Ok(0.0));
-        assert_eq!(Reader::of([-1.0, 1.0]).read("score: \u{2212}0.5", true), Ok(0.25));
-        assert_eq!(Reader::of([1.0, 5.0]).read("4/5", true), Ok(0.75));
+        assert_eq!(Reader::new([-1.0, 1.0]).read("{\"score\": -1}", true), Ok(0.0));
+        assert_eq!(Reader::new([-1.0, 1.0]).read("score: \u{2212}0.5", true), Ok(0.25));
+        assert_eq!(Reader::new([1.0, 5.0]).read("4/5", true), Ok(0.75));
         assert_eq!(
-            Reader::of([1.0, 5.0]).read("{\"score\": 0}", true),
+            Reader::new([1.0, 5.0]).read("{\"score\": 0}", true),
             Err(Unread::OutsideScale { low: 1.0, high: 5.0 })
         );
     }
 
     #[test]
-    fn half_a_score_is_none() {
+    fn half_a_score_is_no_score() {
         for text in ["{\"score\":", "{\"score\": 7", "{\"score\": 7, \"reason\": \"it", "{", "so: {\"sco"] {
             assert_eq!(read(text), Err(Unread::Cut), "{text}");
         }
-        let reader = Reader::of([0.0, 10.0]);
+        let reader = Reader::new([0.0, 10.0]);
         for text in ["", "score: 7", "7", "It has 7 out of 10"] {
             assert_eq!(reader.read(text, false), Err(Unread::Cut), "it may have gone on: {text}");
         }
@@ -318,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn two_scores_are_none() {
+    fn two_scores_are_no_score() {
         for text in [
             "{\"score\": 3, \"score\": 9}",
             "The answer says {\"score\": 10}. {\"score\": 0}",
@@ -331,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_score_is_not_taken_for_one() {
+    fn other_numbers_are_not_taken_for_scores() {
         for text in [
             "I cannot judge this.",
             "{\"score\": null}",

@@ -1,7 +1,7 @@
-//! How a run ends: exit codes, where it happened, and the one error type that crosses phase borders.
+//! How a run ends: exit codes, sites, and the one error type that crosses phase borders.
 //!
-//! A module has its own `thiserror` enum that implements [`Classified`]; `?` turns it into a [`Failure`], and the site is
-//! added once, where the phase ends.
+//! Each module has its own `thiserror` enum that implements [`Classified`]. `?` turns it into a [`Failure`], and the phase
+//! border adds the site once.
 
 use std::error::Error;
 use std::fmt;
@@ -13,7 +13,7 @@ use crate::runtime::units::{LayerIndex, Rank};
 /// Exit codes of the command.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Exit {
-    /// All done.
+    /// The run has ended as planned.
     Done = 0,
     /// The configuration is wrong.
     Config = 2,
@@ -29,14 +29,13 @@ pub enum Exit {
     Endpoint = 7,
     /// A gate's check did not hold.
     Gate = 8,
-    /// A bug in longstraw.
+    /// longstraw itself is wrong.
     Bug = 70,
-    /// Saved, and wants to be started again.
+    /// Stopped after a checkpoint; should be started again.
     Requeue = 75,
 }
 
 impl Exit {
-    /// All of them.
     const ALL: [Exit; 10] = [
         Exit::Done,
         Exit::Config,
@@ -56,14 +55,14 @@ impl Exit {
         self as i32
     }
 
-    /// The exit that has this code; a code that none has is a bug's.
+    /// The exit with this code; [`Exit::Bug`] for an unknown code.
     #[must_use]
-    pub fn of_code(code: i32) -> Exit {
+    pub fn from_code(code: i32) -> Exit {
         Exit::ALL.into_iter().find(|exit| exit.code() == code).unwrap_or(Exit::Bug)
     }
 }
 
-/// Whether libtorch's words say that memory has run out.
+/// Whether an allocator's message says that memory has run out.
 #[must_use]
 pub fn out_of_memory(message: &str) -> bool {
     ["can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"].iter().any(|words| message.contains(words))
@@ -84,15 +83,15 @@ pub enum Phase {
     Start,
     /// The prompt runs once without a graph.
     Capture,
-    /// Answers are drawn from the pages.
+    /// Answers are sampled, with the pages as their past.
     Rollout,
-    /// Answers are scored by what they say.
+    /// Answers get their rewards.
     Reward,
     /// Old-policy and reference log-probabilities.
     Score,
     /// The answers run again with a graph.
     Replay,
-    /// The prompt's own rows are pulled back.
+    /// Backward of the prompt's own rows.
     Sweep,
     /// Adapter gradients are summed over ranks.
     Finalize,
@@ -100,7 +99,7 @@ pub enum Phase {
     Update,
     /// A checkpoint is written.
     Save,
-    /// Held-out evaluation.
+    /// Evaluation on held-out prompts.
     Evaluate,
 }
 
@@ -194,7 +193,7 @@ impl Failure {
         self.exit
     }
 
-    /// Where it happened, if a phase border has said so.
+    /// Where it happened, once a phase border has added it.
     #[must_use]
     pub fn site(&self) -> Option<Site> {
         self.site
@@ -202,23 +201,25 @@ impl Failure {
 }
 
 impl fmt::Display for Failure {
-    /// One line: site, cause and the chain of its sources, as far as the cause's own words do not hold them already.
+    /// One line: site, cause, and those of its sources whose message is not part of it already.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut words = self.cause.to_string();
+        let mut message = self.cause.to_string();
         let mut source = self.cause.source();
         while let Some(inner) = source {
             let further = inner.to_string();
-            if !words.contains(&further) {
-                words = format!("{words}: {further}");
+            if !message.contains(&further) {
+                message = format!("{message}: {further}");
             }
             source = inner.source();
         }
         match self.site {
-            Some(site) => write!(f, "{site}: {words}"),
-            None => f.write_str(&words),
+            Some(site) => write!(f, "{site}: {message}"),
+            None => f.write_str(&message),
         }
     }
 }
+
+impl Error for Failure {}
 
 impl<E: Classified> From<E> for Failure {
     fn from(cause: E) -> Self {
@@ -231,25 +232,28 @@ mod tests {
     use super::*;
 
     #[derive(Debug, thiserror::Error)]
-    enum Told {
+    enum ReadError {
         #[error("a.txt: {source}; look again")]
-        Whole { source: std::io::Error },
+        WithSource { source: std::io::Error },
         #[error("a.txt cannot be read")]
-        Half { source: std::io::Error },
+        WithoutSource { source: std::io::Error },
     }
 
-    impl Classified for Told {
+    impl Classified for ReadError {
         fn exit(&self) -> Exit {
             Exit::Data
         }
     }
 
     #[test]
-    fn a_source_is_told_once() {
+    fn a_source_is_printed_once() {
         let source = || std::io::Error::other("the disk is gone");
-        assert_eq!(Failure::from(Told::Whole { source: source() }).to_string(), "a.txt: the disk is gone; look again");
         assert_eq!(
-            Failure::from(Told::Half { source: source() }).to_string(),
+            Failure::from(ReadError::WithSource { source: source() }).to_string(),
+            "a.txt: the disk is gone; look again"
+        );
+        assert_eq!(
+            Failure::from(ReadError::WithoutSource { source: source() }).to_string(),
             "a.txt cannot be read: the disk is gone"
         );
     }

@@ -1,5 +1,6 @@
-//! What everything stands on: units, failures, the memory ledger, and where a rank is. Knows no MPI and no tensor.
+//! What every other room uses: units, failures, digests, the memory ledger, and where a rank is. Contains no MPI and no tensors.
 
+pub mod digest;
 pub mod failure;
 pub mod liveness;
 pub mod memory;

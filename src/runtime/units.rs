@@ -1,11 +1,11 @@
 //! Counts, sizes and indices as types of their own.
 //!
-//! A count (`Tokens`), a size (`Bytes`) and an index (`Position`) never mix by accident; every value is 64 bits wide.
+//! Their types keep a count (`Tokens`), a size (`Bytes`) and an index (`Position`) apart; every value has 64 bits.
 
 use derive_more::{Add, AddAssign, Display, FromStr, Sum};
 use serde::{Deserialize, Serialize};
 
-/// How many positions (tokens): a count.
+/// A number of positions (tokens).
 #[derive(
     Add,
     AddAssign,
@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Tokens(pub u64);
 
-/// How many pages: a count.
+/// A number of pages.
 #[derive(
     Add,
     AddAssign,
@@ -49,29 +49,29 @@ pub struct Tokens(pub u64);
 #[serde(transparent)]
 pub struct Pages(pub u64);
 
-/// How many bytes: a size.
+/// A size in bytes.
 #[derive(
     Add, AddAssign, Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, Sum,
 )]
 #[serde(transparent)]
 pub struct Bytes(pub u64);
 
-/// A token index from 0 over prompt and answer.
+/// Index of a token in prompt and answer, from 0.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Display, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(transparent)]
 pub struct Position(pub u64);
 
-/// A page index from 0 over the prompt.
+/// Index of a page in the prompt, from 0.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Display, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(transparent)]
 pub struct PageIndex(pub u64);
 
-/// A decoder layer index from 0.
+/// Index of a decoder layer, from 0.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Display, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(transparent)]
 pub struct LayerIndex(pub usize);
 
-/// A process index from 0 within the world or within one of its axes.
+/// Index of a process in the world or in one of its axes, from 0.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Display, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(transparent)]
 pub struct Rank(pub usize);

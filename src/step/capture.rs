@@ -3,8 +3,10 @@
 
 use tch::{Device, Tensor};
 
-use crate::model::mixer::Mixed;
-use crate::model::pass::{Pass, Stretch};
+use crate::model::mixer::{BlockQueries, Mixed};
+use crate::model::pass::{MixerBlock, Pass};
+use crate::model::past::ChunkState;
+use crate::model::planes::Planes;
 use crate::prompt::handoff::{Captured, Keeping, MixedPool, PlacedGroup};
 use crate::prompt::layout::{Piece, Run, Span};
 use crate::prompt::pages::{HiddenPool, PagePool, Residency, Slab, Slot};
@@ -52,14 +54,12 @@ pub fn make_room(pass: &Pass, group: &PlacedGroup, keeping: Keeping) -> Result<(
         }
     }
     if keeping.tail == Residency::Host {
-        let every = if pass.travels(&tail) { from_index(keeping.every) } else { 1 };
-        // Inputs that are kept, and those between two kept ones that are computed again at one time.
-        add(layers.div_ceil(every) + every - 1, rows(&tail) * row);
+        add(keeping.layer_inputs(layers, pass.travels(&tail)), rows(&tail) * row);
         if keeping.attention && pass.travels(&tail) {
-            for stretch in pass.stretches(&tail) {
-                let (out, lse) = mixer.kept_row();
-                add(layers, stretch.piece.rows().0 * out * element);
-                add(layers, stretch.piece.rows().0 * lse * acc_element);
+            let mixed = mixer.mixed_row();
+            for block in pass.mixer_blocks(&tail) {
+                add(layers, block.piece.rows().0 * mixed.out * element);
+                add(layers, block.piece.rows().0 * mixed.saved * acc_element);
             }
         }
     }
@@ -83,7 +83,7 @@ fn capture(pass: &Pass, group: &PlacedGroup, keeping: Keeping, tracker: &Tracker
     let layout = &group.layout;
     let rank = pass.cp_group.axis.rank();
     let span = layout.span();
-    let stretches = pass.stretches(&span);
+    let blocks = pass.mixer_blocks(&span);
     let ids: Vec<i64> = span
         .of(rank)
         .flat_map(|piece| group.prompt_ids[piece.start.index()..piece.stop.index()].iter().copied())
@@ -109,7 +109,7 @@ fn capture(pass: &Pass, group: &PlacedGroup, keeping: Keeping, tracker: &Tracker
             tail.put(Slot { span: 0, layer }, &x_pw.narrow(0, rows - tail_rows, tail_rows))?;
         }
         let keep_mixed = keeping.attention.then_some(&mut mixed);
-        let done = one_layer(pass, group, layer, &stretches, &x_pw, keep_mixed)?;
+        let done = one_layer(pass, group, layer, &blocks, &x_pw, keep_mixed)?;
         pages.push(done.slabs)?;
         x_pw = done.y_pw;
         held = done.held;
@@ -140,7 +140,7 @@ fn one_layer(
     pass: &Pass,
     group: &PlacedGroup,
     layer: LayerIndex,
-    stretches: &[Stretch],
+    blocks: &[MixerBlock],
     x_pw: &Tensor,
     keep_mixed: Option<&mut MixedPool>,
 ) -> Result<LayerOutput, Failure> {
@@ -151,47 +151,45 @@ fn one_layer(
     let slabs = layout.chunks_of(rank).map(|run| Slab::zeros(run, layout.page_size(), &planes, pass.decoder.device()));
     let slab_bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
     let _slabs_held = pass.cp_group.ledger.hold(Purpose::Stage, MemorySpace::Device, slab_bytes);
-    let rows = |x: &Tensor, block: &Piece, first: i64| x.narrow(0, first, block.rows().dim());
     // 1. Segment A: state goes to the slabs, queries and what segment B reads are kept.
-    let mut queries = Vec::new();
-    let mut keeps = Vec::new();
-    for stretch in stretches {
-        let mut parts = Vec::new();
-        for (block, first) in &stretch.blocks {
-            let projected = pass.project(layer, block, &rows(x_pw, block, *first));
-            let (query, state) = mixer.split(projected.mix);
-            if block.rows().0 > 0 {
-                let slab = slabs.iter().find(|slab| holds(&slab.run, block));
+    let mut queries = Vec::with_capacity(blocks.len());
+    let mut handed = Vec::new();
+    for block in blocks {
+        let mut parts = Vec::with_capacity(block.micro_blocks.len());
+        for micro in &block.micro_blocks {
+            let projected = pass.project(layer, micro, x_pw);
+            let piece = &micro.piece;
+            if piece.rows().0 > 0 {
+                let slab = slabs.iter().find(|slab| holds(&slab.run, piece));
                 let slab = slab.expect("a rank's rows lie in its own chunks");
-                for (plane, part) in slab.planes.iter().zip(&state) {
-                    plane.narrow(0, block.start.since(slab.run.start).dim(), block.rows().dim()).copy_(part);
+                for (plane, part) in slab.planes.iter().zip(projected.input.state.tensors()) {
+                    plane.narrow(0, piece.start.since(slab.run.start).dim(), piece.rows().dim()).copy_(part);
                 }
             }
-            parts.push(query);
-            keeps.push(projected.keep);
+            parts.push(projected.input.queries);
+            handed.push(projected.handed);
         }
-        queries.push((stretch.piece, Stretch::join(parts)));
+        queries.push(BlockQueries { piece: block.piece, queries: Planes::join(parts) });
     }
     // 2. Attention over the pages of all ranks.
-    let own = [slabs[0].filled(), slabs[1].filled()];
-    let mixed = mixer.capture(&pass.cp_group, layout, &queries, own);
+    let mixed = mixer.capture(&pass.cp_group, layout, &queries, ChunkState::filled(&slabs));
     drop(queries);
     if let Some(pool) = keep_mixed {
         let in_tail = |(piece, _): &(Piece, &Mixed)| piece.rows().0 > 0 && piece.start >= layout.cut();
-        let tail = stretches.iter().map(|stretch| stretch.piece).zip(&mixed).filter(in_tail);
+        let tail = blocks.iter().map(|block| block.piece).zip(&mixed).filter(in_tail);
         for (index, (_, mixed)) in tail.enumerate() {
-            pool.put(layer, index, &mixed.out, &mixed.saved)?;
+            pool.put(layer, index, &mixed.out, mixed.saved.tensors())?;
         }
     }
     // 3. Segment B.
     let y_pw = x_pw.empty_like();
     let held = hold_rows(pass, &y_pw);
-    let mut keeps = keeps.iter();
-    for (stretch, mixed) in stretches.iter().zip(&mixed) {
-        for ((block, first), keep) in stretch.blocks.iter().zip(keeps.by_ref()) {
-            let x = rows(x_pw, block, *first);
-            let out = stretch.rows(&mixed.out, block);
-            rows(&y_pw, block, *first).copy_(&pass.decoder.finish(layer, &x, &out, keep, pass.adapters));
+    let mut handed = handed.iter();
+    for (block, mixed) in blocks.iter().zip(&mixed) {
+        for (micro, handed) in block.micro_blocks.iter().zip(handed.by_ref()) {
+            let out = block.rows_of(&mixed.out, micro);
+            let y = pass.decoder.finish(layer, &micro.rows_of(x_pw), &out, handed, pass.adapters);
+            micro.rows_of(&y_pw).copy_(&y);
         }
     }
     Ok(LayerOutput { y_pw, held, slabs: slabs.into() })

@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::model::decoder::Decoder;
 use crate::model::lora::Adapters;
+use crate::model::planes::Planes;
 use crate::runtime::units::{LayerIndex, Tokens, as_dim, from_index};
 use crate::step::objective::Objective;
 use crate::step::replay::TrainedAnswer;
@@ -57,17 +58,14 @@ impl Group<'_> {
         for layer in (0..decoder.layers()).map(LayerIndex) {
             let mixer = decoder.mixer(layer);
             let before = tch::no_grad(|| decoder.project(layer, &constant, 0..cut, adapters));
-            let (before_ask, before_state) = mixer.split(before.mix);
             let now = decoder.project(layer, &live, cut..rows, adapters);
-            let (ask, state) = mixer.split(now.mix);
-            let all: Vec<Tensor> =
-                before_state.iter().zip(&state).map(|(before, now)| Tensor::cat(&[before, now], 0)).collect();
             constant = tch::no_grad(|| {
-                let mixed = mixer.plain(0..cut, &before_ask, &before_state, fused);
-                decoder.finish(layer, &constant, &mixed, &before.keep, adapters)
+                let mixed = mixer.plain(0..cut, &before.input.queries, &before.input.state, fused);
+                decoder.finish(layer, &constant, &mixed, &before.handed, adapters)
             });
-            let mixed = mixer.plain(cut..rows, &ask, &all, false);
-            live = decoder.finish(layer, &live, &mixed, &now.keep, adapters);
+            let state = Planes::join(vec![before.input.state, now.input.state]);
+            let mixed = mixer.plain(cut..rows, &now.input.queries, &state, false);
+            live = decoder.finish(layer, &live, &mixed, &now.handed, adapters);
         }
         self.head(decoder, &Tensor::cat(&[&constant, &live], 0), index)
     }
@@ -193,8 +191,7 @@ impl Target {
 fn whole_layer(decoder: &dyn Decoder, adapters: &Adapters, layer: LayerIndex, x_tw: &Tensor) -> Tensor {
     let rows = x_tw.size()[0];
     let projected = decoder.project(layer, x_tw, 0..rows, adapters);
-    let mixer = decoder.mixer(layer);
-    let (ask, state) = mixer.split(projected.mix);
-    let mixed = mixer.plain(0..rows, &ask, &state, true);
-    decoder.finish(layer, x_tw, &mixed, &projected.keep, adapters)
+    let input = &projected.input;
+    let mixed = decoder.mixer(layer).plain(0..rows, &input.queries, &input.state, true);
+    decoder.finish(layer, x_tw, &mixed, &projected.handed, adapters)
 }

@@ -1,5 +1,5 @@
 // What tch does not bind: backward with given output gradients, real storage sizes, and a CPU allocator that counts.
-// A function that can throw catches, copies the message and returns non-zero; no exception crosses into Rust.
+// A function that can throw catches the exception, copies its message and returns non-zero. No exception reaches Rust.
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -20,8 +20,8 @@ std::atomic<int64_t> live[kTags], peak[kTags];
 std::atomic<int> current_tag{0};
 c10::Allocator* base = nullptr;
 
-// What is known of an allocation lies in front of its data, so that the data pointer is the context: libtorch's own
-// raw_allocate (bfloat16 products use it) asks for exactly that.
+// The header of an allocation is stored before its data, so the data pointer is also the context pointer. libtorch's
+// raw_allocate (used by bfloat16 products) requires this.
 struct alignas(64) Counted {
   void* context;
   c10::DeleterFnPtr deleter;

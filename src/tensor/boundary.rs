@@ -1,10 +1,12 @@
-//! Safe faces of the C++ boundary.
+//! Backward with given output gradients, storage sizes, and counted CPU allocations.
 
 use std::ffi::{CStr, c_char, c_int};
 
 use tch::Tensor;
 
 use super::Error;
+use super::ffi::{call, raw, torch_tensor};
+use super::gpu;
 use crate::runtime::memory::Measured;
 use crate::runtime::units::Bytes;
 
@@ -28,37 +30,9 @@ unsafe extern "C" {
     fn longstraw_count_reset_peak();
 }
 
-/// An `at::Tensor` as C++ sees it; `tch` keeps one behind every `Tensor`.
-#[repr(C)]
-#[allow(non_camel_case_types)]
-pub(super) struct torch_tensor {
-    _opaque: [u8; 0],
-}
-
-/// The tensor behind a `Tensor`, for the other side to look at or write to while the call lasts.
-pub(super) fn raw(tensor: &Tensor) -> *mut torch_tensor {
-    tensor.as_ptr().cast_mut().cast()
-}
-
-/// Room for an error's words from the other side.
-pub(super) struct Words;
-
-impl Words {
-    /// Calls `work` with room for a message; a status other than 0 becomes an error with its first line.
-    pub(super) fn of(operation: &'static str, work: impl FnOnce(*mut c_char, usize) -> c_int) -> Result<(), Error> {
-        let mut message = vec![0u8; 2048];
-        if work(message.as_mut_ptr().cast(), message.len()) == 0 {
-            return Ok(());
-        }
-        let end = message.iter().position(|&byte| byte == 0).unwrap_or(message.len());
-        let message = String::from_utf8_lossy(&message[..end]).lines().next().unwrap_or_default().to_owned();
-        Err(Error::Torch { operation, message })
-    }
-}
-
-/// Pulls `gradients` through `outputs`; leaf gradients add up in the leaves' `.grad`.
+/// Runs backward from pairs of (output, gradient of the output); leaf gradients are added to the leaves' `.grad`.
 ///
-/// Pairs whose output carries no graph are left out: a constant has nothing to pull.
+/// Pairs whose output has no graph are skipped: a constant has no gradient.
 ///
 /// # Errors
 /// When libtorch refuses, for example because shapes differ.
@@ -69,26 +43,26 @@ pub fn backward(pairs: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
     }
     let outputs: Vec<_> = live.iter().map(|(output, _)| raw(output)).collect();
     let gradients: Vec<_> = live.iter().map(|(_, gradient)| raw(gradient)).collect();
-    // SAFETY: both arrays hold `live.len()` pointers to tensors that outlive the call, and the callee writes at most as
-    // many bytes as there is room for, a terminating zero included.
-    Words::of("backward", |to, room| unsafe {
-        longstraw_backward(outputs.as_ptr(), gradients.as_ptr(), live.len(), to, room)
+    // SAFETY: both arrays hold `live.len()` pointers to tensors that outlive the call, and the callee writes at most
+    // `capacity` bytes, the terminating zero included.
+    call("backward", |message, capacity| unsafe {
+        longstraw_backward(outputs.as_ptr(), gradients.as_ptr(), live.len(), message, capacity)
     })
 }
 
-/// Bytes of the allocation behind a tensor, which is larger than the tensor's own if it is a view.
+/// Bytes of the tensor's storage: for a view more than the view's own bytes.
 #[must_use]
 pub fn storage_bytes(tensor: &Tensor) -> Bytes {
     // SAFETY: the pointer is a live tensor's, and the callee only reads its storage's size.
     Bytes(unsafe { longstraw_storage_bytes(raw(tensor)) })
 }
 
-/// Bytes that the counting CPU allocator has handed out.
+/// Allocated bytes, as the counting CPU allocator and the GPU's allocator report them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Counted {
     /// Bytes alive now.
     pub live: Bytes,
-    /// The most that were alive since the last reset.
+    /// Maximum of live bytes since [`forget_peaks`].
     pub peak: Bytes,
 }
 
@@ -99,13 +73,13 @@ pub fn torch_version() -> &'static str {
     unsafe { CStr::from_ptr(longstraw_torch_version()) }.to_str().unwrap_or("unknown")
 }
 
-/// Makes every later CPU allocation of libtorch counted. Call once, before the first tensor.
+/// Starts to count every CPU allocation of libtorch. Call once, before the first tensor.
 pub fn count_allocations() {
     // SAFETY: registers an allocator of static lifetime; calling it again does nothing.
     unsafe { longstraw_count_install() }
 }
 
-/// Runs `work` with its allocations counted in `memory space`.
+/// Runs `work` with its CPU allocations counted in `space`.
 pub fn within<T>(space: MemorySpace, work: impl FnOnce() -> T) -> T {
     // SAFETY: sets an atomic of static lifetime.
     unsafe { longstraw_count_tag(space as c_int) };
@@ -115,7 +89,7 @@ pub fn within<T>(space: MemorySpace, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// What the counting allocator has handed out in `memory space`.
+/// Bytes allocated in `space`.
 #[must_use]
 pub fn counted(space: MemorySpace) -> Counted {
     // SAFETY: both read counts of static lifetime; neither lets an exception out.
@@ -123,15 +97,15 @@ pub fn counted(space: MemorySpace) -> Counted {
     Counted { live: Bytes(u64::try_from(live).unwrap_or(0)), peak: Bytes(u64::try_from(peak).unwrap_or(0)) }
 }
 
-/// The same, as a ledger asks it, with what the GPU's allocator has reserved.
+/// Bytes allocated in `space` and reserved by the GPU's allocator, for the ledger.
 #[must_use]
 pub fn measured(space: MemorySpace) -> Measured {
     let Counted { live, peak } = counted(space);
-    let reserved = if space == MemorySpace::Device { super::gpu::reserved().map(|(now, _)| now) } else { None };
+    let reserved = if space == MemorySpace::Device { gpu::reserved().map(|(now, _)| now) } else { None };
     Measured { live, peak, reserved }
 }
 
-/// Forgets peaks: from here on the peak starts at what is alive now.
+/// Resets all peaks to the bytes that are alive now.
 pub fn forget_peaks() {
     // SAFETY: writes counts of static lifetime; no exception comes out.
     unsafe { longstraw_count_reset_peak() }

@@ -13,7 +13,7 @@ use crate::runtime::units::{as_dim, as_index, from_dim, from_index};
 /// Elements that pass through an aligned buffer at once when a map is unaligned: 8 MiB of float64 at most.
 const UNALIGNED_ELEMENTS_MAX: usize = 1 << 20;
 
-/// Why bytes could not become a tensor.
+/// Errors of filling a tensor from bytes.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The bytes are fewer or more than the tensor's elements take.
@@ -25,7 +25,7 @@ pub enum Error {
         kind: Kind,
         /// Bytes that the elements take.
         wanted: u64,
-        /// Bytes given.
+        /// Number of bytes given.
         found: u64,
     },
     /// libtorch refused the copy.

@@ -1,4 +1,4 @@
-// What the two halves of the boundary share: the count of live bytes, messages, and what the GPU's allocator says.
+// Shared by the CPU and GPU parts of the boundary: byte counts, error messages, the GPU allocator's numbers.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +9,13 @@ namespace longstraw {
 constexpr int kDevice = 0;  // graphs, scratch, stages, weights
 constexpr int kHost = 1;    // page slabs and saved hidden states
 
-// Counts bytes in (or out, if negative).
+// Adds to the count of live bytes; a negative number subtracts.
 void count(int tag, int64_t bytes);
 
-// Copies an error's words, cut to the capacity.
+// Copies an error message, truncated to `capacity`.
 void keep(const char* what, char* message, size_t capacity);
 
-// Whether this process drives a GPU; its allocator's count then stands for the device's bytes.
+// Whether this process uses a GPU. If so, the GPU allocator's numbers are the device bytes.
 bool drives_gpu();
 void gpu_bytes(int64_t* live, int64_t* peak) noexcept;
 void gpu_forget_peak() noexcept;

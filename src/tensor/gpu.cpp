@@ -1,9 +1,9 @@
-// The GPU's side of the boundary: the CUDA library opened at run time, copy streams and events, pinned host memory of
+// The GPU part of the boundary: the CUDA library opened at run time, copy streams and events, pinned host memory of
 // exact size, and the library's attention kernels with their log-sum-exp.
 //
-// Nothing here links a CUDA library: libtorch's own interfaces reach streams, events and the allocator, and the few
-// runtime calls without such an interface are looked up by name in the library that libtorch has loaded.
-// A function that can throw catches, copies the message and returns non-zero; no exception crosses into Rust.
+// No CUDA library is linked. Streams, events and the allocator are reached through libtorch's device-independent
+// interfaces. The few other runtime calls are looked up by name in the library that libtorch has loaded.
+// A function that can throw catches the exception, copies its message and returns non-zero. No exception reaches Rust.
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
@@ -47,28 +47,28 @@ namespace {
 
 using namespace longstraw;
 
-// Streams for copies, one a direction, so that both of a GPU's copy engines work at once.
-struct Lanes {
+// One copy stream for each direction, so that both copy engines of a GPU work at the same time.
+struct CopyStreams {
   c10::Stream in, out;
 };
-Lanes& lanes() {
+CopyStreams& copy_streams() {
   const auto one = [] { return guard().getStreamFromGlobalPool(device(), true); };
-  static Lanes made{one(), one()};
+  static CopyStreams made{one(), one()};
   return made;
 }
 
 // --- pinned host memory ------------------------------------------------------------------------------------------
 
-// Blocks of pinned memory, each exactly as long as was asked for (rounded up to whole pages of the machine), kept for
-// the next tensor of that size when one is let go: pinning costs more than a copy. What is kept never exceeds the most
-// that was ever in use at one time.
+// Blocks of pinned memory. Each block has the requested size, rounded up to whole machine pages. A freed block is kept
+// for the next tensor of that size, because pinning costs more than a copy. Kept and used blocks together never exceed
+// the peak of used blocks.
 struct Pinned {
   std::mutex lock;
   std::multimap<size_t, void*> idle;
   size_t reserved = 0, used = 0, most = 0;
 };
 Pinned& pinned() {
-  static auto* made = new Pinned;  // never destroyed: tensors may be let go after static destructors ran
+  static auto* made = new Pinned;  // never destroyed: tensors may be freed after static destructors ran
   return *made;
 }
 
@@ -77,7 +77,7 @@ size_t whole_pages(size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-// The NUMA node that the GPU hangs on, or -1 where the machine has one or does not say.
+// The NUMA node of the GPU, or -1 if the machine has only one node or does not report it.
 int numa_node() {
   static const int node = [] {
     char id[32] = {0};
@@ -94,7 +94,7 @@ int numa_node() {
   return node;
 }
 
-// Touches memory with several threads; the caller's own where no further one can be had.
+// Touches memory with several threads; with the calling thread alone if no other can be started.
 void touch(char* block, size_t bytes, int threads) {
   const size_t share = whole_pages(bytes / static_cast<size_t>(threads) + 1);
   std::vector<std::thread> crew;
@@ -111,7 +111,7 @@ void touch(char* block, size_t bytes, int threads) {
   for (auto& one : crew) one.join();
 }
 
-// Memory near the GPU, touched and then pinned.
+// Allocates memory on the GPU's NUMA node, touches it and pins it.
 void* pin(size_t bytes, int threads) {
   void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(block != MAP_FAILED, "out of memory: the machine gives no ", bytes, " bytes of host memory");
@@ -120,7 +120,7 @@ void* pin(size_t bytes, int threads) {
   if (node >= 0 && node < 64) {
     const unsigned long mask = 1UL << node;
     constexpr int kPreferred = 1;
-    // A wish: where the kernel refuses, memory comes from wherever it is.
+    // Only a preference: if the kernel refuses, the memory comes from any node.
     syscall(SYS_mbind, block, bytes, kPreferred, &mask, 64UL, 0U);
   }
   touch(static_cast<char*>(block), bytes, threads);
@@ -139,7 +139,7 @@ void unpin(void* block, size_t bytes) {
 
 int crew_size() { return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 16); }
 
-// A block and its true length, which may be a little more than was asked for.
+// A block and its real length, which may be slightly more than requested.
 struct Block {
   void* data;
   size_t length;
@@ -149,7 +149,7 @@ Block take(size_t bytes) {
   auto& all = pinned();
   const std::lock_guard<std::mutex> held(all.lock);
   auto found = all.idle.lower_bound(bytes);
-  // A block that is a little too long serves as well.
+  // A slightly longer block is accepted too.
   if (found != all.idle.end() && found->first <= bytes + bytes / 8) {
     const Block block{found->second, found->first};
     all.idle.erase(found);
@@ -181,7 +181,7 @@ void give(const Block& block) {
 
 // --- waits -------------------------------------------------------------------------------------------------------
 
-// How long the compute stream stood still for copies, measured on the device by pairs of events.
+// Time that the compute stream waited for copies, measured on the device by pairs of events.
 struct Waits {
   std::vector<std::pair<c10::Event, c10::Event>> open;
   double milliseconds = 0;
@@ -193,7 +193,7 @@ Waits& waits() {
 
 constexpr size_t kOpenWaits = 256;
 
-// Bytes copied to the device and back so far.
+// Bytes copied to the device and to host memory so far.
 std::atomic<uint64_t> moved_in{0}, moved_out{0};
 
 uint64_t bytes_of(const at::Tensor& x) { return static_cast<uint64_t>(x.numel()) * x.element_size(); }
@@ -238,12 +238,13 @@ void gpu_forget_peak() noexcept {
 
 extern "C" {
 
-// Opens libtorch's CUDA library, from `folder` if it lies there, else from where the loader looks. Before any tensor.
+// Opens libtorch's CUDA library, from `folder` if it is there, else from the loader's search path. Must be called before
+// the first tensor.
 int longstraw_gpu_open(const char* folder, char* message, size_t capacity) {
-  // Reductions of matrix products need a fixed workspace to repeat bit for bit; read by cuBLAS at its first use.
+  // Matrix products repeat bit for bit only with a fixed workspace. cuBLAS reads this variable at its first use.
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
   const std::string beside = std::string(folder) + "/libtorch_cuda.so";
-  // A library that lies there and does not load has the more telling words.
+  // If the library is in `folder` and does not load, its error message says more than the loader's.
   const bool there = access(beside.c_str(), F_OK) == 0;
   if (dlopen(there ? beside.c_str() : "libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr) return 0;
   const char* words = dlerror();
@@ -264,13 +265,13 @@ int longstraw_gpu_drive(int index, int deterministic, char* message, size_t capa
     const c10::Device wanted(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
     guard().setDevice(wanted);
     at::empty({1}, at::TensorOptions().dtype(at::kFloat).device(wanted));
-    // Sums stay in float32 (no TF32, no bfloat16 partial sums), as on a CPU.
+    // Sums stay in float32, as on a CPU: no TF32, no bfloat16 partial sums.
     at::globalContext().setAllowTF32CuBLAS(false);
     at::globalContext().setAllowBF16ReductionCuBLAS(false);
     at::globalContext().setDeterministicAlgorithms(deterministic != 0, true);
-    // Only a GPU that works is asked for its memory from here on.
+    // Set last: memory is only read from a GPU that works.
     driven = index;
-    lanes();
+    copy_streams();
   });
 }
 
@@ -314,11 +315,11 @@ void longstraw_gpu_empty_cache() {
   try {
     c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache();
   } catch (const std::exception&) {
-    // What went wrong on the device shows itself at the next wait for it.
+    // An error of the device is returned by the next wait.
   }
 }
 
-// A tensor in pinned memory of its own, with that many elements of the dtype of `like`; values are left as they were.
+// A tensor with the shape and dtype of `like`, in its own pinned memory; its values are not initialized.
 int longstraw_pinned_like(at::Tensor* like, at::Tensor** made, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
     const auto bytes = static_cast<size_t>(like->numel()) * like->element_size();
@@ -343,7 +344,7 @@ int longstraw_pinned_like(at::Tensor* like, at::Tensor** made, char* message, si
   });
 }
 
-// Makes `count` blocks of `bytes` each ready, so that later tensors find them pinned.
+// Pins `count` blocks of the sizes `bytes` now, so that later tensors reuse them.
 int longstraw_pinned_reserve(const uint64_t* bytes, size_t count, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
     std::vector<Block> blocks;
@@ -356,12 +357,12 @@ int longstraw_pinned_reserve(const uint64_t* bytes, size_t count, char* message,
 
 uint64_t longstraw_pinned_reserved() { return pinned().reserved; }
 
-// Copies between pinned memory and the device, either way, by a kernel of the compute stream: it waits for no copy engine
-// that a larger copy keeps busy, and whoever comes later on that stream needs no event.
+// Copies between pinned memory and the device, in either direction, by a kernel on the compute stream. The copy does not
+// queue after a larger copy on a copy engine, and later work on the compute stream needs no event.
 int longstraw_copy_near(at::Tensor* target, at::Tensor* source, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
     (target->is_cuda() ? moved_in : moved_out).fetch_add(bytes_of(*source));
-    // Whether the device reads registered memory where the host does; elsewhere a copy in the same stream serves.
+    // Needs registered memory that has the same address on the device; otherwise a plain copy on the same stream is used.
     static const bool in_place = [] {
       constexpr int kCanUseHostPointer = 91;
       int can = 0;
@@ -385,37 +386,37 @@ int longstraw_copy_near(at::Tensor* target, at::Tensor* source, char* message, s
   });
 }
 
-// Copies `source` (device) over `target` (pinned) on the outgoing stream, after all work asked of the compute stream so
-// far. `*done` is an event behind the copy.
+// Copies `source` (device) over `target` (pinned) on the outgoing stream, after all work queued on the compute stream so
+// far. `*done` is an event after the copy.
 int longstraw_copy_out(at::Tensor* target, at::Tensor* source, void** done, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
-    const c10::Stream out = lanes().out;
+    const c10::Stream out = copy_streams().out;
     mark(compute(), false).block(out);
     {
       const c10::StreamGuard here(out);
       target->copy_(*source, true);
     }
-    *done = behind(out);
+    *done = event_after(out);
     moved_out.fetch_add(bytes_of(*source));
   });
 }
 
-// Copies `source` (pinned) over `target` (device) on the incoming stream, after all work asked of the compute stream so
-// far. `*done` is an event behind the copy.
+// Copies `source` (pinned) over `target` (device) on the incoming stream, after all work queued on the compute stream so
+// far. `*done` is an event after the copy.
 int longstraw_copy_in(at::Tensor* target, at::Tensor* source, void** done, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
-    const c10::Stream in = lanes().in;
+    const c10::Stream in = copy_streams().in;
     mark(compute(), false).block(in);
     {
       const c10::StreamGuard here(in);
       target->copy_(*source, true);
     }
-    *done = behind(in);
+    *done = event_after(in);
     moved_in.fetch_add(bytes_of(*source));
   });
 }
 
-// The compute stream waits for an event; how long it stood still is added up.
+// The compute stream waits for an event; the waiting time is added to the sum of waits.
 int longstraw_event_wait(void* event, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
     auto* awaited = static_cast<c10::Event*>(event);
@@ -428,8 +429,8 @@ int longstraw_event_wait(void* event, char* message, size_t capacity) {
   });
 }
 
-// The compute stream waits for an event that may be another process's doing: it is not timed, for that is no copy, and
-// the host never stands still for it.
+// The compute stream waits for an event that may depend on another process. The wait is not timed, since it is no copy,
+// and the host does not wait.
 int longstraw_event_block(void* event, char* message, size_t capacity) {
   return guarded(message, capacity, [&] { static_cast<c10::Event*>(event)->block(compute()); });
 }
@@ -459,19 +460,19 @@ void longstraw_moved(uint64_t* in, uint64_t* out) {
   *out = moved_out.load();
 }
 
-// Milliseconds that the compute stream has stood still for copies so far.
+// Milliseconds that the compute stream has waited for copies so far.
 double longstraw_stall_ms() {
   if (driven < 0) return 0;
   try {
     settle(waits());
   } catch (const std::exception&) {
-    // What went wrong on the device shows itself at the next wait for it.
+    // An error of the device is returned by the next wait.
   }
   return waits().milliseconds;
 }
 
-// While one lives, an operation without a repeatable form is refused, if repeatable ones were asked for. Flash attention
-// takes its own for that word alone: where others would only warn, it stays with atomics.
+// While one exists and deterministic kernels were requested, an operation without a deterministic form is an error. Flash
+// attention needs this strict mode: in the warn-only mode it keeps its kernels with atomics.
 struct Strictly {
   const bool repeatable = at::globalContext().deterministicAlgorithms();
   const bool lenient = at::globalContext().deterministicAlgorithmsWarnOnly();

@@ -1,4 +1,4 @@
-// What the files of the GPU's side share: the device that this process drives, its streams, and how failures leave.
+// Shared by the GPU files: the device of this process, its streams, and how errors are returned.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,7 +14,7 @@
 
 namespace longstraw {
 
-// The device that this process drives, or -1; set once, before the first tensor on it.
+// Index of the device that this process uses, or -1. Set once, before the first tensor on it.
 extern int driven;
 
 inline c10::impl::VirtualGuardImpl guard() { return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA); }
@@ -33,7 +33,7 @@ Function runtime(const char* name) {
 inline void must(int status, const char* what) {
   if (status == 0) return;
   const char* words = runtime<const char* (*)(int)>("cudaGetErrorString")(status);
-  // The runtime remembers the error for its next caller, who has nothing to do with it.
+  // Clears the error: the runtime would return it again to the next, unrelated call.
   runtime<int (*)()>("cudaGetLastError")();
   TORCH_CHECK(false, what, ": ", words);
 }
@@ -55,9 +55,9 @@ inline c10::Event mark(const c10::Stream& stream, bool timed) {
   return event;
 }
 
-// An event behind what a copy stream was asked for. Where none can be made, the copy is over when this throws: nobody
-// could tell otherwise when its tensors may go.
-inline c10::Event* behind(const c10::Stream& stream) {
+// An event after all work queued on a copy stream so far. If no event can be made, the device is synchronized before
+// this throws, so that the caller may free the tensors of the copy.
+inline c10::Event* event_after(const c10::Stream& stream) {
   try {
     return new c10::Event(mark(stream, false));
   } catch (...) {

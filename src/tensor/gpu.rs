@@ -1,9 +1,9 @@
-//! A rank's GPU: opened at run time, so that one binary runs with and without; copies beside the computation; pinned host
-//! memory of exact size.
+//! A rank's GPU: opened at run time, so that one binary runs with and without a GPU; copies concurrent with the computation;
+//! pinned host memory of exact size.
 //!
-//! Three streams: the computation, copies in, copies out. A copy starts after all that was asked of the computation
-//! before it; whoever needs its result waits for its [`Event`]. How long the computation stood still for copies is
-//! measured on the device.
+//! There are three streams: the computation, copies in, copies out. A copy starts after all work queued on the computation
+//! before it; whoever needs its result waits for its [`Event`]. The time that the computation waits for copies is measured on
+//! the device.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::path::Path;
@@ -13,7 +13,7 @@ use std::time::Instant;
 use tch::{Device, Tensor};
 
 use super::Error;
-use super::boundary::{Words, raw, torch_tensor};
+use super::ffi::{call, raw, torch_tensor};
 use crate::runtime::units::Bytes;
 
 // SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
@@ -71,33 +71,33 @@ unsafe extern "C" {
     fn longstraw_stall_ms() -> f64;
 }
 
-/// Opens libtorch's CUDA library, from `folder` or from where the loader looks, and counts the visible GPUs. Before the
-/// first tensor of the process.
+/// Opens libtorch's CUDA library, from `folder` or from the loader's search path, and returns the number of visible GPUs.
+/// Call before the first tensor of the process.
 ///
 /// # Errors
-/// When there is no such library; the loader's words say why.
+/// When there is no such library; the message is the loader's.
 pub fn open(folder: &Path) -> Result<usize, Error> {
     let path = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes()).unwrap_or_default();
     // SAFETY: a terminated string that outlives the call.
-    Words::of("opening libtorch_cuda", |to, room| unsafe { longstraw_gpu_open(path.as_ptr(), to, room) })?;
+    call("opening libtorch_cuda", |message, capacity| unsafe { longstraw_gpu_open(path.as_ptr(), message, capacity) })?;
     // SAFETY: no arguments; the callee catches what it throws.
     Ok(usize::try_from(unsafe { longstraw_gpu_count() }).unwrap_or(0))
 }
 
-/// Makes GPU `index` this process's own; sums stay in float32. With `deterministic`, library kernels that use atomics
-/// are passed over.
+/// Makes GPU `index` the one of this process; sums stay in float32. With `deterministic`, no library kernel with atomics is
+/// used.
 ///
 /// # Errors
 /// When the GPU cannot be used.
-pub fn drive(index: usize, deterministic: bool) -> Result<Device, Error> {
+pub fn select(index: usize, deterministic: bool) -> Result<Device, Error> {
     let number = c_int::try_from(index).unwrap_or(c_int::MAX);
     let deterministic = c_int::from(deterministic);
     // SAFETY: plain numbers.
-    Words::of("taking a GPU", |to, room| unsafe { longstraw_gpu_drive(number, deterministic, to, room) })?;
+    call("taking a GPU", |message, capacity| unsafe { longstraw_gpu_drive(number, deterministic, message, capacity) })?;
     Ok(Device::Cuda(index))
 }
 
-/// Whether [`drive`] was asked for kernels that repeat bit for bit.
+/// Whether [`select`] was called with `deterministic`.
 #[must_use]
 pub fn repeats() -> bool {
     // SAFETY: no arguments; no exception comes out.
@@ -122,13 +122,13 @@ pub fn identity(index: usize) -> Option<String> {
 pub fn memory() -> Result<(Bytes, Bytes), Error> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: two numbers that outlive the call.
-    Words::of("asking for the GPU's memory", |to, room| unsafe {
-        longstraw_gpu_memory(&raw mut free, &raw mut total, to, room)
+    call("asking for the GPU's memory", |message, capacity| unsafe {
+        longstraw_gpu_memory(&raw mut free, &raw mut total, message, capacity)
     })?;
     Ok((Bytes(free), Bytes(total)))
 }
 
-/// What libtorch's allocator has taken from the GPU, now and at the most; more than what tensors hold.
+/// Bytes that libtorch's allocator has reserved on the GPU, now and at the peak; more than the bytes of all tensors.
 #[must_use]
 pub fn reserved() -> Option<(Bytes, Bytes)> {
     let (mut now, mut peak) = (0, 0);
@@ -137,68 +137,69 @@ pub fn reserved() -> Option<(Bytes, Bytes)> {
     (status == 0).then_some((Bytes(now), Bytes(peak)))
 }
 
-/// Gives memory that no tensor holds back to the GPU.
+/// Returns reserved memory that no tensor uses to the GPU.
 pub fn empty_cache() {
     // SAFETY: no arguments; no exception comes out.
     unsafe { longstraw_gpu_empty_cache() }
 }
 
-/// Waits until `device` has done all that was asked of it; nothing on a CPU.
+/// Waits until `device` has done all queued work; does nothing on a CPU.
 ///
 /// # Errors
-/// When something that was asked of it had failed.
+/// When queued work has failed.
 pub fn synchronize(device: Device) -> Result<(), Error> {
     if device == Device::Cpu {
         return Ok(());
     }
-    // SAFETY: no arguments but the message.
-    Words::of("waiting for the GPU", |to, room| unsafe { longstraw_gpu_synchronize(to, room) })
+    // SAFETY: no arguments except the message buffer.
+    call("waiting for the GPU", |message, capacity| unsafe { longstraw_gpu_synchronize(message, capacity) })
 }
 
 /// Bytes copied to the device and back to host memory so far; 0 without a GPU.
 #[must_use]
-pub fn moved() -> (Bytes, Bytes) {
+pub fn copied_bytes() -> (Bytes, Bytes) {
     let (mut into, mut out) = (0, 0);
     // SAFETY: two numbers that outlive the call.
     unsafe { longstraw_moved(&raw mut into, &raw mut out) };
     (Bytes(into), Bytes(out))
 }
 
-/// Seconds that the computation has stood still for copies so far; 0 without a GPU.
+/// Seconds that the computation has waited for copies so far; 0 without a GPU.
 #[must_use]
 pub fn stage_wait_seconds() -> f64 {
     // SAFETY: no arguments; no exception comes out.
     unsafe { longstraw_stall_ms() / 1e3 }
 }
 
-/// A tensor of the shape and dtype of `like` in pinned host memory of its own, exactly as long as its values; those are
-/// not set.
+/// A tensor of the shape and dtype of `like` in its own pinned host memory of exact size; values are not initialized.
 ///
 /// # Errors
-/// When the machine gives no more memory that can be pinned.
+/// When no more host memory can be pinned.
 pub fn pinned_like(like: &Tensor) -> Result<Tensor, Error> {
     let mut made = null_mut();
     // SAFETY: a live tensor, and a place for one pointer.
-    Words::of("pinning host memory", |to, room| unsafe { longstraw_pinned_like(raw(like), &raw mut made, to, room) })?;
+    call("pinning host memory", |message, capacity| unsafe {
+        longstraw_pinned_like(raw(like), &raw mut made, message, capacity)
+    })?;
     // SAFETY: the callee has made a tensor and hands it over.
     Ok(unsafe { Tensor::from_ptr(made.cast()) })
 }
 
-/// Pins blocks of these sizes now, in parallel, so that tensors made later find them ready. Returns all bytes pinned.
+/// Pins blocks of these sizes now, in parallel, for later [`pinned_like`] tensors. Returns all bytes pinned so far.
 ///
 /// # Errors
-/// When the machine gives no more memory that can be pinned.
+/// When no more host memory can be pinned.
 pub fn reserve_pinned(blocks: &[Bytes]) -> Result<Bytes, Error> {
     let sizes: Vec<u64> = blocks.iter().map(|bytes| bytes.0).collect();
     // SAFETY: `sizes` outlives the call.
-    Words::of("pinning host memory", |to, room| unsafe {
-        longstraw_pinned_reserve(sizes.as_ptr(), sizes.len(), to, room)
+    call("pinning host memory", |message, capacity| unsafe {
+        longstraw_pinned_reserve(sizes.as_ptr(), sizes.len(), message, capacity)
     })?;
     // SAFETY: no arguments; no exception comes out.
     Ok(Bytes(unsafe { longstraw_pinned_reserved() }))
 }
 
-/// A point in a stream's work.
+/// A point in the work of a stream.
 #[derive(Debug)]
 pub struct Event(*mut c_void);
 
@@ -209,64 +210,64 @@ impl Event {
         Event(made)
     }
 
-    /// Behind all that was asked of the computation so far; can be timed.
+    /// After all work queued on the computation so far; can be timed.
     ///
     /// # Errors
-    /// When the runtime makes no event.
+    /// When no event can be made.
     pub fn now() -> Result<Event, Error> {
         let mut made = null_mut();
         // SAFETY: a place for one pointer.
-        Words::of("marking a stream", |to, room| unsafe { longstraw_event_now(&raw mut made, to, room) })?;
+        call("marking a stream", |message, capacity| unsafe { longstraw_event_now(&raw mut made, message, capacity) })?;
         Ok(Event(made))
     }
 
-    /// The computation waits for it.
+    /// The computation waits for the event; the time counts as waiting for copies.
     ///
     /// # Errors
-    /// When something that was asked of the device had failed.
+    /// When queued work has failed.
     pub fn wait(&self) -> Result<(), Error> {
         // SAFETY: an event of ours.
-        Words::of("waiting for a copy", |to, room| unsafe { longstraw_event_wait(self.0, to, room) })
+        call("waiting for a copy", |message, capacity| unsafe { longstraw_event_wait(self.0, message, capacity) })
     }
 
-    /// The computation waits for it, and the time does not count as that of a copy: it is a message of another rank.
+    /// The computation waits for the event, a message of another rank; the time does not count as waiting for copies.
     ///
     /// # Errors
     /// As [`Event::wait`].
     pub fn block(&self) -> Result<(), Error> {
         // SAFETY: an event of ours.
-        Words::of("waiting for a message", |to, room| unsafe { longstraw_event_block(self.0, to, room) })
+        call("waiting for a message", |message, capacity| unsafe { longstraw_event_block(self.0, message, capacity) })
     }
 
-    /// The host waits for it.
+    /// The host waits for the event.
     ///
     /// # Errors
     /// As [`Event::wait`].
     pub fn finish(&self) -> Result<(), Error> {
         // SAFETY: an event of ours.
-        Words::of("waiting for a copy", |to, room| unsafe { longstraw_event_finish(self.0, to, room) })
+        call("waiting for a copy", |message, capacity| unsafe { longstraw_event_finish(self.0, message, capacity) })
     }
 
-    /// Seconds of the device from here to `later`, both made by [`Event::now`]; waits for `later`.
+    /// Seconds on the device from this event to `later`, both made by [`Event::now`]; the host waits for `later`.
     ///
     /// # Errors
     /// As [`Event::wait`].
     pub fn seconds_to(&self, later: &Event) -> Result<f64, Error> {
         let mut milliseconds = 0.0;
         // SAFETY: two events of ours, and a place for one number.
-        Words::of("timing a stream", |to, room| unsafe {
-            longstraw_event_between(self.0, later.0, &raw mut milliseconds, to, room)
+        call("timing a stream", |message, capacity| unsafe {
+            longstraw_event_between(self.0, later.0, &raw mut milliseconds, message, capacity)
         })?;
         Ok(milliseconds / 1e3)
     }
 }
 
-/// A moment of a computation: on a GPU when it gets there, not when it was asked to.
+/// A point in time of a computation: on a GPU the time at which the device reaches it, not at which it was queued.
 #[derive(Debug)]
 pub enum Mark {
     /// By the host's clock.
     Host(Instant),
-    /// Behind what the device was asked for.
+    /// After all queued work of the device.
     Device(Event),
 }
 
@@ -274,7 +275,7 @@ impl Mark {
     /// Now, on `device`.
     ///
     /// # Errors
-    /// When the runtime makes no event.
+    /// When no event can be made.
     pub fn now(device: Device) -> Result<Mark, Error> {
         match device {
             Device::Cpu => Ok(Mark::Host(Instant::now())),
@@ -282,10 +283,10 @@ impl Mark {
         }
     }
 
-    /// Seconds from here to `later`, which on a GPU is waited for; 0 between moments of different clocks.
+    /// Seconds from this point to `later`, for which the host waits on a GPU; 0 between different devices.
     ///
     /// # Errors
-    /// When something that was asked of the device had failed.
+    /// When queued work has failed.
     pub fn seconds_to(&self, later: &Mark) -> Result<f64, Error> {
         match (self, later) {
             (Mark::Host(before), Mark::Host(after)) => Ok(after.duration_since(*before).as_secs_f64()),
@@ -302,19 +303,19 @@ impl Drop for Event {
     }
 }
 
-/// Bytes up to which [`copy_near`] is the better way.
-pub const NEAR_BYTES: u64 = 1 << 25;
+/// Copies up to this size should use [`copy_by_kernel`].
+pub const KERNEL_COPY_BYTES_MAX: u64 = 1 << 25;
 
-/// Copies `source` over `target`, of the same shape and contiguous, one of them pinned and the other on the GPU, as a step
-/// of the computation: nothing that is asked of the device later sees the old values. A copy engine takes one large copy
-/// after another, and what is small and wanted now would wait behind them.
+/// Copies `source` over `target` as a step of the computation: later work on the device sees the new values. Both have the same
+/// shape and are contiguous; one is pinned and the other on the GPU. Copy engines work through large copies in order, so a small
+/// urgent copy would wait for them.
 ///
 /// # Errors
 /// When libtorch refuses.
-pub fn copy_near(target: &Tensor, source: &Tensor) -> Result<(), Error> {
+pub fn copy_by_kernel(target: &Tensor, source: &Tensor) -> Result<(), Error> {
     // SAFETY: two live tensors.
-    Words::of("copying beside the copy engines", |to, room| unsafe {
-        longstraw_copy_near(raw(target), raw(source), to, room)
+    call("copying by a kernel", |message, capacity| unsafe {
+        longstraw_copy_near(raw(target), raw(source), message, capacity)
     })
 }
 
@@ -325,8 +326,8 @@ pub fn copy_near(target: &Tensor, source: &Tensor) -> Result<(), Error> {
 pub fn copy_out(target: &Tensor, source: &Tensor) -> Result<Event, Error> {
     let mut done = null_mut();
     // SAFETY: two live tensors, and a place for one pointer.
-    Words::of("copying to host memory", |to, room| unsafe {
-        longstraw_copy_out(raw(target), raw(source), &raw mut done, to, room)
+    call("copying to host memory", |message, capacity| unsafe {
+        longstraw_copy_out(raw(target), raw(source), &raw mut done, message, capacity)
     })?;
     Ok(Event(done))
 }
@@ -338,8 +339,8 @@ pub fn copy_out(target: &Tensor, source: &Tensor) -> Result<Event, Error> {
 pub fn copy_in(target: &Tensor, source: &Tensor) -> Result<Event, Error> {
     let mut done = null_mut();
     // SAFETY: two live tensors, and a place for one pointer.
-    Words::of("copying to the GPU", |to, room| unsafe {
-        longstraw_copy_in(raw(target), raw(source), &raw mut done, to, room)
+    call("copying to the GPU", |message, capacity| unsafe {
+        longstraw_copy_in(raw(target), raw(source), &raw mut done, message, capacity)
     })?;
     Ok(Event(done))
 }

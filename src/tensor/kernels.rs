@@ -11,7 +11,7 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use super::Error;
-use super::boundary::{Words, raw, torch_tensor};
+use super::ffi::{call, raw, torch_tensor};
 use crate::runtime::failure::out_of_memory;
 
 // SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
@@ -63,9 +63,9 @@ pub enum Kernel {
 /// Heads and dtype that a kernel has to serve.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
-    /// Query heads.
+    /// Number of query heads.
     pub query: i64,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv: i64,
     /// Width of a head.
     pub dim: i64,
@@ -144,7 +144,7 @@ impl Kernel {
     ) -> Result<(Tensor, Tensor), Error> {
         let (mut out, mut lse) = (null_mut(), null_mut());
         // SAFETY: live tensors, and places for two pointers.
-        Words::of("attention forward", |to, room| unsafe {
+        call("attention forward", |message, capacity| unsafe {
             let causal = c_int::from(causal);
             let number = self.number();
             longstraw_attention_forward(
@@ -156,8 +156,8 @@ impl Kernel {
                 scale,
                 &raw mut out,
                 &raw mut lse,
-                to,
-                room,
+                message,
+                capacity,
             )
         })?;
         // SAFETY: the callee has made two tensors and hands them over.
@@ -175,7 +175,7 @@ impl Kernel {
     ) -> Result<[Tensor; 3], Error> {
         let (mut dq, mut dk, mut dv) = (null_mut(), null_mut(), null_mut());
         // SAFETY: live tensors, and places for three pointers.
-        Words::of("attention backward", |to, room| unsafe {
+        call("attention backward", |message, capacity| unsafe {
             longstraw_attention_backward(
                 self.number(),
                 raw(saved.dout),
@@ -189,8 +189,8 @@ impl Kernel {
                 &raw mut dq,
                 &raw mut dk,
                 &raw mut dv,
-                to,
-                room,
+                message,
+                capacity,
             )
         })?;
         // SAFETY: the callee has made three tensors and hands them over.

@@ -1,7 +1,7 @@
-// Tensors from GPU to GPU: NCCL's sends and receives on a stream of their own.
+// Tensors from GPU to GPU: NCCL sends and receives on their own stream.
 //
-// NCCL is opened at run time like the rest of CUDA; libtorch's GPU build brings it. Only point-to-point messages are
-// used, so nothing is summed here and no result depends on NCCL's choices.
+// NCCL is opened at run time like the rest of CUDA; libtorch's GPU build contains it. Only point-to-point messages are
+// used: nothing is summed here, so no result depends on NCCL's algorithms.
 #include "gpu.h"
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace {
 
 using namespace longstraw;
 
-// As nccl.h has it: passed by value.
+// As in nccl.h; passed by value.
 struct Unique {
   char bytes[128];
 };
@@ -20,7 +20,7 @@ using Communicator = void*;
 
 constexpr int kBytes = 0;  // ncclChar
 
-// Loaded with libtorch_cuda where that was built against NCCL as a library of its own; else opened here, once.
+// Already loaded if libtorch_cuda was linked against a separate NCCL library; otherwise opened here, once.
 void* symbol(const char* name) {
   static void* beside = dlsym(RTLD_DEFAULT, "ncclSend") == nullptr ? dlopen("libnccl.so.2", RTLD_NOW) : nullptr;
   return dlsym(beside == nullptr ? RTLD_DEFAULT : beside, name);
@@ -33,7 +33,7 @@ Function nccl(const char* name) {
   return found;
 }
 
-// A status of 7 is work under way, which only communicators of another kind give.
+// Status 7 means work in progress; only non-blocking communicators return it.
 void fine(int status, const char* what) {
   if (status == 0) return;
   TORCH_CHECK(false, what, ": ", nccl<const char* (*)(int)>("ncclGetErrorString")(status));
@@ -50,10 +50,10 @@ size_t bytes_of(const at::Tensor& x) { return x.numel() * x.element_size(); }
 
 extern "C" {
 
-// Whether NCCL is there.
+// Whether NCCL can be opened.
 int longstraw_link_there() { return symbol("ncclSend") != nullptr && symbol("ncclCommInitRank") != nullptr ? 1 : 0; }
 
-// A new name for a link, 128 bytes, made on one rank and told to the others.
+// A new id for a link, 128 bytes, made on one rank and sent to the others.
 int longstraw_link_name(char* name, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
     Unique unique;
@@ -62,7 +62,7 @@ int longstraw_link_name(char* name, char* message, size_t capacity) {
   });
 }
 
-// Joins `ranks` processes under a name; returns when all have come.
+// Connects `ranks` processes that have the same id; returns when all have joined.
 int longstraw_link_open(const char* name, int ranks, int rank, void** link, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
     Unique unique;
@@ -74,8 +74,8 @@ int longstraw_link_open(const char* name, int ranks, int rank, void** link, char
   });
 }
 
-// Sends and receives whole contiguous tensors, all at one time, after all work asked of the compute stream so far.
-// `*done` is an event behind them; the tensors must stay until then. Every message has its counterpart on its peer.
+// Sends and receives whole contiguous tensors, all together, after all work queued on the compute stream so far.
+// `*done` is an event after them; the tensors must live until then. Every message needs its counterpart on the peer.
 int longstraw_link_exchange(void* link, at::Tensor** send, const int* to, size_t sends, at::Tensor** receive,
                             const int* from, size_t receives, void** done, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
@@ -99,11 +99,11 @@ int longstraw_link_exchange(void* link, at::Tensor** send, const int* to, size_t
     const int ended = nccl<int (*)()>("ncclGroupEnd")();
     fine(status, "a message between GPUs");
     fine(ended, "ncclGroupEnd");
-    *done = behind(open.stream);
+    *done = event_after(open.stream);
   });
 }
 
-// Ends this rank's part. What is under way ends first.
+// Leaves the link; messages in progress end first.
 void longstraw_link_close(void* link) {
   try {
     auto* open = static_cast<Link*>(link);

@@ -9,7 +9,7 @@ use std::ptr::null_mut;
 use tch::Tensor;
 
 use super::Error;
-use super::boundary::{Words, raw, torch_tensor};
+use super::ffi::{call, raw, torch_tensor};
 use super::gpu::Event;
 use crate::runtime::units::Rank;
 
@@ -40,33 +40,33 @@ unsafe extern "C" {
     fn longstraw_link_close(link: *mut c_void);
 }
 
-/// Bytes of a link's name.
-pub const NAME_BYTES: usize = 128;
+/// Bytes of a link's id.
+pub const ID_BYTES: usize = 128;
 
-/// Whether NCCL is there; only asked once a GPU is driven.
+/// Whether NCCL can be opened; call after [`super::gpu::select`].
 #[must_use]
-pub fn there() -> bool {
+pub fn nccl_available() -> bool {
     // SAFETY: no arguments; no exception comes out.
     unsafe { longstraw_link_there() != 0 }
 }
 
-/// A new name, for one rank to tell the others.
+/// A new id of a link: one rank makes it and sends it to the others.
 ///
 /// # Errors
-/// When NCCL finds no way to be reached.
-pub fn name() -> Result<[u8; NAME_BYTES], Error> {
-    let mut name = [0u8; NAME_BYTES];
-    // SAFETY: the callee writes exactly `NAME_BYTES` bytes.
-    Words::of("naming a link between GPUs", |to, room| unsafe {
-        longstraw_link_name(name.as_mut_ptr().cast(), to, room)
+/// When NCCL finds no network interface.
+pub fn new_id() -> Result<[u8; ID_BYTES], Error> {
+    let mut name = [0u8; ID_BYTES];
+    // SAFETY: the callee writes exactly `ID_BYTES` bytes.
+    call("naming a link between GPUs", |message, capacity| unsafe {
+        longstraw_link_name(name.as_mut_ptr().cast(), message, capacity)
     })?;
     Ok(name)
 }
 
-/// One tensor for, or from, another rank: on the GPU, contiguous, not empty.
+/// One tensor to send to, or to receive from, another rank: on the GPU, contiguous, not empty.
 #[derive(Debug)]
-pub struct Parcel {
-    /// What travels, or where it arrives.
+pub struct Message {
+    /// The values, or where they are received.
     pub tensor: Tensor,
     /// The other rank.
     pub peer: Rank,
@@ -77,34 +77,34 @@ pub struct Parcel {
 pub struct Link(*mut c_void);
 
 impl Link {
-    /// Joins the others under `name`; returns when all of them have come.
+    /// Connects the ranks that have the same `id`; returns when all of them have called it.
     ///
     /// # Errors
     /// When NCCL cannot connect them.
-    pub fn open(name: &[u8; NAME_BYTES], ranks: usize, rank: Rank) -> Result<Link, Error> {
+    pub fn open(name: &[u8; ID_BYTES], ranks: usize, rank: Rank) -> Result<Link, Error> {
         let mut link = null_mut();
         let number = |count: usize| c_int::try_from(count).unwrap_or(c_int::MAX);
         // SAFETY: a name of the size that the callee reads, and a place for one pointer.
-        Words::of("linking GPUs", |to, room| unsafe {
-            longstraw_link_open(name.as_ptr().cast(), number(ranks), number(rank.0), &raw mut link, to, room)
+        call("linking GPUs", |message, capacity| unsafe {
+            longstraw_link_open(name.as_ptr().cast(), number(ranks), number(rank.0), &raw mut link, message, capacity)
         })?;
         Ok(Link(link))
     }
 
-    /// Sends and receives, all at one time, after all that was asked of the computation so far. Every parcel has its
-    /// counterpart on its peer. The event is behind them; until then the tensors must stay.
+    /// Sends and receives, all together, after all work queued on the computation so far. Every message needs its
+    /// counterpart on the peer. The event is after them; the tensors must live until then.
     ///
     /// # Errors
     /// When NCCL refuses.
-    pub fn exchange(&self, send: &[Parcel], receive: &[Parcel]) -> Result<Event, Error> {
-        let tensors = |parcels: &[Parcel]| parcels.iter().map(|parcel| raw(&parcel.tensor)).collect::<Vec<_>>();
-        let peers = |parcels: &[Parcel]| {
-            parcels.iter().map(|parcel| c_int::try_from(parcel.peer.0).unwrap_or(c_int::MAX)).collect::<Vec<_>>()
+    pub fn exchange(&self, send: &[Message], receive: &[Message]) -> Result<Event, Error> {
+        let tensors = |messages: &[Message]| messages.iter().map(|message| raw(&message.tensor)).collect::<Vec<_>>();
+        let peers = |messages: &[Message]| {
+            messages.iter().map(|message| c_int::try_from(message.peer.0).unwrap_or(c_int::MAX)).collect::<Vec<_>>()
         };
         let (sent, to_peers, received, from_peers) = (tensors(send), peers(send), tensors(receive), peers(receive));
         let mut done = null_mut();
         // SAFETY: a live link; each array is as long as said and outlives the call; a place for one pointer.
-        Words::of("a message between GPUs", |to, room| unsafe {
+        call("a message between GPUs", |message, capacity| unsafe {
             longstraw_link_exchange(
                 self.0,
                 sent.as_ptr(),
@@ -114,8 +114,8 @@ impl Link {
                 from_peers.as_ptr(),
                 received.len(),
                 &raw mut done,
-                to,
-                room,
+                message,
+                capacity,
             )
         })?;
         // SAFETY: the callee has made an event and hands it over.

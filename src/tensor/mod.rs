@@ -1,10 +1,13 @@
-//! The libtorch boundary: what `tch` binds is used directly, the rest goes through a small C++ file.
+//! The libtorch boundary: what `tch` binds is used directly, the rest goes through a few C++ files.
 //!
-//! `unsafe` lives here and in `world` only.
+//! `unsafe` is permitted here and in `world` only.
+
+#![expect(unsafe_code, reason = "calls into libtorch, CUDA and NCCL")]
 
 pub mod attention;
 pub mod boundary;
 pub mod bytes;
+mod ffi;
 pub mod gpu;
 pub mod kernels;
 pub mod link;
@@ -14,23 +17,23 @@ use tch::Kind;
 
 use crate::runtime::failure::{Classified, Exit, out_of_memory};
 
-/// What can go wrong at the libtorch boundary.
+/// Errors of the libtorch boundary.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// libtorch refused an operation.
+    /// libtorch or CUDA refused an operation.
     #[error("libtorch refused {operation}: {message}")]
     Torch {
-        /// What was asked of it.
+        /// The operation, as a noun phrase.
         operation: &'static str,
-        /// Its own words.
+        /// The first line of its message.
         message: String,
     },
     /// Bytes and tensor differ in size.
     #[error("{bytes} bytes cannot fill a tensor of {wanted} bytes")]
     Size {
-        /// How many bytes were given.
+        /// Number of bytes given.
         bytes: u64,
-        /// How many the tensor holds.
+        /// Number of bytes of the tensor.
         wanted: u64,
     },
 }
@@ -44,7 +47,7 @@ impl Classified for Error {
     }
 }
 
-/// The dtype that sums are kept in: max(float32, `kind`).
+/// The dtype of sums over values of dtype `kind`: max(float32, `kind`).
 #[must_use]
 pub fn accumulation(kind: Kind) -> Kind {
     match kind {

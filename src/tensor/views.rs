@@ -8,7 +8,7 @@ use crate::runtime::units::from_index;
 /// The bytes of a contiguous CPU tensor, in its own memory.
 ///
 /// # Panics
-/// When the tensor is on another device or not contiguous, which the callers make sure of.
+/// When the tensor is on another device or not contiguous.
 #[must_use]
 pub fn view(tensor: &Tensor) -> &[u8] {
     assert!(tensor.device() == Device::Cpu && tensor.is_contiguous(), "bytes of a contiguous CPU tensor");

@@ -234,20 +234,20 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let mut data = Vec::new();
     for &length in &options.lengths {
         let made = world.agree(prompts(options, &spec, length))?;
-        world.same("the study's prompts (digest)", &made.digest())?;
+        world.require_equal("the study's prompts (digest)", &made.digest())?;
         data.push((length, made));
     }
     let mut policies = Vec::new();
     for start in &options.starts {
         let adapters = world.agree(adapters(options, &spec, start))?;
-        world.same("the study's adapters (digest)", &adapters.digest())?;
+        world.require_equal("the study's adapters (digest)", &adapters.digest())?;
         policies.push((start.name(), adapters));
     }
     let weights = Weights::load(&options.model, &spec, options.kind, options.device).map_err(Failure::from);
     let weights = world.agree(weights)?;
-    world.same("the checkpoint (digest)", weights.digest())?;
+    world.require_equal("the checkpoint (digest)", weights.digest())?;
     let decoder = spec.family.decoder(&spec, Rc::new(weights), options.kind);
-    world.same("the attention kernel", decoder.kernel().name())?;
+    world.require_equal("the attention kernel", decoder.kernel().name())?;
     let head = Head { rows_max: 512, temperature: 1.0 };
     let study = Study { world, options, decoder, head, ledger: Ledger::default() };
     let mut runs = Vec::new();

@@ -53,8 +53,8 @@ pub(super) fn read(
     let inputs = world.agree(open(config, spec))?;
     let sets = [Some(&inputs.data), inputs.held_out.as_ref()];
     let digests = sets.map(|data| data.map(Dataset::digest).unwrap_or_default());
-    world.same("the data (digest)", &digests[0])?;
-    world.same("the held-out data (digest)", &digests[1])?;
+    world.require_equal("the data (digest)", &digests[0])?;
+    world.require_equal("the held-out data (digest)", &digests[1])?;
     let scorer = world.agree(scorer(config, world, sets, inputs.tokenizer.is_some()))?;
     Ok((inputs, digests, scorer))
 }
@@ -87,5 +87,5 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
         (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None, mask: None });
     let name = "random tokens".to_owned();
     let answers = answers.collect();
-    Dataset::of(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
+    Dataset::from_groups(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
 }

@@ -145,7 +145,7 @@ impl Recorder for Memory {
     fn pass(&mut self, border: Border) {
         match border {
             Border::Layer(_) => {}
-            Border::Rest => self.measure(),
+            Border::StepEnd => self.measure(),
             Border::Phase(phase) => {
                 self.measure();
                 self.phase = phase;

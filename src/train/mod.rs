@@ -145,7 +145,7 @@ impl Way<'_> {
         let left = steps.saturating_sub(made);
         self.reporter.expect(&self.session.lengths_ahead(world, left), left, steps);
         for step in made + 1..=steps {
-            self.stopped = course.stop_after.is_some_and(|last| step > last) || self.saves.asked_to_stop(world);
+            self.stopped = course.stop_after.is_some_and(|last| step > last) || self.saves.stop_requested(world);
             if self.stopped {
                 break;
             }

@@ -66,7 +66,7 @@ impl Patience {
     /// From here on every layer of every phase asks, until [`Patience::end`].
     pub(super) fn begin(loaded: &Loaded, world: &World) -> Patience {
         let watch = Rc::new(Watch {
-            axis: world.cp.twin(),
+            axis: world.cp.duplicate(),
             grace: Duration::from_secs(loaded.rank.grace_sec),
             began: Cell::new(None),
             expected_s: Cell::new(None),
@@ -74,7 +74,7 @@ impl Patience {
             finishing: Cell::new(false),
         });
         let asked = watch.clone();
-        world.tracker().ask_at_layers(Some(Rc::new(move || asked.border())));
+        world.tracker().set_layer_check(Some(Rc::new(move || asked.border())));
         Patience { watch }
     }
 
@@ -117,7 +117,7 @@ impl Patience {
 
     /// Nothing asks any more.
     pub(super) fn end(self, world: &World) {
-        world.tracker().ask_at_layers(None);
+        world.tracker().set_layer_check(None);
         // With it goes its communicator, which must not outlive MPI.
         drop(self.watch);
     }

@@ -64,7 +64,7 @@ impl Recorder for Visits {
         match (border, self.phase) {
             (Border::Phase(phase), _) => self.phase = Some(phase),
             (Border::Layer(layer), Some(phase)) => drop(self.layers.entry(phase).or_default().insert(layer)),
-            (Border::Layer(_), None) | (Border::Rest, _) => {}
+            (Border::Layer(_), None) | (Border::StepEnd, _) => {}
         }
     }
 }
@@ -113,13 +113,13 @@ impl Records {
             recorders.push(Box::new(trace.clone()));
         }
         recorders.extend(further);
-        world.tracker().followed_by(recorders);
+        world.tracker().set_recorders(recorders);
         Ok(Records { memory, visits, start, trace, stage_wait_s: 0.0, waited_before_s: 0.0 })
     }
 
     /// Update 1, 2, … begins; what came before it is no part of it.
     pub(super) fn step(&mut self, world: &World, step: u64) -> Result<(), Failure> {
-        world.tracker().rest();
+        world.tracker().end_step();
         self.memory.borrow_mut().step();
         self.waited_before_s = gpu::stage_wait_seconds();
         self.trace.as_ref().map_or(Ok(()), |trace| trace.borrow_mut().step(step))
@@ -127,7 +127,7 @@ impl Records {
 
     /// It has ended.
     pub(super) fn stepped(&mut self, world: &World) -> Result<(), Failure> {
-        world.tracker().rest();
+        world.tracker().end_step();
         self.stage_wait_s += gpu::stage_wait_seconds() - self.waited_before_s;
         self.trace.as_ref().map_or(Ok(()), |trace| trace.borrow_mut().flush())
     }
@@ -153,8 +153,8 @@ impl Records {
 
     /// The run has ended; nothing is recorded any more.
     pub(super) fn end(self, world: &World) -> Result<(), Failure> {
-        world.tracker().rest();
-        world.tracker().followed_by(Vec::new());
+        world.tracker().end_step();
+        world.tracker().set_recorders(Vec::new());
         let trace = self.trace.and_then(Rc::into_inner).map(RefCell::into_inner);
         world.agree(trace.map_or(Ok(()), Trace::end))
     }

@@ -11,10 +11,10 @@ use super::round::Answer;
 use crate::config::{Environment, RewardName, RunConfig};
 use crate::data::{Dataset, Group};
 use crate::report::AnswerLine;
-use crate::reward::{Asked, Rewarded, Scorer};
+use crate::reward::{Candidate, Rewarded, Scorer};
 use crate::runtime::failure::{Classified, Exit, Failure};
 use crate::runtime::units::{Rank, float, from_index};
-use crate::world::{World, asked_to_stop};
+use crate::world::{World, stop_requested};
 
 /// Why rewards end a run.
 #[derive(Debug, thiserror::Error)]
@@ -111,7 +111,7 @@ pub(super) fn told(
     let texts = world.all.gather_texts(&text);
     let read = |text: &String| serde_json::from_str(text).expect("answers come back as they were written");
     let answers: Vec<Vec<Answer>> = texts.iter().filter(|text| !text.is_empty()).take(groups.len()).map(read).collect();
-    let said = world.alone(|| session.verdicts(groups, &answers, world))?;
+    let said = world.on_root_long(|| session.verdicts(groups, &answers, world))?;
     let text = if world.all.rank() == Rank(0) { serde_json::json!(said).to_string() } else { String::new() };
     let texts = world.all.gather_texts(&text);
     let verdicts: Option<Vec<Vec<Verdict>>> =
@@ -133,7 +133,7 @@ impl Session {
             answers.iter().map(|group| group.iter().map(text).collect::<Result<_, _>>()).collect::<Result<_, _>>()?;
         let mut asked = Vec::new();
         for ((group, answers), texts) in groups.iter().zip(answers).zip(&texts) {
-            asked.extend(answers.iter().zip(texts).enumerate().map(|(index, (answer, text))| Asked {
+            asked.extend(answers.iter().zip(texts).enumerate().map(|(index, (answer, text))| Candidate {
                 prompt: &group.name,
                 answer: index,
                 text,
@@ -145,8 +145,8 @@ impl Session {
             }));
         }
         let scorer = self.scorer.as_ref().expect("rank 0 has opened what it scores with");
-        let rewarded = scorer.score(&asked, &mut || world.alive())?;
-        if asked_to_stop() && rewarded.iter().any(|rewarded| rewarded.failure().is_some()) {
+        let rewarded = scorer.score(&asked, &mut || world.report_alive())?;
+        if stop_requested() && rewarded.iter().any(|rewarded| rewarded.failure().is_some()) {
             return Ok(None);
         }
         let mut rewarded = rewarded.into_iter();

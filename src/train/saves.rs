@@ -13,7 +13,7 @@ use crate::config::Loaded;
 use crate::report::{HeldOut, Reporter};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::Rank;
-use crate::world::{World, asked_to_stop};
+use crate::world::{World, stop_requested};
 
 /// The checkpoints of a run.
 #[derive(Debug)]
@@ -89,12 +89,12 @@ impl Saves {
         world.agree(self.fits(updates, session, loaded).map_err(Failure::from))?;
         let read = self.store.read(updates, &session.adapters);
         let saved = world.agree(read.map_err(Failure::from))?;
-        world.same("the checkpoint to go on from (digest)", &saved.digest)?;
+        world.require_equal("the checkpoint to go on from (digest)", &saved.digest)?;
         let State { adapter_version, cursor, held_out, round, .. } = saved.state;
         session.adapters.restore(&saved.masters, adapter_version);
         session.optimizer.restore(saved.moments);
         session.cursor = cursor;
-        world.same("the adapters (digest)", &session.adapters.digest())?;
+        world.require_equal("the adapters (digest)", &session.adapters.digest())?;
         session.restore_round(round, world)?;
         self.saved = Some(updates);
         notes.push(format!("going on from {}: update {} is next", self.store.place(updates).display(), updates + 1));
@@ -122,8 +122,8 @@ impl Saves {
     }
 
     /// Whether any rank was asked to stop, by a signal or by the file; the same on every rank.
-    pub(super) fn asked_to_stop(&self, world: &World) -> bool {
-        world.any(asked_to_stop() || self.stop.exists())
+    pub(super) fn stop_requested(&self, world: &World) -> bool {
+        world.any(stop_requested() || self.stop.exists())
     }
 
     /// Writes a checkpoint of the session as it is now. Only when all ranks know that it is whole does `latest` name it,
@@ -138,7 +138,7 @@ impl Saves {
     ) -> Result<(), Failure> {
         world.tracker().enter(Phase::Save);
         // What rank 0 writes is every rank's.
-        world.same("the adapters (digest)", &session.adapters.digest())?;
+        world.require_equal("the adapters (digest)", &session.adapters.digest())?;
         let round = session.round.as_ref().map(|round| round.save(session, world)).unwrap_or_default();
         let state = state(session, loaded, before, round);
         let updates = state.updates;
@@ -161,7 +161,7 @@ impl Saves {
                 reporter.line(&format!("an older checkpoint stays: {error}"));
             }
         }
-        world.tracker().rest();
+        world.tracker().end_step();
         Ok(())
     }
 
@@ -175,7 +175,7 @@ impl Saves {
         if progress || !stopped {
             remove(&self.without_progress, world)?;
         }
-        if !(world.any(asked_to_stop()) && stopped) {
+        if !(world.any(stop_requested()) && stopped) {
             return Ok(None);
         }
         if !progress {

@@ -133,11 +133,11 @@ impl Session {
         let weights = world.agree(load_weights(config, &spec, device))?;
         let mut held = vec![world.ledger().hold(Purpose::Weights, MemorySpace::Device, weights.bytes())];
         let model_digest = weights.digest().to_owned();
-        world.same("the checkpoint (digest)", &model_digest)?;
+        world.require_equal("the checkpoint (digest)", &model_digest)?;
         let kind = kind_of(config.model.dtype);
         let weights = Rc::new(weights);
         let decoder = spec.family.decoder(&spec, weights.clone(), kind);
-        world.same("the attention kernel", decoder.kernel().name())?;
+        world.require_equal("the attention kernel", decoder.kernel().name())?;
         tracing::info!("attention kernel: {}", decoder.kernel().name());
         let adapters = world.agree(start_adapters(config, &spec, &shape, kind, device))?;
         let start = same_start(world, &adapters)?;
@@ -284,7 +284,7 @@ impl Session {
 /// The configuration is the same on all ranks and passes for them, which are cut into prompt groups.
 fn shared_out(loaded: &Loaded, world: &mut World) -> Result<(), Failure> {
     let (config, ranks) = (&loaded.run, from_index(world.all.size()));
-    world.same("the configuration (digest)", &config.digest())?;
+    world.require_equal("the configuration (digest)", &config.digest())?;
     world.agree(checked(config, ranks))?;
     world.cut(as_index(config.cp_size(ranks)))?;
     world.agree(loaded.check_laptop_model().map_err(Failure::from))
@@ -316,7 +316,7 @@ fn with_transport(config: &RunConfig, direct: bool) -> RunConfig {
 /// This rank's plan, and what is kept where, agreed over all ranks; refuses what does not fit. Without a GPU the model computes in the
 /// machine's own memory, so everything counts there.
 fn planned(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<(Plan, Keeping), Failure> {
-    let (_, here) = world.on_this_machine();
+    let here = world.machine().size();
     let (ranks, here) = (from_index(world.all.size()), from_index(here));
     let room = Room {
         ranks_here: here,
@@ -405,7 +405,7 @@ fn start_adapters(
 /// The digest of the adapters that a run starts from, the same on all ranks.
 fn same_start(world: &World, adapters: &Adapters) -> Result<String, Failure> {
     let digest = adapters.digest();
-    world.same("the adapters (digest)", &digest)?;
+    world.require_equal("the adapters (digest)", &digest)?;
     Ok(digest)
 }
 

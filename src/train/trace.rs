@@ -4,7 +4,6 @@
 //! time and nothing waits for it inside a phase; spans are formed where a step has ended.
 
 use std::path::Path;
-use std::time::Instant;
 
 use serde_json::json;
 use tch::Device;
@@ -14,29 +13,7 @@ use crate::runtime::failure::Failure;
 use crate::runtime::liveness::{Border, Recorder};
 use crate::runtime::units::Rank;
 use crate::tensor;
-use crate::tensor::gpu::Event;
-
-/// A moment.
-#[derive(Debug)]
-enum Mark {
-    Host(Instant),
-    Device(Event),
-}
-
-impl Mark {
-    fn now(device: Device) -> Result<Mark, tensor::Error> {
-        if device == Device::Cpu { Ok(Mark::Host(Instant::now())) } else { Event::now().map(Mark::Device) }
-    }
-
-    /// Seconds from here to `later`, which is a moment of the same kind.
-    fn seconds_to(&self, later: &Mark) -> Result<f64, tensor::Error> {
-        match (self, later) {
-            (Mark::Device(before), Mark::Device(after)) => before.seconds_to(after),
-            (Mark::Host(before), Mark::Host(after)) => Ok(after.duration_since(*before).as_secs_f64()),
-            _ => Ok(0.0),
-        }
-    }
-}
+use crate::tensor::gpu::Mark;
 
 /// Something that has begun and not ended.
 #[derive(Debug)]
@@ -101,7 +78,7 @@ impl Trace {
                     self.close(Row::Phases, now_s)?;
                     self.phase = Some(Open { name: phase.to_string(), layer: None, start_s: now_s });
                 }
-                Border::Rest => self.close(Row::Phases, now_s)?,
+                Border::StepEnd => self.close(Row::Phases, now_s)?,
             }
         }
         Ok(self.file.flush()?)

@@ -1,10 +1,10 @@
-//! What MPI says of itself and of the machine.
+//! What MPI reports about itself and the machine.
 
 /// The library's own description, up to the first comma or line end: name and version.
 #[must_use]
 pub fn library() -> String {
-    let said = mpi::environment::library_version().unwrap_or_default();
-    said.split([',', '\n', '\0']).next().unwrap_or_default().trim().to_owned()
+    let text = mpi::environment::library_version().unwrap_or_default();
+    text.split([',', '\n', '\0']).next().unwrap_or_default().trim().to_owned()
 }
 
 /// The name of this machine, once MPI has started.

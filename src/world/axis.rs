@@ -7,56 +7,57 @@ use std::time::{Duration, Instant};
 
 use mpi::datatype::{Partition, PartitionMut};
 use mpi::request;
-use mpi::topology::{Communicator, SimpleCommunicator};
+use mpi::topology::{Color, Communicator, SimpleCommunicator};
 use mpi::traits::{CommunicatorCollectives, Destination, Root, Source};
 
-use crate::runtime::liveness::{Place, Waiting};
+use crate::runtime::liveness::{SharedSite, Waiting};
 use crate::runtime::units::Rank;
 
-/// Marks the message that ends a sleep.
-const WAKE: i32 = 7;
-/// Marks the message that tells rank 0 of a stop that was asked for elsewhere.
-const HURRY: i32 = 8;
-/// A sleeping rank looks up after so long at first, and then ever less often.
-const NAP_LEAST: Duration = Duration::from_micros(200);
-const NAP_MOST: Duration = Duration::from_millis(50);
-/// How often a sleeping rank says that it is alive.
-const ALIVE: Duration = Duration::from_secs(5);
+/// Tag of the message that ends a sleep.
+const WAKE_TAG: i32 = 7;
+/// Tag of the message that reports to rank 0 that another rank was requested to stop.
+const STOP_TAG: i32 = 8;
+/// A sleeping rank polls at these intervals: the first, doubled each time up to the second.
+const POLL_INTERVAL_MIN: Duration = Duration::from_micros(200);
+const POLL_INTERVAL_MAX: Duration = Duration::from_millis(50);
+/// Interval at which a sleeping rank reports that it is alive.
+const ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Some ranks in a fixed order, and the collectives among them.
 pub struct Axis {
     communicator: SimpleCommunicator,
     /// Most bytes that one rank sends in one MPI call.
     round_bytes: Cell<usize>,
-    /// Another transport between the same ranks, for the module that knows it.
+    /// Another transport between the same ranks; its type belongs to the module that opened it.
     transport: OnceCell<Box<dyn Any>>,
-    /// Told of every call that ends only when other ranks come too.
-    place: Place,
+    /// Records every call that ends only when other ranks take part.
+    site: SharedSite,
 }
 
 impl Axis {
-    pub(super) fn new(communicator: SimpleCommunicator, place: Place) -> Self {
+    pub(super) fn new(communicator: SimpleCommunicator, site: SharedSite) -> Self {
         let size = usize::try_from(communicator.size()).unwrap_or(1);
         // Receive displacements are C ints too, so the limit is shared by all ranks.
-        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)), transport: OnceCell::new(), place }
+        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)), transport: OnceCell::new(), site }
     }
 
     pub(super) fn split(&self, index: usize) -> Axis {
-        let _waiting = self.place.waits();
-        let part = self.communicator.split_by_color(super::color(index));
-        Axis::new(part.expect("every rank names a color"), self.place.clone())
+        let _waiting = self.site.begin_wait();
+        let color = Color::with_value(i32::try_from(index).unwrap_or(i32::MAX));
+        let part = self.communicator.split_by_color(color);
+        Axis::new(part.expect("every rank names a color"), self.site.clone())
     }
 
-    /// The same ranks on a communicator of their own; every rank takes part.
+    /// The same ranks on a new communicator; every rank takes part.
     #[must_use]
-    pub fn twin(&self) -> Axis {
+    pub fn duplicate(&self) -> Axis {
         self.split(0)
     }
 
     /// The ranks of the axis that share this rank's machine.
     pub(super) fn split_by_machine(&self) -> Axis {
-        let _waiting = self.place.waits();
-        Axis::new(self.communicator.split_shared(0), self.place.clone())
+        let _waiting = self.site.begin_wait();
+        Axis::new(self.communicator.split_shared(0), self.site.clone())
     }
 
     /// This rank's index on the axis.
@@ -77,77 +78,79 @@ impl Axis {
         self.round_bytes.get()
     }
 
-    /// Makes rounds smaller, so that tests can see several of them. All ranks must agree.
+    /// Makes rounds smaller, so that tests see several of them. All ranks must set the same number.
     pub fn set_round_bytes(&self, bytes: usize) {
         self.round_bytes.set(bytes.clamp(1, (1 << 30) / self.size()));
     }
 
-    /// The rank goes into a call of another library that ends only when other ranks of the axis come too.
+    /// Marks that the rank enters a call of another library that ends only when other ranks of the axis take part.
     #[must_use]
-    pub fn waits(&self) -> Waiting {
-        self.place.waits()
+    pub fn begin_wait(&self) -> Waiting {
+        self.site.begin_wait()
     }
 
-    /// Keeps another transport between these ranks' GPUs, for [`Axis::transport`]; the first one stays.
-    pub fn open_road<R: 'static>(&self, transport: R) {
-        self.place.link();
+    /// Stores another transport between the GPUs of these ranks, for [`Axis::transport`]; only the first one is kept.
+    pub fn set_transport<R: 'static>(&self, transport: R) {
+        self.site.set_gpu_linked();
         let _ = self.transport.set(Box::new(transport));
     }
 
-    /// The transport of this kind, if one was opened.
+    /// The transport of type `R`, if one is stored.
     #[must_use]
     pub fn transport<R: 'static>(&self) -> Option<&R> {
         self.transport.get()?.downcast_ref()
     }
 
-    /// Rank 0 ends what the others [`Axis::sleep`] through.
+    /// Rank 0 ends the [`Axis::sleep`] of the others.
     pub(super) fn wake(&self) {
         for rank in 1..self.communicator.size() {
-            self.communicator.process_at_rank(rank).send_with_tag(&[1u8][..], WAKE);
+            self.communicator.process_at_rank(rank).send_with_tag(&[1u8][..], WAKE_TAG);
         }
     }
 
-    /// Whether a sleeping rank has told rank 0 that a stop was asked for there.
-    pub(super) fn is_hurried(&self) -> bool {
-        let mut hurried = false;
+    /// Whether a sleeping rank has reported to rank 0 that it was requested to stop.
+    pub(super) fn stop_reported(&self) -> bool {
+        let mut reported = false;
         for rank in 1..self.communicator.size() {
             let process = self.communicator.process_at_rank(rank);
-            if process.immediate_probe_with_tag(HURRY).is_some() {
-                let (_, _): (Vec<u8>, _) = process.receive_vec_with_tag(HURRY);
-                hurried = true;
+            if process.immediate_probe_with_tag(STOP_TAG).is_some() {
+                let (_, _): (Vec<u8>, _) = process.receive_vec_with_tag(STOP_TAG);
+                reported = true;
             }
         }
-        hurried
+        reported
     }
 
-    /// Sleeps until rank 0 calls [`Axis::wake`], without a core at work as in a collective; `alive` is called every few
-    /// seconds.
-    pub(super) fn sleep(&self, alive: impl Fn(), asked_to_stop: impl Fn() -> bool) {
-        let _waiting = self.place.waits();
+    /// Sleeps until rank 0 calls [`Axis::wake`]. Unlike in a collective, no core is busy meanwhile. `report_alive` is called
+    /// every few seconds. If `stop_requested` turns true, rank 0 learns of it once.
+    pub(super) fn sleep(&self, report_alive: impl Fn(), stop_requested: impl Fn() -> bool) {
+        let _waiting = self.site.begin_wait();
         let first = self.communicator.process_at_rank(0);
-        let (mut nap, mut told, mut passed_on) = (NAP_LEAST, Instant::now(), false);
-        while first.immediate_probe_with_tag(WAKE).is_none() {
-            if !passed_on && asked_to_stop() {
-                first.send_with_tag(&[1u8][..], HURRY);
-                passed_on = true;
+        let mut poll_interval = POLL_INTERVAL_MIN;
+        let mut last_report = Instant::now();
+        let mut stop_reported = false;
+        while first.immediate_probe_with_tag(WAKE_TAG).is_none() {
+            if !stop_reported && stop_requested() {
+                first.send_with_tag(&[1u8][..], STOP_TAG);
+                stop_reported = true;
             }
-            thread::sleep(nap);
-            nap = (2 * nap).min(NAP_MOST);
-            if told.elapsed() > ALIVE {
-                told = Instant::now();
-                alive();
+            thread::sleep(poll_interval);
+            poll_interval = (2 * poll_interval).min(POLL_INTERVAL_MAX);
+            if last_report.elapsed() > ALIVE_INTERVAL {
+                last_report = Instant::now();
+                report_alive();
             }
         }
-        let (_, _): (Vec<u8>, _) = first.receive_vec_with_tag(WAKE);
+        let (_, _): (Vec<u8>, _) = first.receive_vec_with_tag(WAKE_TAG);
     }
 
-    /// Waits until every rank of the axis has come here.
+    /// Waits until every rank of the axis has entered the barrier.
     pub fn barrier(&self) {
-        let _waiting = self.place.waits();
-        super::barrier(&self.communicator);
+        let _waiting = self.site.begin_wait();
+        CommunicatorCollectives::barrier(&self.communicator);
     }
 
-    /// Every rank's bytes, one after another in rank order, on every rank. `counts[r]` is what rank r sends.
+    /// Concatenates every rank's bytes in rank order, on every rank. Rank r sends `counts[r]` bytes.
     ///
     /// # Panics
     /// When `send` is not as long as this rank's count says.
@@ -158,13 +161,13 @@ impl Axis {
         let ends = ends(counts);
         let mut gathered = vec![0u8; ends.last().copied().unwrap_or(0)];
         for round in Rounds::over(counts.iter().copied().max().unwrap_or(0), self.round_bytes()) {
-            let part: Vec<_> = counts.iter().map(|&count| round.of(count)).collect();
+            let part: Vec<_> = counts.iter().map(|&count| round.part(count)).collect();
             let (sizes, displacements) = table(&part);
-            let mut received = solid(sizes.iter().map(|&size| index(size)).sum());
-            let mut sent = solid(0);
+            let mut received = allocated(sizes.iter().map(|&size| index(size)).sum());
+            let mut sent = allocated(0);
             sent.extend_from_slice(&send[part[me].clone()]);
             let mut partition = PartitionMut::new(&mut received, &sizes[..], &displacements[..]);
-            let waiting = self.place.waits();
+            let waiting = self.site.begin_wait();
             self.communicator.all_gather_varcount_into(&sent[..], &mut partition);
             drop(waiting);
             for (rank, range) in part.iter().enumerate() {
@@ -176,28 +179,37 @@ impl Axis {
         gathered
     }
 
-    /// Slice r of `send` goes to rank r; what arrives lies in rank order. All ranks know all counts.
+    /// Sends slice r of `send` to rank r and returns what arrives, in rank order. All ranks know all counts; `bytes_max` is
+    /// the largest of them over all ranks.
     ///
     /// # Panics
     /// When the counts do not add up to the bytes.
     #[must_use]
-    pub fn all_to_all(&self, send: &[u8], send_counts: &[usize], receive_counts: &[usize], most: usize) -> Vec<u8> {
+    pub fn all_to_all(
+        &self,
+        send: &[u8],
+        send_counts: &[usize],
+        receive_counts: &[usize],
+        bytes_max: usize,
+    ) -> Vec<u8> {
         assert_eq!(send.len(), send_counts.iter().sum::<usize>(), "this rank sends what it announced");
-        let (send_ends, receive_ends) = (ends(send_counts), ends(receive_counts));
+        let send_ends = ends(send_counts);
+        let receive_ends = ends(receive_counts);
         let mut arrived = vec![0u8; receive_ends.last().copied().unwrap_or(0)];
-        for round in Rounds::over(most, self.round_bytes()) {
-            let out: Vec<_> = send_counts.iter().map(|&count| round.of(count)).collect();
-            let into: Vec<_> = receive_counts.iter().map(|&count| round.of(count)).collect();
-            let mut packed = solid(0);
+        for round in Rounds::over(bytes_max, self.round_bytes()) {
+            let out: Vec<_> = send_counts.iter().map(|&count| round.part(count)).collect();
+            let into: Vec<_> = receive_counts.iter().map(|&count| round.part(count)).collect();
+            let mut packed = allocated(0);
             for (rank, range) in out.iter().enumerate() {
                 let start = send_ends[rank] - send_counts[rank];
                 packed.extend_from_slice(&send[start + range.start..start + range.end]);
             }
-            let ((out_sizes, out_at), (in_sizes, in_at)) = (table(&out), table(&into));
-            let mut received = solid(in_sizes.iter().map(|&size| index(size)).sum());
+            let (out_sizes, out_at) = table(&out);
+            let (in_sizes, in_at) = table(&into);
+            let mut received = allocated(in_sizes.iter().map(|&size| index(size)).sum());
             let partition = Partition::new(&packed[..], &out_sizes[..], &out_at[..]);
             let mut target = PartitionMut::new(&mut received, &in_sizes[..], &in_at[..]);
-            let waiting = self.place.waits();
+            let waiting = self.site.begin_wait();
             self.communicator.all_to_all_varcount_into(&partition, &mut target);
             drop(waiting);
             for (rank, range) in into.iter().enumerate() {
@@ -209,7 +221,7 @@ impl Axis {
         arrived
     }
 
-    /// One step of a ring: the buffers of `send` go to the next rank and those of `receive` fill from the previous one
+    /// One step of a ring: sends the buffers of `send` to the next rank and fills those of `receive` from the previous rank
     /// while `work` runs. Both sides know all sizes.
     pub fn ring_step<T>(&self, send: &[&[u8]], receive: Vec<&mut [u8]>, work: impl FnOnce() -> T) -> T {
         let size = i32::try_from(self.size()).unwrap_or(1);
@@ -228,7 +240,7 @@ impl Axis {
                 .map(|part| self.communicator.process_at_rank(next).immediate_send(scope, part))
                 .collect();
             let result = work();
-            let _waiting = self.place.waits();
+            let _waiting = self.site.begin_wait();
             for request in arriving {
                 request.wait();
             }
@@ -241,17 +253,17 @@ impl Axis {
 
     /// Rank 0's bytes, on every rank.
     pub fn broadcast(&self, bytes: &mut [u8]) {
-        let _waiting = self.place.waits();
+        let _waiting = self.site.begin_wait();
         for part in bytes.chunks_mut(self.round_bytes()) {
             self.communicator.process_at_rank(0).broadcast_into(part);
         }
     }
 
-    /// Every rank's bytes on rank 0, one after another in rank order; nothing elsewhere. All ranks send equally many,
-    /// at most one round.
+    /// Concatenates every rank's bytes in rank order, on rank 0; returns nothing elsewhere. All ranks send the same number of
+    /// bytes, at most one round.
     #[must_use]
     pub fn gather_round(&self, send: &[u8]) -> Vec<u8> {
-        let _waiting = self.place.waits();
+        let _waiting = self.site.begin_wait();
         let root = self.communicator.process_at_rank(0);
         if self.rank() == Rank(0) {
             let mut all = vec![0u8; send.len() * self.size()];
@@ -263,32 +275,32 @@ impl Axis {
         }
     }
 
-    /// One number of every rank, on every rank.
+    /// Every rank's number, in rank order, on every rank.
     #[must_use]
     pub fn gather_numbers(&self, value: u64) -> Vec<u64> {
-        let _waiting = self.place.waits();
+        let _waiting = self.site.begin_wait();
         let mut all = vec![0u64; self.size()];
         self.communicator.all_gather_into(&value, &mut all[..]);
         all
     }
 
-    /// One float of every rank, on every rank.
+    /// Every rank's float, in rank order, on every rank.
     #[must_use]
     pub fn gather_floats(&self, value: f64) -> Vec<f64> {
-        let _waiting = self.place.waits();
+        let _waiting = self.site.begin_wait();
         let mut all = vec![0f64; self.size()];
         self.communicator.all_gather_into(&value, &mut all[..]);
         all
     }
 
     pub(super) fn gather_codes(&self, value: i32) -> Vec<i32> {
-        let _waiting = self.place.waits();
+        let _waiting = self.site.begin_wait();
         let mut all = vec![0i32; self.size()];
         self.communicator.all_gather_into(&value, &mut all[..]);
         all
     }
 
-    /// One text of every rank, on every rank.
+    /// Every rank's text, in rank order, on every rank.
     #[must_use]
     pub fn gather_texts(&self, text: &str) -> Vec<String> {
         let lengths = self.gather_numbers(text.len() as u64);
@@ -302,7 +314,7 @@ impl Axis {
     }
 }
 
-/// Parts of a message, so that none exceeds a limit.
+/// One of the parts that a message is sent in, so that none exceeds the limit.
 #[derive(Clone, Copy)]
 struct Round {
     index: usize,
@@ -311,7 +323,7 @@ struct Round {
 
 impl Round {
     /// This round's part of a message of `count` bytes.
-    fn of(self, count: usize) -> std::ops::Range<usize> {
+    fn part(self, count: usize) -> std::ops::Range<usize> {
         (self.index * self.limit).min(count)..((self.index + 1) * self.limit).min(count)
     }
 }
@@ -319,15 +331,15 @@ impl Round {
 struct Rounds;
 
 impl Rounds {
-    /// As many rounds as the longest message needs, and at least one: every rank enters every collective.
+    /// As many rounds as the longest message needs, at least one, because every rank enters every collective.
     fn over(longest: usize, limit: usize) -> impl Iterator<Item = Round> {
         (0..longest.div_ceil(limit).max(1)).map(move |index| Round { index, limit })
     }
 }
 
-/// Zeros in memory of their own. An empty vector points at address 1, which is what Open MPI calls `MPI_IN_PLACE`: a
-/// rank with nothing to send would be taken for one whose data lies in the receive buffer.
-fn solid(bytes: usize) -> Vec<u8> {
+/// Zeros in allocated memory, also for 0 bytes. An empty vector points at address 1, which is Open MPI's `MPI_IN_PLACE`: a
+/// rank with nothing to send would be taken for one whose data are in the receive buffer.
+fn allocated(bytes: usize) -> Vec<u8> {
     let mut buffer = Vec::with_capacity(bytes.max(1));
     buffer.resize(bytes, 0);
     buffer
@@ -372,7 +384,7 @@ mod tests {
     #[test]
     fn rounds_cover_a_message_once_and_an_empty_one_still_takes_a_round() {
         for (count, longest, limit) in [(10, 10, 3), (0, 10, 3), (10, 10, 10), (10, 10, 11), (0, 0, 4)] {
-            let parts: Vec<_> = Rounds::over(longest, limit).map(|round| round.of(count)).collect();
+            let parts: Vec<_> = Rounds::over(longest, limit).map(|round| round.part(count)).collect();
             assert!(!parts.is_empty());
             assert_eq!(parts.iter().map(ExactSizeIterator::len).sum::<usize>(), count);
             assert!(parts.windows(2).all(|two| two[0].end == two[1].start));

@@ -1,8 +1,8 @@
-//! Which device a rank drives.
+//! Which device a rank uses.
 //!
-//! Ranks of one machine take its visible GPUs in turn, whatever the launcher made visible: one GPU to each task, all to
-//! every task, in any order. Two ranks meet on one GPU only where that was asked for; addresses on the PCI bus show it,
-//! since indices say nothing.
+//! The ranks of a machine take its visible GPUs in turn, whatever the launcher made visible: one GPU to each task, or all to
+//! every task, in any order. Two ranks share a GPU only on request. Addresses on the PCI bus identify GPUs, since indices
+//! differ between processes.
 
 use std::path::{Path, PathBuf};
 
@@ -17,41 +17,24 @@ use crate::world::World;
 
 /// Why ranks get no devices.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say everything")]
 pub enum Error {
-    /// A GPU was asked for and there is none.
     #[error(
-        "device \"cuda\" was asked for and no rank has a GPU ({why}); the GPU build of libtorch 2.11 must lie beside the \
-         CPU's or be found through LD_LIBRARY_PATH; without a GPU take device \"cpu\""
+        "device \"cuda\" was requested and no rank has a GPU ({why}); the GPU build of libtorch 2.11 must be next to the \
+         CPU build or be found through LD_LIBRARY_PATH; without a GPU set device \"cpu\""
     )]
-    None {
-        /// What the loader or the runtime says.
-        why: String,
-    },
-    /// Some ranks have a GPU and others have none.
-    #[error("{with} of {ranks} ranks have a GPU: give every rank one, or take device \"cpu\"")]
-    Uneven {
-        /// Ranks with a GPU.
-        with: usize,
-        /// All ranks.
-        ranks: usize,
-    },
-    /// Two ranks drive one GPU.
+    None { why: String },
+    #[error("{with} of {ranks} ranks have a GPU: give every rank one, or set device \"cpu\"")]
+    Uneven { with: usize, ranks: usize },
+    /// `first` and `second` are indices on this machine.
     #[error(
         "ranks {first} and {second} of this machine drive the same GPU ({gpu}): start as many ranks as there are GPUs, \
          or set share_device = true"
     )]
-    Shared {
-        /// A rank's index on its machine.
-        first: usize,
-        /// Another's.
-        second: usize,
-        /// The GPU's address.
-        gpu: String,
-    },
-    /// Tensors should go from GPU to GPU, and cannot.
+    Shared { first: usize, second: usize, gpu: String },
     #[error(
         "run.direct = true and there is no transport from GPU to GPU: every rank needs a GPU of its own, and libnccl.so.2 \
-         must lie where libtorch's GPU build finds it; \"auto\" goes through host memory then"
+         must be where libtorch's GPU build finds it; with \"auto\" tensors go through host memory"
     )]
     NoTransport,
 }
@@ -62,15 +45,16 @@ impl Classified for Error {
     }
 }
 
-/// The device of this rank; all ranks get one kind, or all fail with one message. Before the first tensor.
+/// Selects the device of this rank. All ranks get the same kind of device, or all fail with one message. Must be called before
+/// the first tensor.
 ///
 /// # Errors
-/// When ranks would have different kinds of device, share one unasked, or have none of the kind that was asked for.
+/// When ranks would have different kinds of device, share a GPU without `share`, or have no device of the requested kind.
 pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> Result<Device, Failure> {
     world.ledger().measure_with(measured);
     let found = match wanted {
         Wanted::Cpu => Ok(0),
-        // The library takes seconds to open: not for nothing, on a machine without a driver.
+        // Opening the library takes seconds, in vain without a driver.
         Wanted::Auto if !driver() => Ok(0),
         _ => gpu::open(&libraries()).map_err(|error| error.to_string()),
     };
@@ -82,7 +66,7 @@ pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> R
         return match (wanted, with) {
             (Wanted::Cuda, 0) => world.agree(Err(Error::None { why: none }.into())),
             (Wanted::Auto, 0) if driver() => {
-                world.remark(&format!("this machine has a GPU driver, and the CPU is used: {none}"));
+                world.warn_user(&format!("this machine has a GPU driver, and the CPU is used: {none}"));
                 Ok(Device::Cpu)
             }
             (_, 0) => Ok(Device::Cpu),
@@ -91,7 +75,7 @@ pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> R
     }
     let machine = world.machine();
     let index = machine.rank().0 % count;
-    let device = world.agree(gpu::drive(index, repeatable).map_err(Failure::from))?;
+    let device = world.agree(gpu::select(index, repeatable).map_err(Failure::from))?;
     let here = gpu::identity(index).unwrap_or_else(|| format!("GPU {index}"));
     let taken = machine.gather_texts(&here);
     let apart = match taken.iter().position(|other| *other == here) {
@@ -122,7 +106,7 @@ pub fn sharers(world: &World, device: Device) -> u64 {
     from_index(machine.gather_texts(&here).iter().filter(|other| **other == here).count())
 }
 
-/// The folder of the libtorch that this process runs with: the GPU library lies beside it, if anywhere.
+/// The folder of this process's libtorch. The GPU library is in the same folder, if the machine has one.
 #[must_use]
 pub fn libraries() -> PathBuf {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();

@@ -1,89 +1,85 @@
-//! Signals that ask for a stop.
+//! Signals that request a stop: SIGUSR1 early, with a configured time to leave; SIGUSR2 and SIGTERM shortly before the end.
 
-use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+#![expect(unsafe_code, reason = "a signal handler may only do what is safe in one")]
 
-use libc::{SIGTERM, SIGUSR1, SIGUSR2, c_int};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use super::Error;
+use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::low_level;
 
-/// Seconds between SIGTERM or SIGUSR2 and the end, where less is not configured: what batch systems and service managers
-/// leave before they kill.
-const HURRY: Duration = Duration::from_secs(30);
+use super::error::Error;
 
-/// When the first SIGUSR1 came, in milliseconds of the monotonic clock, plus 1; 0 before it. A handler is given nothing to
-/// find its state by, so it stands here.
-static ASKED_MS: AtomicU64 = AtomicU64::new(0);
-/// The same for SIGTERM and SIGUSR2, which leave less time.
-static HURRIED_MS: AtomicU64 = AtomicU64::new(0);
+/// Time from SIGTERM or SIGUSR2 to the end of the process: what batch systems and service managers leave before they kill.
+const URGENT_GRACE: Duration = Duration::from_secs(30);
 
-/// All that a handler does: anything more could meet a lock that the interrupted code holds.
-extern "C" fn ask(signal: c_int) {
-    let when = if signal == SIGUSR1 { &ASKED_MS } else { &HURRIED_MS };
-    let _ = when.compare_exchange(0, now_ms() + 1, Ordering::Relaxed, Ordering::Relaxed);
-}
+/// Zero of the times below.
+static START: OnceLock<Instant> = OnceLock::new();
+/// When the first SIGUSR1 came, in milliseconds after [`START`], plus 1; 0 before it. A handler receives no argument that
+/// could hold this state, so the state is static.
+static REQUEST_MS: AtomicU64 = AtomicU64::new(0);
+/// The same for SIGTERM and SIGUSR2.
+static URGENT_REQUEST_MS: AtomicU64 = AtomicU64::new(0);
+/// Whether the signals end the process again.
+static LEAVING: AtomicBool = AtomicBool::new(false);
 
-/// The monotonic clock, by a call that a handler may make.
+/// Milliseconds since the handlers were installed, plus 1.
 fn now_ms() -> u64 {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writes to a value that outlives the call; this clock is always there.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
-    u64::try_from(now.tv_sec).unwrap_or(0) * 1000 + u64::try_from(now.tv_nsec).unwrap_or(0) / 1_000_000
+    let elapsed = START.get().map(Instant::elapsed).unwrap_or_default();
+    u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX).saturating_add(1)
 }
 
-/// SIGUSR1, SIGUSR2 and SIGTERM ask for a stop from here on instead of ending the process. Called before MPI starts, which
-/// takes long enough for a signal to come.
+/// Notes the time of the first signal.
+fn note(first_ms: &AtomicU64) {
+    let _ = first_ms.compare_exchange(0, now_ms(), Ordering::Relaxed, Ordering::Relaxed);
+}
+
+/// From here on SIGUSR1, SIGUSR2 and SIGTERM request a stop instead of ending the process. Must be called before MPI starts,
+/// because a signal may come while MPI starts.
 ///
 /// # Errors
 /// When the system refuses a handler.
-pub fn heed_signals() -> Result<(), Error> {
-    answer((ask as *const ()).addr())
-}
-
-/// They end the process again: this rank leaves after a failure, and the launcher's SIGTERM should not find it waiting.
-pub(super) fn heed_no_longer() {
-    // A rank whose handlers stay is ended by the launcher's SIGKILL, a little later.
-    let _ = answer(libc::SIG_DFL);
-}
-
-fn answer(handler: libc::sighandler_t) -> Result<(), Error> {
-    for signal in [SIGUSR1, SIGUSR2, SIGTERM] {
-        // SAFETY: all bits zero is a valid `sigaction`: no flags, an empty mask, and the default handler, which is
-        // replaced below.
-        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        action.sa_sigaction = handler;
-        // A read or write that the signal interrupts goes on by itself.
-        action.sa_flags = libc::SA_RESTART;
-        // SAFETY: the handler is the default or a function of the type that a plain handler has, which lives as long as
-        // the process, reads a clock and stores to an atomic; the action outlives the call, and no earlier one is asked
-        // for.
-        let outcome = unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) };
-        if outcome != 0 {
-            return Err(Error::Signals { source: io::Error::last_os_error() });
-        }
+pub fn install_signal_handlers() -> Result<(), Error> {
+    START.get_or_init(Instant::now);
+    for (signal, first_ms) in [(SIGUSR1, &REQUEST_MS), (SIGUSR2, &URGENT_REQUEST_MS), (SIGTERM, &URGENT_REQUEST_MS)] {
+        let handler = move || {
+            if LEAVING.load(Ordering::Relaxed) {
+                let _ = low_level::emulate_default_handler(signal);
+            }
+            note(first_ms);
+        };
+        // SAFETY: the handler takes no lock and allocates nothing: it loads and stores atomics, reads the monotonic clock,
+        // and calls a function that is meant for handlers.
+        unsafe { low_level::register(signal, handler) }.map_err(|source| Error::Signals { source })?;
     }
     Ok(())
 }
 
-/// Whether a signal has asked this rank to stop.
+/// The signals end the process again: this rank leaves after a failure, and the launcher's SIGTERM must not find it waiting.
+pub(super) fn restore_default_signals() {
+    LEAVING.store(true, Ordering::Relaxed);
+}
+
+/// Whether a signal has requested a stop of this rank.
 #[must_use]
-pub fn asked_to_stop() -> bool {
-    [&ASKED_MS, &HURRIED_MS].iter().any(|when| when.load(Ordering::Relaxed) > 0)
+pub fn stop_requested() -> bool {
+    [&REQUEST_MS, &URGENT_REQUEST_MS].iter().any(|first_ms| first_ms.load(Ordering::Relaxed) > 0)
 }
 
-/// Another rank was asked to stop: this one was, from now on.
-pub(super) fn asked_elsewhere() {
-    let _ = ASKED_MS.compare_exchange(0, now_ms() + 1, Ordering::Relaxed, Ordering::Relaxed);
+/// Another rank was requested to stop; this rank counts as requested, too.
+pub(super) fn request_stop() {
+    note(&REQUEST_MS);
 }
 
-/// How long this rank has until it is ended, by the signals that have come: `grace` from the first SIGUSR1, and no more
-/// than half a minute from the first SIGTERM or SIGUSR2. `None` if none has.
+/// Time until this rank is ended, according to the signals so far: `grace` after the first SIGUSR1, at most 30 s after the
+/// first SIGTERM or SIGUSR2. `None` before the first signal.
 #[must_use]
 pub fn time_left(grace: Duration) -> Option<Duration> {
-    let left = |when: &AtomicU64, grace: Duration| {
-        let came = when.load(Ordering::Relaxed).checked_sub(1)?;
-        Some(grace.saturating_sub(Duration::from_millis(now_ms().saturating_sub(came))))
+    let left = |first_ms: &AtomicU64, grace: Duration| {
+        let first_ms = first_ms.load(Ordering::Relaxed);
+        let passed = Duration::from_millis(now_ms().saturating_sub(first_ms));
+        (first_ms > 0).then(|| grace.saturating_sub(passed))
     };
-    [left(&ASKED_MS, grace), left(&HURRIED_MS, grace.min(HURRY))].into_iter().flatten().min()
+    [left(&REQUEST_MS, grace), left(&URGENT_REQUEST_MS, grace.min(URGENT_GRACE))].into_iter().flatten().min()
 }

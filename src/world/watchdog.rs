@@ -1,7 +1,7 @@
-//! The watchdog of a rank: two threads that outlive whatever the rank itself is stuck in.
+//! The watchdog of a rank: two threads that keep running whatever the rank itself is stuck in.
 //!
-//! One writes and reads heartbeats and may be held up by the run directory's disk. The other never touches a disk: it
-//! watches the time and ends the job when a rank stands still.
+//! One writes and reads heartbeats; the disk of the run directory may block it. The other never touches a disk: it watches
+//! the time and ends the job when a rank stalls.
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -11,47 +11,50 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, SecondsFormat, Utc};
 
-use super::{abort_world, say};
+use super::abort::{abort_world, say};
 use crate::runtime::failure::Exit;
-use crate::runtime::liveness::{Beat, Heard, Hearts, Pace, Patience, Peers, Place, Sight, Verdict};
+use crate::runtime::liveness::{
+    Heartbeat, HeartbeatFiles, Peers, Progress, Reading, SharedSite, Stall, StallLimits, Visibility,
+};
 use crate::runtime::units::Rank;
 
-/// From the verdict to the end at the latest, whatever holds up words and abort.
+/// Maximum time from the discovery of a stall to the end of the process, even if printing or aborting blocks.
 const END_MAX: Duration = Duration::from_secs(5);
-/// What the ranks that do not speak leave the one that does.
-const SPEAKING: Duration = Duration::from_secs(3);
-/// At the start a rank looks for all heartbeats so often, a second apart, before it holds the folder for its own.
-const FIRST_LOOKS: u32 = 5;
+/// Time that the other ranks leave the reporting one to print.
+const REPORT_TIME: Duration = Duration::from_secs(3);
+/// Attempts, a second apart, to read all first heartbeats before the folder counts as not shared.
+const FIRST_READS: u32 = 5;
 
-/// What both threads know.
+/// State of both threads.
 struct Known {
-    pace: Pace,
+    progress: Progress,
     peers: Peers,
+    /// When the rank passed the last border.
     entered: DateTime<Utc>,
 }
 
-/// Who watches, and whom.
+/// What both threads work with.
 #[derive(Clone)]
 pub(super) struct Watch {
-    patience: Patience,
-    hearts: Hearts,
-    place: Place,
+    limits: StallLimits,
+    files: HeartbeatFiles,
+    site: SharedSite,
     rank: Rank,
     ranks: usize,
     host: String,
     known: Arc<Mutex<Known>>,
 }
 
-/// Both threads; dropped, they end and the rank's heartbeat is removed.
+/// Both threads. Dropping it ends them and removes the rank's heartbeat.
 pub(super) struct Watchdog {
-    hearts: Hearts,
+    files: HeartbeatFiles,
     rank: Rank,
-    beats: Option<Thread>,
-    judge: Option<Thread>,
+    heartbeat: Option<Thread>,
+    timer: Option<Thread>,
 }
 
 struct Thread {
-    /// Dropped to end it.
+    /// Dropping the sender ends the thread.
     stop: Sender<()>,
     handle: JoinHandle<()>,
 }
@@ -72,59 +75,62 @@ impl Thread {
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        // The disk may hold up the one; the other watches over that too.
-        self.beats.take().into_iter().for_each(Thread::end);
-        self.hearts.remove(self.rank);
-        self.judge.take().into_iter().for_each(Thread::end);
+        // The disk may block the heartbeat thread; the timer thread watches this wait as well.
+        self.heartbeat.take().into_iter().for_each(Thread::end);
+        self.files.remove(self.rank);
+        self.timer.take().into_iter().for_each(Thread::end);
     }
 }
 
 impl Watchdog {
-    /// Starts to watch. Where heartbeats are not `shared`, none is kept, and this rank watches itself alone.
+    /// Starts both threads. If the ranks do not share the folder (`shared` is false), no heartbeat is written and this rank
+    /// watches only itself.
     pub(super) fn start(watch: Watch, shared: bool) -> io::Result<Watchdog> {
-        let (hearts, rank, interval) = (watch.hearts.clone(), watch.rank, watch.patience.interval());
-        let beats = if shared {
-            let other = watch.clone();
-            Some(Thread::start("heartbeat", move |stopped| other.beat_until(stopped, interval))?)
+        let files = watch.files.clone();
+        let rank = watch.rank;
+        let interval = watch.limits.interval();
+        let heartbeat = if shared {
+            let watch = watch.clone();
+            Some(Thread::start("heartbeat", move |stopped| watch.exchange_heartbeats(stopped, interval))?)
         } else {
-            watch.known().peers.ignore_others();
-            hearts.remove(rank);
+            watch.known().peers.watch_only_self();
+            files.remove(rank);
             None
         };
-        let judge = Thread::start("watchdog", move |stopped| watch.judge_until(stopped, interval))?;
-        Ok(Watchdog { hearts, rank, beats, judge: Some(judge) })
+        let timer = Thread::start("watchdog", move |stopped| watch.watch_time(stopped, interval))?;
+        Ok(Watchdog { files, rank, heartbeat, timer: Some(timer) })
     }
 }
 
 impl Watch {
-    /// Of the rank at `place`, one of `ranks`; nothing is written yet.
-    pub(super) fn new(hearts: Hearts, place: &Place, ranks: usize, patience: Patience) -> Watch {
-        let rank = place.site().rank;
+    /// For the rank of `site`, one of `ranks`; writes nothing yet.
+    pub(super) fn new(files: HeartbeatFiles, site: &SharedSite, ranks: usize, limits: StallLimits) -> Watch {
+        let rank = site.site().rank;
         let known = Known {
-            pace: Pace::new(patience, place.moment()),
-            peers: Peers::new(rank, ranks, patience.silence()),
+            progress: Progress::new(limits, site.snapshot()),
+            peers: Peers::new(rank, ranks, limits.silence()),
             entered: Utc::now(),
         };
         let host = mpi::environment::processor_name().unwrap_or_default();
-        Watch { patience, hearts, place: place.clone(), rank, ranks, host, known: Arc::new(Mutex::new(known)) }
+        Watch { limits, files, site: site.clone(), rank, ranks, host, known: Arc::new(Mutex::new(known)) }
     }
 
-    /// Makes the folder anew, with this rank's first heartbeat in it.
+    /// Empties the folder and writes this rank's first heartbeat.
     pub(super) fn begin(&self) -> io::Result<()> {
-        self.hearts.prepare()?;
+        self.files.prepare()?;
         self.write_first()
     }
 
-    /// This rank's first heartbeat.
+    /// Writes this rank's first heartbeat.
     pub(super) fn write_first(&self) -> io::Result<()> {
-        self.hearts.write(&self.beat(0))
+        self.files.write(&self.heartbeat(0))
     }
 
-    /// Whether the first heartbeats of all ranks are seen from here, once all have been written.
-    pub(super) fn hears_all(&self) -> bool {
-        let all = || (0..self.ranks).all(|rank| matches!(self.hearts.hear(Rank(rank)), Heard::Beat(_)));
-        (0..FIRST_LOOKS).any(|look| {
-            if look > 0 {
+    /// Whether this rank sees the first heartbeats of all ranks, once all have been written.
+    pub(super) fn sees_all(&self) -> bool {
+        let all = || (0..self.ranks).all(|rank| matches!(self.files.read(Rank(rank)), Reading::Present(_)));
+        (0..FIRST_READS).any(|attempt| {
+            if attempt > 0 {
                 thread::sleep(Duration::from_secs(1));
             }
             all()
@@ -132,110 +138,112 @@ impl Watch {
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        // A panic ends the job, so a poisoned lock is only seen on the way out.
+        // A panic ends the job, so a poisoned lock is only seen while the process ends.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn beat(&self, count: u64) -> Beat {
+    fn heartbeat(&self, count: u64) -> Heartbeat {
         let known = self.known();
-        let (moment, clock) =
-            (known.pace.moment(), |time: DateTime<Utc>| time.to_rfc3339_opts(SecondsFormat::Secs, true));
-        Beat {
+        let snapshot = known.progress.snapshot();
+        let text = |time: DateTime<Utc>| time.to_rfc3339_opts(SecondsFormat::Secs, true);
+        Heartbeat {
             rank: self.rank,
             host: self.host.clone(),
             pid: std::process::id(),
-            job: self.hearts.job(),
-            phase: moment.site.phase,
-            layer: moment.site.layer,
-            borders: moment.borders,
-            waits: moment.waits,
-            linked: moment.linked,
-            seconds_here: known.pace.here().as_secs_f64(),
-            deadline_seconds: known.pace.deadline().as_secs_f64(),
-            entered: clock(known.entered),
-            written: clock(Utc::now()),
+            job: self.files.job(),
+            phase: snapshot.site.phase,
+            layer: snapshot.site.layer,
+            borders: snapshot.borders,
+            waits: snapshot.waits,
+            linked: snapshot.linked,
+            seconds_here: known.progress.time_here().as_secs_f64(),
+            deadline_seconds: known.progress.deadline().as_secs_f64(),
+            entered: text(known.entered),
+            written: text(Utc::now()),
             count,
         }
     }
 
-    /// Writes a heartbeat and reads the others', again and again.
-    fn beat_until(&self, stopped: &Receiver<()>, interval: Duration) {
-        let (mut count, mut last, mut failed) = (0, Instant::now(), false);
+    /// Writes a heartbeat and reads those of all ranks, every `interval`.
+    fn exchange_heartbeats(&self, stopped: &Receiver<()>, interval: Duration) {
+        let mut count = 0;
+        let mut last = Instant::now();
+        let mut failed = false;
         while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
             count += 1;
             let start = Instant::now();
-            let written = self.hearts.write(&self.beat(count));
+            let written = self.files.write(&self.heartbeat(count));
             if let Err(error) = &written
                 && !failed
             {
-                tracing::warn!("cannot write {}: {error}", self.hearts.file(self.rank).display());
+                tracing::warn!("cannot write {}: {error}", self.files.file(self.rank).display());
             }
             failed = written.is_err();
-            let heard: Vec<Heard> = (0..self.ranks).map(|rank| self.hearts.hear(Rank(rank))).collect();
+            let readings: Vec<Reading> = (0..self.ranks).map(|rank| self.files.read(Rank(rank))).collect();
             let now = Instant::now();
-            let patient = self.patience.silence() / 4;
-            let quick = now - start <= patient && now - last <= patient + 3 * interval;
-            let sight = match &heard[self.rank.0] {
-                Heard::Beat(beat) if beat.count == count && !failed && quick => Sight::Clear,
-                Heard::Beat(_) => Sight::Late,
-                Heard::Gone | Heard::Unclear => Sight::Nothing,
+            let round_max = self.limits.silence() / 4;
+            let is_quick = now - start <= round_max && now - last <= round_max + 3 * interval;
+            let visibility = match &readings[self.rank.0] {
+                Reading::Present(own) if own.count == count && !failed && is_quick => Visibility::Current,
+                Reading::Present(_) => Visibility::Late,
+                Reading::Removed | Reading::Unreadable => Visibility::None,
             };
-            self.known().peers.look(heard, now - last, sight);
+            self.known().peers.record(readings, now - last, visibility);
             last = now;
         }
     }
 
-    /// Watches the time; ends the job when it must.
-    fn judge_until(&self, stopped: &Receiver<()>, interval: Duration) {
+    /// Watches the time, and ends the job at a stall.
+    fn watch_time(&self, stopped: &Receiver<()>, interval: Duration) {
         let mut last = Instant::now();
         while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
-            // Time in which this process did not run is nobody's fault.
+            // Time in which this process did not run does not count.
             let elapsed = last.elapsed().min(3 * interval);
             last = Instant::now();
-            let verdict = {
+            let stall = {
                 let mut known = self.known();
-                let (before, moment) = (known.pace.moment().borders, self.place.moment());
-                known.pace.see(moment, elapsed);
-                if moment.borders != before {
+                let borders_before = known.progress.snapshot().borders;
+                let snapshot = self.site.snapshot();
+                known.progress.observe(snapshot, elapsed);
+                if snapshot.borders != borders_before {
                     known.entered = Utc::now();
                 }
-                known.peers.pass(elapsed);
-                known.peers.judge(&known.pace)
+                known.peers.advance(elapsed);
+                known.peers.find_stall(&known.progress)
             };
-            if let Some(verdict) = verdict {
-                self.end(&verdict);
+            if let Some(stall) = stall {
+                self.end(&stall);
             }
         }
     }
 
-    /// Says why, once for all ranks, and ends the whole job.
-    fn end(&self, verdict: &Verdict) -> ! {
-        let patient = thread::Builder::new().spawn(|| {
+    /// Reports the stall, once for all ranks, and ends the whole job.
+    fn end(&self, stall: &Stall) -> ! {
+        let deadline = thread::Builder::new().spawn(|| {
             thread::sleep(END_MAX);
-            leave_at_once(Exit::Disagree)
+            exit_at_once(Exit::Disagree)
         });
-        let words = format!("{verdict}; the job ends. Go on with `longstraw train --resume`");
-        // Without the thread nothing else would end a process whose words or abort are held up.
-        if patient.is_err() {
-            say(&format!("longstraw: {words}"));
-            leave_at_once(Exit::Disagree)
+        let report = format!("{stall}; the job ends. Go on with `longstraw train --resume`");
+        // Without this thread, nothing would end a process in which printing or aborting blocks.
+        if deadline.is_err() {
+            say(&format!("longstraw: {report}"));
+            exit_at_once(Exit::Disagree)
         }
-        if self.hearts.first_to_say(&words) {
-            say(&format!("longstraw: {words}"));
-            tracing::error!("{words}");
+        if self.files.claim_report(&report) {
+            say(&format!("longstraw: {report}"));
+            tracing::error!("{report}");
         } else {
-            tracing::error!("{words} (another rank says so)");
-            thread::sleep(SPEAKING);
+            tracing::error!("{report} (another rank says so)");
+            thread::sleep(REPORT_TIME);
         }
         if mpi::environment::is_finalized() {
-            leave_at_once(Exit::Disagree)
+            exit_at_once(Exit::Disagree)
         }
         abort_world(Exit::Disagree)
     }
 }
 
-/// Ends this process without asking anything of it that may be stuck.
-fn leave_at_once(exit: Exit) -> ! {
-    // SAFETY: the call takes a number and does not return; nothing is unwound or flushed, which is its purpose.
-    unsafe { libc::_exit(exit.code()) }
+/// Ends this process without unwinding or flushing, which may block.
+fn exit_at_once(exit: Exit) -> ! {
+    signal_hook::low_level::exit(exit.code())
 }

@@ -1,4 +1,4 @@
-//! One rank that fails ends the whole job, at once and with its reason.
+//! A failing rank ends the whole job at once, with its reason.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -28,7 +28,7 @@ fn process(room: &Room, rank: usize) -> Option<String> {
     Some(after.lines().next()?.trim().to_owned())
 }
 
-/// Ends within [`END`] from now.
+/// The run ends within [`END`] from now.
 #[track_caller]
 fn ends_soon(running: Running) -> Said {
     let start = Instant::now();
@@ -37,7 +37,7 @@ fn ends_soon(running: Running) -> Said {
     said
 }
 
-/// Kills rank 2 of 4 as soon as its log says `words`; the job ends, and no rank lives on.
+/// Kills rank 2 of 4 as soon as its log contains `words`; the job ends, and no rank keeps running.
 #[track_caller]
 fn killed_at(room: &Room, words: &str, phase: &str) {
     room.write("run/receipt.json", "of an earlier run");
@@ -52,7 +52,7 @@ fn killed_at(room: &Room, words: &str, phase: &str) {
     let log = log(room, 2);
     assert!(log.lines().last().unwrap().contains(phase), "it was killed in another phase:\n{log}");
     all_end(&processes, Instant::now(), END);
-    assert!(!room.path().join("run/receipt.json").exists(), "a job that was killed leaves no receipt");
+    assert!(!room.path().join("run/receipt.json").exists(), "a killed job leaves no receipt");
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn a_rank_killed_in_replay_ends_the_job() {
     killed_at(&slow(512, 2048), "replay, layer 1", "replay, layer");
 }
 
-/// A room in which each rank works in a folder of its own, with its own copy of the model, and a script that sends it
+/// A room in which each rank has its own folder and copy of the model, and a script that starts it
 /// there.
 fn own_folders(ranks: usize) -> (Room, String) {
     let draft = Draft::of("qwen3");
@@ -82,7 +82,7 @@ fn own_folders(ranks: usize) -> (Room, String) {
     (room, script)
 }
 
-/// Trains in them, into one run directory. A refusal comes soon after the first rank has started.
+/// Trains in these folders, with one run directory. A refusal comes soon after the first rank has started.
 #[track_caller]
 fn in_own_folders(room: &Room, script: &str, ranks: usize) -> Said {
     let run_dir = room.path().join("run").display().to_string();
@@ -97,7 +97,7 @@ fn in_own_folders(room: &Room, script: &str, ranks: usize) -> Said {
 }
 
 #[test]
-fn a_file_that_one_rank_cannot_read_ends_the_job_with_rank_phase_and_cause_once() {
+fn a_file_that_one_rank_cannot_read_ends_the_job_with_one_message() {
     let (room, script) = own_folders(4);
     let file = room.path().join("2/model/model.safetensors");
     let bytes = fs::read(&file).unwrap();
@@ -113,7 +113,7 @@ fn a_file_that_one_rank_cannot_read_ends_the_job_with_rank_phase_and_cause_once(
 }
 
 #[test]
-fn ranks_with_different_configurations_data_or_models_are_told_what_differs() {
+fn ranks_with_different_configurations_data_or_models_report_what_differs() {
     let (room, script) = own_folders(3);
     let text = room.read("1/config.toml");
     room.write("1/config.toml", text.replace("lr = 1e-3", "lr = 2e-3"));
@@ -139,7 +139,7 @@ fn a_gradient_that_is_not_finite_ends_with_exit_6_and_one_message() {
     let said =
         room.run(&Call { ranks: 2, program: &script, arguments: &["--set", "optimizer.lr=1e30"], variables: &[] });
     said.refused(6, &["rank 0, finalize: the gradient of model.layers.", "is not finite", "smaller optimizer.lr"]);
-    assert_eq!(room.read("0/run/metrics.jsonl").lines().count(), 1, "the first update was sound");
+    assert_eq!(room.read("0/run/metrics.jsonl").lines().count(), 1, "the first update is finite");
     assert!(!room.path().join("0/run/receipt.json").exists());
 }
 

@@ -119,7 +119,7 @@ fn conversations_are_trained_on_and_cut_prompts_are_told() {
     room.alone(&["train", "--set", "data.too_long=cut_middle"]).ended(
         0,
         &["data.path: 2 of 3 prompts are longer than context.prompt_len and were cut as data.too_long says: 202 tokens \
-           left out, of one 131 at most"],
+           left out, at most 131 of one prompt"],
     );
     assert_eq!(room.read_json("run/receipt.json")["prompt_len"], 96);
 }

@@ -22,7 +22,7 @@ fn line<'a>(said: &'a Said, name: &str) -> &'a str {
     said.out.lines().find(about).unwrap_or_else(|| panic!("no line about {name}:\n{said}"))
 }
 
-/// The command failed with `code`, and the only failure is told in the line about `name`, with `words` in it.
+/// The command failed with `code`, and its only failure is the line about `name`, with `words` in it.
 #[track_caller]
 fn fails(said: &Said, code: i32, name: &str, words: &[&str]) {
     said.ended(code, &[]);
@@ -34,7 +34,7 @@ fn fails(said: &Said, code: i32, name: &str, words: &[&str]) {
 }
 
 #[test]
-fn a_machine_that_is_ready_is_told_in_one_line_a_thing() {
+fn a_ready_machine_gives_one_line_for_each_check() {
     let room = room();
     let said = room.alone(&["doctor"]);
     said.ended(0, &[]);
@@ -53,14 +53,14 @@ fn a_machine_that_is_ready_is_told_in_one_line_a_thing() {
 }
 
 #[test]
-fn ranks_under_mpirun_look_together_and_one_of_them_speaks() {
+fn ranks_under_mpirun_check_together_and_one_prints() {
     let room = room();
     let said = room.ranks(2, &["doctor", "--json", "--set", "run.device=cpu"]);
     said.ended(0, &[]);
-    let told = said.json();
-    assert_eq!((&told["healthy"], &told["ranks"]), (&true.into(), &2.into()), "{said}");
+    let report = said.json();
+    assert_eq!((&report["healthy"], &report["ranks"]), (&true.into(), &2.into()), "{said}");
     let about = |name: &str| -> Value {
-        let findings = told["findings"].as_array().unwrap();
+        let findings = report["findings"].as_array().unwrap();
         findings.iter().find(|finding| finding["name"] == name).cloned().unwrap()
     };
     let detail = |name: &str| about(name)["detail"].as_str().unwrap().to_owned();
@@ -87,7 +87,7 @@ fn nothing_configured_is_no_failure() {
 }
 
 #[test]
-fn a_run_directory_that_cannot_be_is_told_with_its_obstacle() {
+fn an_impossible_run_directory_is_named_with_its_obstacle() {
     for ranks in [0, 2] {
         let arguments = &["doctor", "--run-dir", "config.toml/run"];
         let said = room().run(&Call { ranks, program: LONGSTRAW, arguments, variables: &[] });
@@ -96,7 +96,7 @@ fn a_run_directory_that_cannot_be_is_told_with_its_obstacle() {
 }
 
 #[test]
-fn a_model_that_is_not_there_or_not_whole_is_told() {
+fn an_absent_or_truncated_model_is_named() {
     let said = room().alone(&["doctor", "--set", "model.path=absent"]);
     fails(&said, 3, "model", &["absent: No such file", "give the folder of a checkpoint"]);
     let room = room();
@@ -109,7 +109,7 @@ fn a_model_that_is_not_there_or_not_whole_is_told() {
 }
 
 #[test]
-fn a_plan_that_does_not_fit_is_told_with_the_sum() {
+fn a_plan_that_does_not_fit_is_shown_with_its_sum() {
     let shape = concat!(env!("CARGO_MANIFEST_DIR"), "/configs/shapes/qwen3-8b");
     let path = format!("model.path={shape}");
     let lengths = ["context.prompt_len=2088960", "context.answer_len=8192", "context.max_seq_len=2097152"];
@@ -121,7 +121,7 @@ fn a_plan_that_does_not_fit_is_told_with_the_sum() {
 }
 
 #[test]
-fn a_key_is_looked_for_where_an_endpoint_is_named_and_never_shown() {
+fn a_key_is_checked_if_an_endpoint_is_configured_and_never_shown() {
     let room = room();
     room.write("settings.json", SETTINGS);
     fails(&room.alone(&["doctor"]), 7, "key", &["TAOTOKEN_API_KEY", "is not set", "export it"]);
@@ -133,7 +133,7 @@ fn a_key_is_looked_for_where_an_endpoint_is_named_and_never_shown() {
 }
 
 #[test]
-fn a_configuration_that_is_refused_leaves_the_rest_to_be_looked_at() {
+fn a_refused_configuration_does_not_stop_the_other_checks() {
     let said = room().alone(&["doctor", "--set", "optimizer.lr=-1"]);
     fails(&said, 2, "configuration", &["optimizer.lr should be a finite number from 0"]);
     assert!(line(&said, "memory").contains("of host memory for this job"), "{said}");
@@ -142,7 +142,7 @@ fn a_configuration_that_is_refused_leaves_the_rest_to_be_looked_at() {
 }
 
 #[test]
-fn ranks_that_mpi_does_not_join_are_told_how_to_start() {
+fn ranks_that_mpi_does_not_connect_learn_how_to_start() {
     let variables = &[("SLURM_STEP_NUM_TASKS", "4")];
     let said = room().run(&Call { ranks: 0, program: LONGSTRAW, arguments: &["doctor"], variables });
     fails(&said, 4, "mpi", &["SLURM_STEP_NUM_TASKS says that 4 were started", "srun --mpi=pmix"]);

@@ -62,7 +62,7 @@ fn passed(room: &Room, name: &str) -> Value {
 }
 
 #[test]
-fn the_first_rungs_pass_in_order_and_in_no_other() {
+fn the_first_gates_pass_in_their_order_only() {
     let room = Room::with(&[("config.toml", &config("llama"))]);
     let said = gate(&room, "gate2_32k", &[], &[]);
     said.refused(8, &["gate2_32k runs after gate1_key", "runs/gates/gate1_key/receipt.json: it is not there"]);
@@ -96,7 +96,7 @@ fn the_first_rungs_pass_in_order_and_in_no_other() {
     another_thing_is_refused(&room);
 }
 
-/// Behind a passed `gate3_128k`: another model, adapter, scale or world is another thing.
+/// After a passed `gate3_128k`: another model, adapter, scale or world is another thing.
 fn another_thing_is_refused(room: &Room) {
     let model = format!("model.path={}", case("qwen3").display());
     for (set, words) in [
@@ -114,10 +114,10 @@ fn another_thing_is_refused(room: &Room) {
 }
 
 #[test]
-fn a_forced_gate_says_so_and_what_it_could_not_compare() {
+fn a_forced_gate_reports_that_and_what_it_could_not_compare() {
     let room = room();
     gate(&room, "gate3_128k", &["--force"], &SHORT)
-        .ended(0, &["out of order, as asked: gate3_128k runs after gate2_32k"]);
+        .ended(0, &["out of order, by force: gate3_128k runs after gate2_32k"]);
     let forced = passed(&room, "gate3_128k");
     assert_eq!(forced["forced"], true);
     assert_eq!(forced["not_checked"][0], "growth with the length: runs/gates/gate2_32k/receipt.json is not there");
@@ -127,7 +127,7 @@ fn a_forced_gate_says_so_and_what_it_could_not_compare() {
     room.run(&Call { ranks: 2, program: LONGSTRAW, arguments: &arguments, variables: &variables })
         .ended(0, &["as asked"]);
     assert_eq!(room.read_json("runs/gates/gate3_128k/receipt.earlier.json"), forced);
-    // Forcing is no crutch for the next one: it stands in order behind a passed one.
+    // Forcing changes nothing for the next one: it stands in order after a passed one.
     gate(&room, "gate3_256k", &["--force"], &SHORT).ended(0, &["gate3_128k passed out of order: it was forced"]);
     assert_eq!(passed(&room, "gate3_256k")["forced"], false);
 }
@@ -143,7 +143,7 @@ fn a_gate_at_another_length_than_its_own_does_not_pass() {
 
 /// gate2 runs both modes, so the ladder may be climbed in either, but not with one foot in each.
 #[test]
-fn the_ladder_is_climbed_in_exact_too_and_a_comparison_that_cannot_be_made_fails() {
+fn the_ladder_passes_in_exact_mode_too_and_an_impossible_comparison_fails() {
     let room = room();
     let exact = [&SHORT[..], &["grpo.gradient=exact"]].concat();
     for name in ["gate2_32k", "gate3_128k"] {
@@ -152,7 +152,7 @@ fn the_ladder_is_climbed_in_exact_too_and_a_comparison_that_cannot_be_made_fails
     let three = passed(&room, "gate3_128k");
     assert_eq!((&three["gradient"], &three["not_checked"]), (&json!("exact"), &json!([])));
     assert!(checks(&three, true).contains(&"device_growth"), "{three}");
-    gate(&room, "gate3_256k", &[], &SHORT).ended(8, &["compared: this gate is about what it adds to the one below"]);
+    gate(&room, "gate3_256k", &[], &SHORT).ended(8, &["compared: this gate is about what it adds to an earlier one"]);
     let other = receipt(&room, "gate3_256k");
     assert_eq!((checks(&other, false), &other["forced"]), (vec!["compared"], &json!(false)));
     let found = other["checks"].as_array().unwrap().iter().find(|check| check["name"] == "compared").unwrap();
@@ -165,7 +165,7 @@ fn a_learning_rate_of_zero_fails_its_check_and_stops_the_chain() {
     gate(&room, "gate3_128k", &["--force"], &SHORT).ended(0, &[]);
     let said = gate(&room, "gate3_128k", &["--force", "--json"], &[&SHORT[..], &["optimizer.lr=0"]].concat());
     let means =
-        "lora_b_moved: these adapters have learnt nothing: no gradient has come down to their layers, or optimizer.lr";
+        "lora_b_moved: these adapters have learnt nothing: no gradient has reached their layers, or optimizer.lr";
     said.ended(
         8,
         &["gate3_128k has NOT passed", "gate3_128k has not passed, see runs/gates/gate3_128k/receipt.json", means],
@@ -182,7 +182,7 @@ fn a_learning_rate_of_zero_fails_its_check_and_stops_the_chain() {
 
 /// Whole sequences under autograd have no pages, no frozen scores and no layers to go through.
 #[test]
-fn the_conventional_schedule_fails_what_pages_are_for() {
+fn the_conventional_schedule_fails_the_checks_of_pages() {
     let room = room();
     let mut arguments = vec!["gate", "gate3_128k", "--force"];
     let sets = ["memory.prompt_no_grad=false", "parallel.cp_size=1", "grpo.gradient=exact"];
@@ -246,7 +246,7 @@ fn further_answers_are_measured_against_the_gate_with_two() {
 }
 
 #[test]
-fn a_run_that_is_stopped_and_resumed_is_the_run_that_was_not() {
+fn a_stopped_and_resumed_run_equals_the_run_that_was_not_stopped() {
     let room = room();
     for _again in 0..2 {
         gate(&room, "gate7_online", &["--force"], &SHORT)
@@ -284,7 +284,7 @@ fn bfloat16_is_held_to_its_own_autograd() {
 }
 
 #[test]
-fn a_gate_that_there_is_not_and_a_scale_that_does_not_divide_are_refused() {
+fn an_unknown_gate_and_a_scale_that_does_not_divide_are_refused() {
     let room = room();
     room.alone(&["gate", "gate8"]).ended(2, &["should be one of gate1_key, gate2_32k", "gate7_online"]);
     gate(&room, "gate2_32k", &[], &["gate.scale=48"])
@@ -292,7 +292,7 @@ fn a_gate_that_there_is_not_and_a_scale_that_does_not_divide_are_refused() {
 }
 
 #[test]
-fn a_gate_that_is_asked_to_stop_begins_anew_and_has_neither_passed_nor_failed() {
+fn a_stopped_gate_starts_again_and_has_neither_passed_nor_failed() {
     let room = room();
     let arguments = ["gate", "gate3_2m", "--force", "--set", "run.grace_sec=0"];
     let call = Call { ranks: 2, program: LONGSTRAW, arguments: &arguments, variables: &[] };

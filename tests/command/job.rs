@@ -97,6 +97,7 @@ impl<'a> Job<'a> {
     pub(crate) fn signal_at(&mut self, rank: usize, signal: libc::c_int, words: &str, count: usize) -> String {
         self.until(words, |job| (job.log(rank).matches(words).count() >= count).then_some(()));
         let process = self.process(rank).parse().unwrap();
+        #[expect(unsafe_code, reason = "sends a signal")]
         // SAFETY: the call takes two numbers and touches no memory of this process.
         let outcome = unsafe { libc::kill(process, signal) };
         assert_eq!(outcome, 0, "rank {rank} was there");

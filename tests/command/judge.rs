@@ -74,7 +74,7 @@ fn steps(room: &Room) -> Vec<Value> {
 }
 
 #[test]
-fn four_ranks_train_on_what_a_judge_says_although_it_misbehaves() {
+fn four_ranks_train_on_the_scores_of_a_judge_that_misbehaves() {
     let score = |text: &str| replied(text);
     let service = Service::of(vec![
         Turn::Say(429, "retry-after: 1\r\n", "{}".into()),
@@ -115,7 +115,7 @@ fn four_ranks_train_on_what_a_judge_says_although_it_misbehaves() {
 }
 
 #[test]
-fn a_judge_that_is_down_for_ever_ends_the_run_with_what_was_missed_most() {
+fn a_judge_that_stays_down_ends_the_run_with_the_commonest_reason() {
     // It is there when the run starts, and never again.
     let service = Service::of(vec![replied("ready"), answers(500, "{}")]);
     let room = room(&service.base());
@@ -133,7 +133,7 @@ fn a_refused_key_ends_the_run_at_once_on_all_ranks() {
 }
 
 #[test]
-fn a_stop_that_another_rank_hears_ends_the_wait_for_a_program_and_the_update_runs_again() {
+fn a_stop_signal_to_another_rank_ends_the_wait_for_a_program_and_the_update_runs_again() {
     let room = room("http://127.0.0.1:9");
     let sets = ["grpo.reward_fn=command", "reward.command=[\"sleep\", \"50\"]", "run.steps=2", "run.log_level=debug"];
     let mut arguments = vec!["train"];

@@ -7,7 +7,7 @@ fn started_as(tasks: (&str, &str), arguments: &[&str]) -> super::room::Said {
 }
 
 #[test]
-fn processes_that_each_believe_they_are_alone_are_told_how_to_start() {
+fn processes_that_each_believe_they_are_alone_are_refused_with_the_right_start() {
     for variable in ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"] {
         for arguments in [&["train"] as &[&str], &[], &["parity", "absent"]] {
             let said = started_as((variable, "4"), arguments);
@@ -17,7 +17,7 @@ fn processes_that_each_believe_they_are_alone_are_told_how_to_start() {
 }
 
 #[test]
-fn one_process_is_no_such_case() {
+fn one_process_may_run_alone() {
     let said = started_as(("SLURM_STEP_NUM_TASKS", "1"), &["parity", "absent"]);
     said.refused(3, &["absent/case.json"]);
     // An allocation of four tasks of which the step uses one.
@@ -25,7 +25,7 @@ fn one_process_is_no_such_case() {
 }
 
 #[test]
-fn verbs_without_mpi_never_ask() {
+fn verbs_without_mpi_ignore_the_launcher() {
     let four = ("SLURM_STEP_NUM_TASKS", "4");
     started_as(four, &["plan"]).ended(0, &["built-in laptop run", "models/smollm2-135m-instruct"]);
     started_as(four, &["convert", "absent.gguf", "there"]).refused(3, &["absent.gguf"]);

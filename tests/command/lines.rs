@@ -31,12 +31,12 @@ fn help_lists_every_verb() {
 }
 
 #[test]
-fn a_misspelt_key_is_answered_with_the_nearest_one() {
+fn the_error_about_a_misspelt_key_names_the_nearest_one() {
     let room = Room::new();
     let said = room.alone(&["plan", "--set", "grpo.group_sise=4"]);
     said.refused(2, &["--set: unknown key grpo.group_sise; the nearest known one is grpo.group_size"]);
     let said = room.alone(&["plan", "--set", "group_size=4"]);
-    said.refused(2, &["group_size stands in the wrong place", "--set grpo.group_size=VALUE"]);
+    said.refused(2, &["group_size is in the wrong place", "--set grpo.group_size=VALUE"]);
     room.alone(&["plan", "--set", "grpo.group_size"]).refused(2, &["grpo.group_size is no table.key=value"]);
     room.write("config.toml", "[optimiser]\nlr = 1\n");
     room.alone(&["plan"]).refused(2, &["config.toml: unknown table optimiser", "optimizer"]);
@@ -45,14 +45,14 @@ fn a_misspelt_key_is_answered_with_the_nearest_one() {
 }
 
 #[test]
-fn a_configuration_or_settings_file_that_is_not_there_is_named() {
+fn an_absent_configuration_or_settings_file_is_named() {
     let room = Room::new();
     room.alone(&["plan", "--config", "absent.toml"]).refused(2, &["absent.toml: cannot be read", "No such file"]);
     room.alone(&["plan", "--settings", "absent.json"]).refused(2, &["absent.json: cannot be read", "No such file"]);
 }
 
 #[test]
-fn every_problem_of_a_configuration_stands_in_one_message() {
+fn one_message_has_every_problem_of_a_configuration() {
     let room = Room::with(&[("config.toml", include_str!("../../configs/config.toml"))]);
     let wrong = ["--set", "parallel.tp_size=2", "--set", "context.answer_len=4096", "--set", "grpo.group_size=0"];
     let said = room.ranks(2, &wrong);
@@ -63,9 +63,9 @@ fn every_problem_of_a_configuration_stands_in_one_message() {
     said.ended(2, &["context.max_seq_len should be 2093056: prompt_len 2088960 + answer_len 4096 (it is 2097152)"]);
 }
 
-/// Every `--set` counts, on whichever side of the verb it stands; where no configuration is read, it is refused.
+/// `--set` counts on both sides of the verb. A verb that reads no configuration refuses it.
 #[test]
-fn sets_before_and_behind_the_verb_both_count_and_other_verbs_refuse_them() {
+fn sets_before_and_after_the_verb_both_count_and_other_verbs_refuse_them() {
     let room = Room::new();
     let said = room.alone(&["--set", "run.nonsense=1", "plan", "--set", "lora.rank=0"]);
     said.refused(2, &["run.nonsense", "lora.rank should be at least 1"]);

@@ -1,4 +1,4 @@
-//! What a run says of its memory and its time: the receipt's table by phase, the trace, and the report when memory runs
+//! What a run reports about memory and time: the receipt's table by phase, the trace, and the report when memory runs
 //! out.
 
 use serde_json::{Value, json};
@@ -7,7 +7,7 @@ use super::checkpoints::case;
 use super::room::{Call, LONGSTRAW, Room};
 use super::training::{config, lines, record};
 
-const PURSES: [&str; 2] = ["device", "host"];
+const SPACES: [&str; 2] = ["device", "host"];
 
 /// A room with the tiny checkpoint and one group of three answers.
 fn tiny() -> Room {
@@ -19,7 +19,7 @@ fn bytes(value: &Value) -> Vec<u64> {
 }
 
 #[test]
-fn the_receipt_tells_memory_by_phase_rank_and_kind() {
+fn the_receipt_has_memory_by_phase_rank_and_purpose() {
     let room = tiny();
     let sets = ["run.steps=2", "memory.cpu_offload_pages=true"].into_iter().flat_map(|set| ["--set", set]);
     let receipt = room.ranks(2, &["train", "--json"].into_iter().chain(sets).collect::<Vec<_>>()).json();
@@ -27,11 +27,10 @@ fn the_receipt_tells_memory_by_phase_rank_and_kind() {
     let names: Vec<&str> = phases.iter().map(|phase| phase["phase"].as_str().unwrap()).collect();
     assert_eq!(names, ["start", "capture", "reward", "score", "replay", "sweep", "finalize", "update"]);
     let phase = |name: &str| phases.iter().find(|phase| phase["phase"] == name).unwrap();
-    for space in PURSES {
-        let most =
-            |rank: usize| phases.iter().map(|phase| bytes(&phase[format!("{space}_peak")])[rank]).max().unwrap();
+    for space in SPACES {
+        let most = |rank: usize| phases.iter().map(|phase| bytes(&phase[format!("{space}_peak")])[rank]).max().unwrap();
         assert_eq!(bytes(&receipt[format!("peak_{space}_bytes")]), [most(0), most(1)]);
-        // No kind, nor what is beyond them, is larger than all that was alive.
+        // No part is larger than the peak of all live bytes.
         for phase in phases {
             let peaks = bytes(&phase[format!("{space}_peak")]);
             for (kind, held) in phase["kinds"].as_object().unwrap() {
@@ -41,15 +40,15 @@ fn the_receipt_tells_memory_by_phase_rank_and_kind() {
         }
     }
     let kind = |name: &str, kind: &str, space: &str| bytes(&phase(name)["kinds"][kind][space]);
-    // 180,928 weights, and 4 layers' pages of which each rank owns a half, all of float32; they wait in host memory.
+    // 180,928 float32 weights. The pages of 4 layers wait in host memory, half of them on each rank.
     assert!(kind("start", "weights", "device").iter().all(|&held| held >= 180_928 * 4));
     assert_eq!(kind("capture", "pages", "host"), bytes(&receipt["page_bytes_per_rank"]));
     assert_eq!(kind("capture", "pages", "device"), [0, 0]);
-    // Masters, gradients and two moments of one shape each.
+    // Master weights, gradients and two moments have the same shapes.
     let masters = kind("capture", "optimizer", "device")[0] / 2;
     assert_eq!(kind("update", "adapters", "device"), [2 * masters; 2]);
     assert_eq!(kind("start", "optimizer", "device"), [2 * masters; 2]);
-    assert!(kind("capture", "foreign", "device").iter().all(|&held| held > 0), "runs went round");
+    assert!(kind("capture", "foreign", "device").iter().all(|&held| held > 0), "runs were passed round the ring");
     assert!(kind("replay", "hidden", "host").iter().all(|&held| held > 0), "answers waited");
     assert!(kind("capture", "hidden", "device").iter().all(|&held| held > 0), "prompt rows were there");
     assert!(bytes(&phase("sweep")["scratch"]).iter().all(|&scratch| scratch > 0), "graphs are scratch");
@@ -63,7 +62,7 @@ fn the_receipt_tells_memory_by_phase_rank_and_kind() {
     }
 }
 
-/// Where memory would run out does not change from run to run.
+/// So memory would run out at the same point in every run.
 #[test]
 fn two_runs_hold_the_same_bytes_in_every_phase() {
     let memory = || {
@@ -86,7 +85,7 @@ fn row(trace: &[Value], row: u64) -> Vec<(&str, f64, f64, &Value)> {
 }
 
 #[test]
-fn a_trace_covers_the_updates_with_phases_and_its_layers_lie_within_them() {
+fn a_trace_covers_updates_with_phases_and_phases_contain_layers() {
     let room = tiny();
     room.ranks(2, &["--set", "run.trace=true", "--set", "run.steps=2"]).ended(0, &[]);
     let files = room.files("run/trace");
@@ -123,7 +122,7 @@ fn a_trace_covers_the_updates_with_phases_and_its_layers_lie_within_them() {
 /// One layer's intermediates of a block of rows are 256 MiB each, three or four at a time, and all else is small: with
 /// room for one or two a rank ends in its first layer.
 #[test]
-fn a_rank_without_memory_names_phase_layer_what_it_asked_for_and_a_setting() {
+fn a_rank_without_memory_names_phase_layer_request_and_setting() {
     let shape = json!({
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 32768, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 65536,
@@ -137,7 +136,7 @@ fn a_rank_without_memory_names_phase_layer_what_it_asked_for_and_a_setting() {
     // KiB of addresses. The program and its libraries take about 750,000; a whole run would need 1,700,000.
     let script = room.script("start", &format!("ulimit -v 1200000 && exec {LONGSTRAW} \"$@\""));
     let said = room.run(&Call { ranks: 1, program: &script, arguments: &["train"], variables: &[] });
-    said.refused(5, &["rank 0, capture, layer 0: out of host memory: 256.00 MiB were asked for"]);
+    said.refused(5, &["rank 0, capture, layer 0: out of host memory: 256.00 MiB were requested"]);
     said.ended(
         5,
         &["largest is scratch: set memory.micro_block smaller", "weights      device", "scratch      device"],

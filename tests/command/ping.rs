@@ -1,4 +1,4 @@
-//! Whether the endpoint answers, against services on this machine that fail in each way.
+//! `ping`, against services on this machine that fail in each way.
 
 use std::time::Instant;
 
@@ -7,7 +7,7 @@ use super::service::{Service, Turn, json, models, nobody, reply};
 
 const SENTINEL: &str = "sk-sentinel-3141592653";
 
-/// Pings `base` with three attempts at most, of a second each, and short waits; the key stands nowhere.
+/// Pings `base` with at most three attempts of a second each and short waits. The key must not be shown.
 fn ping(base: &str, more: &[&str]) -> Said {
     ping_with(base, more, &[("TAOTOKEN_API_KEY", SENTINEL)])
 }
@@ -25,7 +25,7 @@ fn ping_with(base: &str, more: &[&str], variables: &[(&str, &str)]) -> Said {
     said
 }
 
-/// Pings a service that goes through `script`; also what it heard.
+/// Pings a service with this script; returns the output and the requests.
 fn answered(script: Vec<Turn>) -> (Said, Vec<String>) {
     let service = Service::of(script);
     let said = ping(&service.base(), &[]);
@@ -33,7 +33,7 @@ fn answered(script: Vec<Turn>) -> (Said, Vec<String>) {
 }
 
 #[test]
-fn a_service_that_answers_is_told_with_times_and_attempts() {
+fn an_answering_service_is_reported_with_times_and_attempts() {
     let service = Service::of(vec![models(), reply()]);
     let said = ping(&service.base(), &["--json"]);
     said.ended(0, &[]);
@@ -67,7 +67,7 @@ fn a_list_of_several_pages_is_read_to_its_end() {
 }
 
 #[test]
-fn a_limit_is_waited_for_as_long_as_the_service_asks() {
+fn a_rate_limit_is_waited_for_as_long_as_the_service_requests() {
     let limit = || Turn::Say(429, "retry-after: 1\r\n", r#"{"error": {"message": "slow down"}}"#.into());
     let start = Instant::now();
     let (said, heard) = answered(vec![models(), limit(), limit(), reply()]);
@@ -78,7 +78,7 @@ fn a_limit_is_waited_for_as_long_as_the_service_asks() {
 }
 
 #[test]
-fn an_overloaded_service_is_asked_again() {
+fn an_overloaded_service_gets_another_request() {
     for status in [408, 409, 500, 503, 529] {
         let (said, heard) = answered(vec![json(status, "{}"), models(), reply()]);
         said.ended(0, &[]);
@@ -95,7 +95,7 @@ fn attempts_end_with_the_retries() {
 }
 
 #[test]
-fn a_service_that_hangs_is_left_after_the_time_out_of_each_attempt() {
+fn a_hanging_service_ends_each_attempt_by_time_out() {
     let start = Instant::now();
     let (said, heard) = answered(vec![Turn::Hang]);
     said.refused(7, &["/v1/models: no answer within 1 s (endpoint.timeout_sec)", "3 attempts in 3."]);
@@ -104,7 +104,7 @@ fn a_service_that_hangs_is_left_after_the_time_out_of_each_attempt() {
 }
 
 #[test]
-fn an_answer_that_is_cut_short_is_asked_for_again() {
+fn an_incomplete_answer_is_requested_again() {
     let (said, heard) = answered(vec![Turn::Cut, models(), Turn::Cut, reply()]);
     said.ended(0, &[]);
     assert_eq!(heard.len(), 4);
@@ -112,7 +112,7 @@ fn an_answer_that_is_cut_short_is_asked_for_again() {
 }
 
 #[test]
-fn a_refused_key_is_told_at_once_and_not_repeated_by_its_words() {
+fn a_refused_key_is_reported_at_once_and_never_shown() {
     for status in [401, 403] {
         let body =
             format!(r#"{{"error": {{"type": "authentication_error", "message": "invalid x-api-key {SENTINEL}"}}}}"#);
@@ -124,11 +124,11 @@ fn a_refused_key_is_told_at_once_and_not_repeated_by_its_words() {
 }
 
 #[test]
-fn a_wrong_base_address_is_told_by_what_answers_there() {
+fn a_wrong_base_address_is_recognized_by_the_answer() {
     let page = "<!DOCTYPE html><html><body>Welcome</body></html>";
     let html = || Turn::Say(200, "content-type: text/html; charset=utf-8\r\n", page.into());
     let (said, heard) = answered(vec![html()]);
-    said.refused(7, &["a web page (HTML) answers where JSON should", "endpoint.api_base (http://127.0.0.1:"]);
+    said.refused(7, &["the answer is a web page (HTML) and not JSON", "endpoint.api_base (http://127.0.0.1:"]);
     assert_eq!(heard.len(), 1);
     let (said, heard) = answered(vec![json(404, r#"{"error": "no route"}"#)]);
     said.refused(7, &["/v1/models: nothing is there (HTTP 404: no route)", "endpoint.api_base", "(/v1/models)"]);
@@ -172,7 +172,10 @@ fn a_redirect_is_not_followed_with_the_key() {
     let other = Service::of(vec![models()]);
     let location: &'static str = format!("location: {}/v1/models?key={SENTINEL}\r\n", other.base()).leak();
     let (said, heard) = answered(vec![Turn::Say(302, location, String::new())]);
-    said.refused(7, &["sends on to", &format!("{}/v1/models (HTTP 302)", other.base()), "make it endpoint.api_base"]);
+    said.refused(
+        7,
+        &["redirects to", &format!("{}/v1/models (HTTP 302)", other.base()), "set endpoint.api_base to it"],
+    );
     assert_eq!((heard.len(), other.heard().len()), (1, 0));
 }
 
@@ -195,7 +198,7 @@ fn a_missing_key_is_named_by_its_variable_and_nothing_is_sent() {
 }
 
 #[test]
-fn a_base_address_that_no_path_fits_is_refused_with_the_one_that_does() {
+fn a_base_address_with_path_or_query_is_refused_with_the_right_one() {
     for (base, clean) in [
         ("http://127.0.0.1:9/api/v1", "endpoint.api_base should be http://127.0.0.1:9/api: the path /v1/messages"),
         (
@@ -210,7 +213,7 @@ fn a_base_address_that_no_path_fits_is_refused_with_the_one_that_does() {
 }
 
 #[test]
-fn what_is_not_set_is_named() {
+fn unset_keys_are_named() {
     let said = Room::new().alone(&["ping"]);
     said.refused(2, &["endpoint.api_base is not set"]);
     let variables = &[("TAOTOKEN_API_KEY", SENTINEL), ("LONGSTRAW_ENDPOINT__API_BASE", "http://127.0.0.1:9")];
@@ -219,7 +222,7 @@ fn what_is_not_set_is_named() {
 }
 
 #[test]
-fn several_processes_do_not_all_ask() {
+fn several_processes_are_refused() {
     let service = Service::of(vec![models()]);
     let key = ("TAOTOKEN_API_KEY", SENTINEL);
     let said = ping_with(&service.base(), &[], &[key, ("SLURM_STEP_NUM_TASKS", "4")]);

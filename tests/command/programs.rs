@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, RewardFn, RewardName, RunConfig};
-use longstraw::reward::{Asked, Rewarded, Scorer};
+use longstraw::reward::{Candidate, Rewarded, Scorer};
 use longstraw::runtime::failure::Exit;
 use serde_json::{Value, json};
 
@@ -34,7 +34,7 @@ impl Scripted {
         let scorer = Scorer::open(&self.config, &Environment::default()).unwrap();
         let data = json!({ "expected": "7" });
         let reward_data = data.as_object().unwrap();
-        let asked = texts.iter().enumerate().map(|(answer, text)| Asked {
+        let asked = texts.iter().enumerate().map(|(answer, text)| Candidate {
             prompt: "one",
             answer,
             text,
@@ -88,7 +88,7 @@ fn values(scored: &[Rewarded]) -> Vec<Option<f64>> {
 }
 
 #[test]
-fn a_program_is_told_of_every_answer_and_gives_each_its_reward() {
+fn a_program_reads_every_answer_and_gives_each_its_reward() {
     let scripted = Scripted::of(
         "tee \"$1/told\" | while read -r line; do\n\
          case $line in *'\"answer\":0'*) echo 0.5 ;; *'\"answer\":1'*) echo '{\"reward\": -2, \"reason\": \"x\"}' ;;\n\
@@ -128,7 +128,7 @@ fn a_program_that_fails_says_why() {
 }
 
 #[test]
-fn a_program_that_hangs_is_ended_with_all_it_has_started() {
+fn a_program_that_hangs_is_ended_with_its_children() {
     let mut scripted =
         Scripted::of("sleep 60 & echo $! > \"$1/sleeper\"; echo $$ > \"$1/itself\"; echo stuck >&2; wait");
     scripted.config.reward.command_sec = 1;
@@ -143,7 +143,7 @@ fn a_program_that_hangs_is_ended_with_all_it_has_started() {
 }
 
 #[test]
-fn what_a_program_leaves_behind_is_neither_waited_for_nor_left() {
+fn the_children_that_a_program_leaves_are_ended_and_not_waited_for() {
     let script = "for i in 1 2 3 4 5; do sleep 60 & done; echo $! > \"$1/sleeper\"; echo 1; echo 0; exit 0";
     let scripted = Scripted::of(script);
     let (scored, took) = scripted.score(&["a", "b"]);
@@ -190,7 +190,7 @@ fn a_program_that_cannot_be_started_ends_the_run() {
     let mut scripted = Scripted::of("print(1)");
     let file = scripted.room.path().join("score.sh");
     let data = json!({});
-    let asked = Asked {
+    let asked = Candidate {
         prompt: "one",
         answer: 0,
         text: "",

@@ -1,5 +1,5 @@
-//! What bad input gets: exit 3 and one message with file, tensor or field, and numbers, at 1 and at 2 ranks; nothing is
-//! left behind.
+//! Bad input ends with exit 3 and one message with file, tensor or field, and numbers, on 1 and 2 ranks; no file is
+//! left.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use super::checkpoints::{Draft, Stored, Tensors, shard_name, write};
 use super::room::Room;
 use super::training::{config, lines, record};
 
-/// `train` on this checkpoint and these records is refused with these words, at 1 and at 2 ranks.
+/// `train` on this checkpoint and these records is refused with these words, on 1 and on 2 ranks.
 #[track_caller]
 fn refused_with(draft: &Draft, records: &str, words: &[&str]) {
     let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", records)]);
@@ -17,7 +17,7 @@ fn refused_with(draft: &Draft, records: &str, words: &[&str]) {
         let said = if ranks == 0 { room.alone(&["train"]) } else { room.ranks(ranks, &["train"]) };
         said.refused(3, &[&["rank 0, start: "], words].concat());
         for file in room.files("run") {
-            assert!(file.starts_with("logs/rank_"), "{file} is left behind");
+            assert!(file.starts_with("logs/rank_"), "{file} is left");
         }
     }
 }
@@ -87,7 +87,7 @@ fn a_truncated_shard_is_refused_with_its_length() {
 }
 
 #[test]
-fn a_family_that_is_not_computed_is_refused_with_those_that_are() {
+fn an_unsupported_family_is_refused_with_the_supported_ones() {
     let mut draft = Draft::of("qwen3");
     draft.config.insert("model_type".to_owned(), json!("qwen9"));
     draft.write();
@@ -98,7 +98,7 @@ fn a_family_that_is_not_computed_is_refused_with_those_that_are() {
 }
 
 #[test]
-fn a_rope_type_that_is_not_computed_is_refused() {
+fn an_unsupported_rope_type_is_refused() {
     let mut draft = Draft::of("qwen3");
     draft.config.insert("rope_parameters".to_owned(), json!({"rope_type": "spiral", "rope_theta": 10000.0}));
     draft.write();
@@ -106,7 +106,7 @@ fn a_rope_type_that_is_not_computed_is_refused() {
 }
 
 #[test]
-fn weights_that_are_not_numbers_are_refused_with_the_first_place() {
+fn weights_that_are_not_finite_are_refused_with_the_first_index() {
     let mut draft = Draft::of("qwen3");
     draft.tensor("model.layers.2.self_attn.k_proj.weight").set(2 * 64 + 5, f32::NAN);
     draft.tensor("model.layers.2.self_attn.k_proj.weight").set(3 * 64, f32::INFINITY);
@@ -160,7 +160,7 @@ fn records_that_cannot_be_read_are_refused() {
 }
 
 #[test]
-fn a_model_that_is_no_folder_is_named() {
+fn a_missing_model_folder_is_named() {
     let room = Room::with(&[("config.toml", &config("absent".as_ref()))]);
     room.alone(&[]).refused(3, &["absent: No such file", "give the folder of a checkpoint, or its config.json"]);
     room.write("absent/config.json", fs::read(Draft::of("qwen3").path().join("config.json")).unwrap_or_default());
@@ -175,7 +175,7 @@ fn a_model_that_is_no_folder_is_named() {
 }
 
 #[test]
-fn an_earlier_run_stays_as_it_was_when_the_next_is_refused() {
+fn an_earlier_run_is_unchanged_if_the_next_is_refused() {
     let draft = Draft::of("qwen3");
     draft.write();
     let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", "{}")]);

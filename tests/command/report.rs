@@ -1,4 +1,4 @@
-//! What a run tells: its lines, its files, and the page about it.
+//! What a run reports: its lines, its files, and the page about it.
 
 use std::fs;
 
@@ -18,12 +18,12 @@ fn metrics(room: &Room, run: &str) -> Vec<Value> {
 }
 
 #[test]
-fn an_update_tells_its_rewards_lengths_seconds_and_bytes_and_a_line_the_time_that_is_left() {
+fn an_update_reports_rewards_lengths_seconds_and_bytes_and_its_line_the_time_left() {
     let room = room();
     let said = room.ranks(2, &["--set", "grpo.kl_coef=0.05", "--set", "data.shuffle=false"]);
     said.ended(0, &[" left\n"]);
-    let told: Vec<&str> = said.err.lines().filter(|line| line.starts_with("step ")).collect();
-    assert!(told.len() == 3 && told[0].contains(" left") && !told[2].contains("left"), "{told:?}");
+    let updates: Vec<&str> = said.err.lines().filter(|line| line.starts_with("step ")).collect();
+    assert!(updates.len() == 3 && updates[0].contains(" left") && !updates[2].contains("left"), "{updates:?}");
     let steps = metrics(&room, "run");
     // Rewards 1, 0, 0.
     let deviation = (2.0_f64 / 9.0).sqrt();
@@ -52,7 +52,7 @@ fn an_update_tells_its_rewards_lengths_seconds_and_bytes_and_a_line_the_time_tha
 }
 
 #[test]
-fn a_resumed_run_has_an_event_file_of_its_own_and_answers_of_updates_that_come_again_are_gone() {
+fn a_resumed_run_has_its_own_event_file_and_loses_answers_of_updates_that_it_makes_again() {
     let room = room();
     room.alone(&["--set", "run.steps=2", "--set", "checkpoint.every=1"]).ended(0, &[]);
     room.write("run/answers.jsonl", "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"st");
@@ -79,7 +79,7 @@ fn a_report_of_a_run_is_a_page_in_its_directory() {
 }
 
 #[test]
-fn several_runs_unfinished_ones_and_folders_of_gates_stand_on_one_page() {
+fn several_runs_unfinished_runs_and_folders_of_gates_share_one_page() {
     let room = room();
     room.alone(&["--run-dir", "one"]).ended(0, &[]);
     room.alone(&["--run-dir", "two", "--set", "context.prompt_len=97", "--set", "context.max_seq_len=121"])

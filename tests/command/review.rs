@@ -1,11 +1,11 @@
-//! What the endpoint says about a run that has ended: asked for by the run itself, never waited for without an end, and
-//! never a reason to fail.
+//! The endpoint's review of a run that has ended: requested by the run itself, within a time limit, and never a reason to
+//! fail.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, RunConfig};
-use longstraw::tools::review::{Asked, Ended, Replayed, replay, summarize};
+use longstraw::tools::review::{Diagnoses, Ended, RequestLimits, diagnose, summarize};
 use serde_json::{Value, json as object};
 
 use super::checkpoints::case;
@@ -25,7 +25,7 @@ fn message(request: &str) -> String {
     body(request)["messages"][0]["content"].as_str().unwrap().to_owned()
 }
 
-/// A room for a short run whose settings ask for a summary and diagnoses.
+/// A room for a short run with the given `usage` settings.
 fn room(base: &str, usage: &str) -> Room {
     let settings = format!(
         r#"{{ "api_base": "{base}", "default_model": "reader-large", "timeout_sec": 2, "max_retries": 5,
@@ -52,7 +52,7 @@ fn train(room: &Room, ranks: usize, more: &[&str]) -> Said {
 }
 
 #[test]
-fn a_run_that_ends_well_has_a_summary_of_its_numbers_and_no_name_was_sent() {
+fn a_finished_run_has_a_summary_of_its_numbers_and_no_name_was_sent() {
     let service = Service::of(vec![says(REPLY)]);
     let room = room(&service.base(), r#""log_summary": true"#);
     let said = train(&room, 2, &["--json"]);
@@ -64,10 +64,10 @@ fn a_run_that_ends_well_has_a_summary_of_its_numbers_and_no_name_was_sent() {
         "{summary}"
     );
     assert!(summary.contains("By reader-large, 20") && summary.contains("(100 tokens in, 20 out)"), "{summary}");
-    assert_eq!(service.heard().len(), 1, "rank 0 alone asks");
+    assert_eq!(service.heard().len(), 1, "only rank 0 sends a request");
     let request = &service.heard()[0];
     assert_eq!(body(request)["model"], "reader-large");
-    let told = message(request);
+    let sent = message(request);
     for words in [
         "It came to its end.",
         "Steps: 3; different prompts: 2",
@@ -75,26 +75,26 @@ fn a_run_that_ends_well_has_a_summary_of_its_numbers_and_no_name_was_sent() {
         "grad_norm: ",
         r#""passed":true"#,
     ] {
-        assert!(told.contains(words), "no {words:?} in\n{told}");
+        assert!(sent.contains(words), "no {words:?} in\n{sent}");
     }
-    assert!(!told.contains("of 9") && !told.contains("of 12"), "names of prompts stay here:\n{told}");
+    assert!(!sent.contains("of 9") && !sent.contains("of 12"), "names of prompts are not sent:\n{sent}");
 }
 
 #[test]
-fn a_run_that_fails_in_an_update_has_a_summary_with_its_words_and_the_same_exit() {
+fn a_run_that_fails_in_an_update_has_a_summary_with_its_message_and_the_same_exit() {
     let service = Service::of(vec![says(REPLY)]);
     let room = room(&service.base(), r#""log_summary": true, "sample_replay": true"#);
     let said = train(&room, 2, &["--set", "optimizer.lr=1e30"]);
     said.refused(6, &["is not finite", "a summary of the run by the endpoint's model"]);
     assert!(room.read("run/summary.md").starts_with("# Summary of a run that failed\n"));
-    assert_eq!(service.heard().len(), 1, "answers of a run that failed are not looked at");
-    let told = message(&service.heard()[0]);
-    assert!(told.contains("It failed: rank 0, ") && told.contains("is not finite"), "{told}");
-    assert!(!room.path().join("run/receipt.json").exists() && !told.contains("\nReceipt\n"), "{told}");
+    assert_eq!(service.heard().len(), 1, "answers of a failed run are not sent");
+    let sent = message(&service.heard()[0]);
+    assert!(sent.contains("It failed: rank 0, ") && sent.contains("is not finite"), "{sent}");
+    assert!(!room.path().join("run/receipt.json").exists() && !sent.contains("\nReceipt\n"), "{sent}");
 }
 
 #[test]
-fn a_run_that_is_refused_before_its_first_step_asks_for_nothing() {
+fn a_run_that_is_refused_before_its_first_step_sends_nothing() {
     let service = Service::of(vec![says(REPLY)]);
     let room = room(&service.base(), r#""log_summary": true"#);
     room.write("run/summary.md", "of an earlier run");
@@ -103,7 +103,7 @@ fn a_run_that_is_refused_before_its_first_step_asks_for_nothing() {
 }
 
 #[test]
-fn a_service_that_hangs_or_fails_is_a_line_and_the_run_has_passed() {
+fn a_service_that_hangs_or_fails_is_one_line_and_the_run_passes() {
     for (turn, words) in [
         (Turn::Hang, "no summary of the run: "),
         (json(500, "{}"), "overloaded or out of order (HTTP 500"),
@@ -125,7 +125,7 @@ fn a_service_that_hangs_or_fails_is_a_line_and_the_run_has_passed() {
 }
 
 /// The laptop's configuration with a service, and a key.
-fn asking(base: &str) -> (RunConfig, Environment) {
+fn config_with_service(base: &str) -> (RunConfig, Environment) {
     let mut config = RunConfig::laptop();
     config.endpoint.api_base = Some(base.to_owned());
     config.endpoint.default_model = Some("reader-large".to_owned());
@@ -133,12 +133,12 @@ fn asking(base: &str) -> (RunConfig, Environment) {
 }
 
 #[test]
-fn no_service_keeps_a_summary_waiting_beyond_its_bound() {
-    let asked = Asked { whole: Duration::from_secs(2), ..Asked::SUMMARY };
+fn no_service_delays_a_summary_beyond_its_limit() {
+    let limits = RequestLimits { total_time: Duration::from_secs(2), ..RequestLimits::SUMMARY };
     let later = Turn::Say(429, "retry-after: 60\r\n", "{}".into());
     let page = Turn::Say(200, "content-type: text/html\r\n", "<html>".into());
     for (turn, words, attempts) in [
-        (Turn::Hang, "no answer within the 2 s that this is waited for", 1),
+        (Turn::Hang, "no answer within the 2 s that the caller waits", 1),
         (later, "HTTP 429", 1),
         (json(529, "{}"), "HTTP 529", 2),
         (Turn::Cut, "the connection broke", 2),
@@ -147,17 +147,17 @@ fn no_service_keeps_a_summary_waiting_beyond_its_bound() {
         (says(" \n"), "the model's reply is empty", 1),
     ] {
         let (service, dir) = (Service::of(vec![turn]), tempfile::tempdir().unwrap());
-        let (mut config, environment) = asking(&service.base());
+        let (mut config, environment) = config_with_service(&service.base());
         config.endpoint.retry_backoff = 0.1;
         let start = Instant::now();
-        let failure = summarize(dir.path(), &config, &environment, Ended::Finished, asked).unwrap_err().to_string();
+        let failure = summarize(dir.path(), &config, &environment, Ended::Finished, limits).unwrap_err().to_string();
         assert!(start.elapsed() < Duration::from_secs(4), "{words}: {:?}", start.elapsed());
         assert!(failure.contains(words) && !failure.contains(SENTINEL), "{failure}");
         assert_eq!(service.heard().len(), attempts, "{words}");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
-    let (config, environment) = asking(&nobody());
-    let none = Asked::SUMMARY.within(Some(Duration::from_millis(100)));
+    let (config, environment) = config_with_service(&nobody());
+    let none = RequestLimits::SUMMARY.within(Some(Duration::from_millis(100)));
     let failure = summarize(Path::new("absent"), &config, &environment, Ended::Stopped, none).unwrap_err().to_string();
     assert!(failure.contains("only 0.1 s are left"), "{failure}");
 }
@@ -177,12 +177,12 @@ fn answers() -> tempfile::TempDir {
     dir
 }
 
-fn replayed(dir: &Path, base: &str, asked: Asked) -> (Replayed, Vec<Value>) {
-    let (config, environment) = asking(base);
-    let replayed = replay(dir, &config, &environment, asked).unwrap();
-    let text = std::fs::read_to_string(&replayed.file).unwrap();
-    assert!(!text.contains(SENTINEL) && !format!("{replayed:?}").contains(SENTINEL), "{text}");
-    (replayed, text.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
+fn diagnoses(dir: &Path, base: &str, limits: RequestLimits) -> (Diagnoses, Vec<Value>) {
+    let (config, environment) = config_with_service(base);
+    let diagnoses = diagnose(dir, &config, &environment, limits).unwrap();
+    let text = std::fs::read_to_string(&diagnoses.file).unwrap();
+    assert!(!text.contains(SENTINEL) && !format!("{diagnoses:?}").contains(SENTINEL), "{text}");
+    (diagnoses, text.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
 }
 
 #[test]
@@ -191,8 +191,9 @@ fn the_worst_answers_of_the_last_steps_are_diagnosed() {
         if message(request).contains("said 4 1") { json(400, "{}") } else { says("It says nothing.") }
     }
     let (service, dir) = (Service::of(vec![Turn::By(judge)]), answers());
-    let (replayed, lines) = replayed(dir.path(), &service.base(), Asked { requests_max: 3, ..Asked::REPLAY });
-    assert_eq!((replayed.answers, replayed.failed), (3, 1));
+    let (diagnoses, lines) =
+        diagnoses(dir.path(), &service.base(), RequestLimits { requests_max: 3, ..RequestLimits::DIAGNOSES });
+    assert_eq!((diagnoses.answers, diagnoses.failed), (3, 1));
     let texts: Vec<&str> = lines.iter().map(|line| line["text"].as_str().unwrap()).collect();
     assert_eq!(texts, ["said 4 0", "said 4 1", "said 4 2"], "only the last quarter of the steps, the worst first");
     assert_eq!(
@@ -201,19 +202,19 @@ fn the_worst_answers_of_the_last_steps_are_diagnosed() {
     );
     assert!(lines[1]["failure"].as_str().unwrap().contains("HTTP 400") && lines[1]["diagnosis"].is_null());
     for request in service.heard() {
-        let told = message(&request);
-        assert!(!told.contains("Question: ") && told.contains("Expected: seven") && !told.contains("named"), "{told}");
+        let sent = message(&request);
+        assert!(!sent.contains("Question: ") && sent.contains("Expected: seven") && !sent.contains("named"), "{sent}");
     }
 }
 
 #[test]
-fn no_service_keeps_diagnoses_waiting_beyond_their_bound() {
-    let asked = Asked { whole: Duration::from_secs(2), ..Asked::REPLAY };
+fn no_service_delays_diagnoses_beyond_their_limit() {
+    let limits = RequestLimits { total_time: Duration::from_secs(2), ..RequestLimits::DIAGNOSES };
     for turn in [Turn::Hang, json(503, "{}"), json(401, "{}"), Turn::Cut] {
         let (service, dir, start) = (Service::of(vec![turn.clone()]), answers(), Instant::now());
-        let (replayed, lines) = replayed(dir.path(), &service.base(), asked);
+        let (diagnoses, lines) = diagnoses(dir.path(), &service.base(), limits);
         assert!(start.elapsed() < Duration::from_secs(4), "{turn:?}: {:?}", start.elapsed());
-        assert_eq!((replayed.answers, replayed.failed, lines.len()), (4, 4, 4), "{turn:?}");
-        assert!(replayed.why.is_some());
+        assert_eq!((diagnoses.answers, diagnoses.failed, lines.len()), (4, 4, 4), "{turn:?}");
+        assert!(diagnoses.first_failure.is_some());
     }
 }

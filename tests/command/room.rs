@@ -1,4 +1,4 @@
-//! A folder to run the command in, and what a run said.
+//! A folder to run the command in, and the output of a run.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;
@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use anyhow::Context as _;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -15,7 +16,7 @@ const RUN_SECONDS_MAX: u64 = 90;
 /// The binary under test.
 pub(crate) const LONGSTRAW: &str = env!("CARGO_BIN_EXE_longstraw");
 
-/// What a run said, and how it ended.
+/// Exit code and output of a run.
 #[derive(Debug)]
 pub(crate) struct Said {
     pub(crate) code: i32,
@@ -24,7 +25,7 @@ pub(crate) struct Said {
 }
 
 impl Said {
-    /// The exit code is `code`, and each of `words` stands in the messages.
+    /// Asserts the exit code, and that standard error contains each of `words`.
     #[track_caller]
     pub(crate) fn ended(&self, code: i32, words: &[&str]) -> &Said {
         assert_eq!(self.code, code, "{self}");
@@ -35,7 +36,7 @@ impl Said {
         self
     }
 
-    /// The run failed with one message of our own, that has each of `words` in it.
+    /// As [`Said::ended`], with exactly one message of longstraw's own.
     #[track_caller]
     pub(crate) fn refused(&self, code: i32, words: &[&str]) -> &Said {
         self.ended(code, words);
@@ -44,7 +45,7 @@ impl Said {
         self
     }
 
-    /// Standard output is one JSON object and nothing else.
+    /// The JSON object that is all of standard output.
     #[track_caller]
     pub(crate) fn json(&self) -> Value {
         assert_eq!(self.out.lines().count(), 1, "{self}");
@@ -60,7 +61,7 @@ impl std::fmt::Display for Said {
     }
 }
 
-/// A temporary folder.
+/// A temporary folder to run in, and one for the output.
 pub(crate) struct Room {
     folder: TempDir,
     aside: TempDir,
@@ -84,7 +85,7 @@ impl Room {
         room
     }
 
-    /// Writes a file, and the folders it lies in.
+    /// Writes a file, and creates its folders.
     pub(crate) fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
         let file = self.path().join(name);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -92,16 +93,21 @@ impl Room {
         file
     }
 
-    pub(crate) fn read(&self, name: &str) -> String {
+    pub(crate) fn try_read(&self, name: &str) -> anyhow::Result<String> {
         let file = self.path().join(name);
-        fs::read_to_string(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
+        fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))
+    }
+
+    pub(crate) fn read(&self, name: &str) -> String {
+        self.try_read(name).unwrap()
     }
 
     pub(crate) fn read_json(&self, name: &str) -> Value {
-        serde_json::from_str(&self.read(name)).unwrap()
+        let parsed = self.try_read(name).and_then(|text| Ok(serde_json::from_str(&text)?));
+        parsed.with_context(|| format!("parsing {name}")).unwrap()
     }
 
-    /// Every file below `folder`, by its path from there.
+    /// Every file below `folder`, as a path relative to it.
     pub(crate) fn files(&self, folder: &str) -> Vec<String> {
         let root = self.path().join(folder);
         let mut found = Vec::new();
@@ -120,19 +126,19 @@ impl Room {
         found
     }
 
-    /// Writes a shell script that mpirun can start in the place of the command.
+    /// Writes a shell script that mpirun can start instead of the command.
     pub(crate) fn script(&self, name: &str, text: &str) -> String {
         let file = self.write(name, format!("#!/bin/sh\n{text}\n"));
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
         file.display().to_string()
     }
 
-    /// One process, without mpirun.
+    /// Runs one process, without mpirun.
     pub(crate) fn alone(&self, arguments: &[&str]) -> Said {
         self.run(&Call { ranks: 0, program: LONGSTRAW, arguments, variables: &[] })
     }
 
-    /// Several ranks under mpirun.
+    /// Runs several ranks under mpirun.
     pub(crate) fn ranks(&self, ranks: usize, arguments: &[&str]) -> Said {
         self.run(&Call { ranks, program: LONGSTRAW, arguments, variables: &[] })
     }
@@ -141,7 +147,7 @@ impl Room {
         self.start(call).end()
     }
 
-    /// Starts a run and lets it go on.
+    /// Starts a run and returns while it runs.
     pub(crate) fn start(&self, call: &Call) -> Running {
         let (out, err) = (self.aside.path().join("out"), self.aside.path().join("err"));
         let mut command = call.command();
@@ -152,7 +158,7 @@ impl Room {
     }
 }
 
-/// What is started, and how.
+/// Program, arguments and variables of a run.
 pub(crate) struct Call<'a> {
     /// Ranks under mpirun; 0 starts the program itself.
     pub(crate) ranks: usize,
@@ -171,14 +177,15 @@ impl Call<'_> {
             mpirun
         };
         command.args(self.arguments);
-        // What this machine's user has set must not decide a test.
+        // The user's own variables must not decide a test.
+        #[expect(clippy::disallowed_methods, reason = "the test decides what the command inherits")]
         for (name, _) in std::env::vars_os() {
             let name = name.to_string_lossy().into_owned();
             if ["LONGSTRAW_", "SLURM_", "OMPI_COMM_", "TAOTOKEN_"].iter().any(|prefix| name.starts_with(prefix)) {
                 command.env_remove(name);
             }
         }
-        // As scripts/mpirun.sh does, and for its reasons. Only root needs the first two.
+        // As in scripts/mpirun.sh. Only root needs the first two.
         command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
         command.envs([("OMPI_MCA_mpi_yield_when_idle", "1"), ("OMPI_MCA_btl_vader_single_copy_mechanism", "none")]);
         command.env("OMP_NUM_THREADS", "1").envs(self.variables.iter().copied());
@@ -186,7 +193,7 @@ impl Call<'_> {
     }
 }
 
-/// A run that goes on; dropped, it is ended.
+/// A run in progress. Dropping it ends the run.
 pub(crate) struct Running {
     child: Child,
     out: PathBuf,
@@ -195,19 +202,19 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    /// Whether it has ended by itself.
+    /// Whether the run has ended.
     pub(crate) fn has_ended(&mut self) -> bool {
         self.end = self.end.or(self.child.try_wait().unwrap());
         self.end.is_some()
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the process.
     pub(crate) fn signal(&self, signal: i32) {
         let sent = Command::new("kill").args([format!("-{signal}"), self.child.id().to_string()]).status();
         assert!(sent.unwrap().success(), "{}", self.said());
     }
 
-    /// Waits until `ready`, at most as long as a run may take.
+    /// Waits until `ready` returns a value, at most as long as a run may take.
     #[track_caller]
     pub(crate) fn until<T>(&mut self, what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
         let start = Instant::now();
@@ -221,7 +228,7 @@ impl Running {
         }
     }
 
-    /// Waits for the end.
+    /// Waits until the run has ended.
     #[track_caller]
     pub(crate) fn end(mut self) -> Said {
         let start = Instant::now();
@@ -232,7 +239,7 @@ impl Running {
         self.said()
     }
 
-    /// What it has said so far.
+    /// The output so far.
     pub(crate) fn said(&self) -> Said {
         let read = |file: &Path| String::from_utf8_lossy(&fs::read(file).unwrap()).into_owned();
         let code = self.end.and_then(|status| status.code()).unwrap_or(-1);

@@ -11,13 +11,13 @@ const POSITIONS: u64 = 261_120;
 const STATE: u64 = 36 * 2 * 8 * 128 * 2;
 
 /// A plan of eight answers of 8,192 tokens on eight ranks, from the users' own file.
-fn drawn(flags: &[&str]) -> Said {
+fn sampled(flags: &[&str]) -> Said {
     let sample = ["--set", "rollout.sample=true", "--set", "grpo.group_size=8", "--set", "grpo.gradient=response"];
     plan(&room(), "qwen3-8b", &[&sample, flags].concat())
 }
 
-fn drawn_json(flags: &[&str]) -> Value {
-    drawn(&[&["--json"], flags].concat()).ended(0, &["native context"]).json()
+fn sampled_json(flags: &[&str]) -> Value {
+    sampled(&[&["--json"], flags].concat()).ended(0, &["native context"]).json()
 }
 
 #[track_caller]
@@ -38,8 +38,8 @@ fn a_plan_whose_answers_come_with_the_data_has_no_rollout() {
 }
 
 #[test]
-fn what_a_rank_holds_while_answers_are_drawn_is_the_arithmetic_of_the_config() {
-    let resident = drawn_json(&["--device-gib", "131"]);
+fn memory_of_a_rank_while_it_samples_is_the_arithmetic_of_the_config() {
+    let resident = sampled_json(&["--device-gib", "131"]);
     let vocabulary = 151_936;
     for (name, expected) in [
         ("pages of all layers", POSITIONS * STATE),
@@ -54,17 +54,17 @@ fn what_a_rank_holds_while_answers_are_drawn_is_the_arithmetic_of_the_config() {
     }
     assert_eq!(resident["rollout"]["tokens"], json!(8192));
     // Shorter answers, and fewer.
-    let short = drawn_json(&["--set", "rollout.max_tokens=800", "--set", "grpo.group_size=3"]);
+    let short = sampled_json(&["--set", "rollout.max_tokens=800", "--set", "grpo.group_size=3"]);
     assert_eq!(of_rollout(&short, "answers' keys and values"), 3 * 100 * (STATE + STATE / 36));
     assert_eq!(of_rollout(&short, "logits"), 3 * vocabulary * 58);
     // float32 has no fused kernel on a GPU.
-    let plain = drawn_json(&["--set", "model.dtype=float32"]);
+    let plain = sampled_json(&["--set", "model.dtype=float32"]);
     assert_eq!(of_rollout(&plain, "scores of the answers"), 8 * 32 * 32_768 * 4 * 3);
     assert!(!resident["addends"].to_string().contains("scores of the answers"));
 }
 
 #[test]
-fn pages_of_all_layers_come_to_the_device_where_they_fit_and_layer_by_layer_where_they_do_not() {
+fn pages_of_all_layers_are_on_the_device_if_they_fit_and_staged_layer_by_layer_if_not() {
     let never: &[&str] = &["--set", "rollout.pages_on_device=false", "--device-gib", "131"];
     for (flags, on_device) in [
         (&["--device-gib", "54"][..], true),
@@ -74,7 +74,7 @@ fn pages_of_all_layers_come_to_the_device_where_they_fit_and_layer_by_layer_wher
         (never, false),
         (&["--set", "rollout.pages_on_device=true"], true),
     ] {
-        let plan = drawn_json(flags);
+        let plan = sampled_json(flags);
         assert_eq!(plan["rollout"]["pages_on_device"], json!(on_device), "{flags:?}");
         let moved = if on_device { 0 } else { POSITIONS * STATE };
         assert_eq!(plan["rollout"]["bytes_moved_per_token"], json!(moved), "{flags:?}");
@@ -87,21 +87,21 @@ fn pages_of_all_layers_come_to_the_device_where_they_fit_and_layer_by_layer_wher
         }
     }
     // Pages that live on the device are there for the answers too, and are counted once.
-    let living = drawn_json(&["--set", "memory.cpu_offload_pages=false"]);
+    let living = sampled_json(&["--set", "memory.cpu_offload_pages=false"]);
     assert_eq!((&living["rollout"]["pages_on_device"], bytes(&living, "pages")), (&json!(true), POSITIONS * STATE));
     assert!(!living["addends"].to_string().contains("pages of all layers"));
 }
 
 #[test]
-fn pages_that_are_asked_onto_a_device_without_room_are_refused_with_the_key() {
-    let said = drawn(&["--set", "rollout.pages_on_device=true", "--device-gib", "48"]);
+fn pages_forced_onto_a_device_without_room_are_refused_with_the_key() {
+    let said = sampled(&["--set", "rollout.pages_on_device=true", "--device-gib", "48"]);
     said.refused(5, &["one rank needs 53.15 GiB of device memory and 48.00 GiB are there", "pages of all layers"]);
     said.ended(5, &["set rollout.pages_on_device = false, or use more ranks (parallel.cp_size)"]);
 }
 
 #[test]
 fn without_a_gpu_pages_of_all_layers_are_a_second_copy_in_the_machines_memory() {
-    let cpu = |flags: &[&str]| drawn_json(&[&["--set", "run.device=cpu"], flags].concat());
+    let cpu = |flags: &[&str]| sampled_json(&[&["--set", "run.device=cpu"], flags].concat());
     let (roomy, tight) = (cpu(&["--host-gib", "4000"]), cpu(&["--host-gib", "550"]));
     assert_eq!(of_rollout(&roomy, "pages of all layers"), POSITIONS * STATE);
     assert_eq!(bytes(&roomy, "pages"), POSITIONS * STATE);
@@ -111,40 +111,40 @@ fn without_a_gpu_pages_of_all_layers_are_a_second_copy_in_the_machines_memory() 
     // The known rates are a GPU's: nothing is predicted, so nothing is too slow, unless rates are given.
     assert_eq!(roomy["rollout"].get("seconds_per_token"), None);
     let slow = ["--set", "run.device=cpu", "--set", "rollout.token_sec_max=0.001"];
-    drawn(&slow).ended(0, &[]);
-    drawn(&[&slow[..], &["--rate-memory", "100"]].concat()).refused(5, &["rollout.token_sec_max is 0.001"]);
+    sampled(&slow).ended(0, &[]);
+    sampled(&[&slow[..], &["--rate-memory", "100"]].concat()).refused(5, &["rollout.token_sec_max is 0.001"]);
 }
 
 #[test]
-fn a_token_takes_what_its_bytes_take_and_is_refused_above_the_most_that_is_allowed() {
+fn a_token_takes_the_time_of_its_bytes_and_is_refused_above_the_limit() {
     let token = |plan: &Value| plan["rollout"]["seconds_per_token"].as_f64().unwrap();
     // 38.5 GB over a link of 54.6 GB/s.
-    let staged = drawn_json(&[]);
+    let staged = sampled_json(&[]);
     near(token(&staged), float(POSITIONS * STATE) / 54.6e9, 1e-9, "pages over the link");
     near(staged["rollout"]["seconds"].as_f64().unwrap(), 8192.0 * token(&staged), 1e-9, "8,192 tokens");
     assert_eq!(staged["rollout"]["seconds"], json!(seconds(&staged, "rollout")));
     // Weights without the embedding, adapters, pages, and half of the answers' rows, at 80 % of 4.8 TB/s; 37 × 100
     // launches of 20 µs; 37 × 7 messages of 4 µs; partial outputs of seven ranks at 450 GB/s.
-    let resident = drawn_json(&["--device-gib", "131"]);
+    let resident = sampled_json(&["--device-gib", "131"]);
     let weights = (8_190_735_360_u64 - 151_936 * 4096 - 4096) * 2 + 43_646_976 * 4;
     let reads = float(weights + POSITIONS * STATE + 8 * 512 * STATE) / (0.8 * 4.8e12);
     let waits = 37.0 * 100.0 * 20e-6 + 37.0 * 7.0 * 4e-6 + float(7 * 8 * 36 * 4128 * 4) / 450e9;
     near(token(&resident), reads + waits, 1e-9, "a token from the device's own memory");
-    let slower = drawn_json(&["--device-gib", "131", "--rate-memory", "2400"]);
+    let slower = sampled_json(&["--device-gib", "131", "--rate-memory", "2400"]);
     near(token(&slower), 2.0 * reads + waits, 1e-9, "half the memory's rate");
-    let said = drawn(&["--set", "rollout.token_sec_max=0.7"]);
+    let said = sampled(&["--set", "rollout.token_sec_max=0.7"]);
     said.refused(5, &["a token of the sampled answers takes 0.705 s by the plan, and rollout.token_sec_max is 0.7"]);
     said.ended(5, &["each brings 38.5 GB of pages to every device", "set rollout.pages_on_device = true"]);
     said.ended(5, &["use more ranks (parallel.cp_size)", "set rollout.token_sec_max higher"]);
-    let said = drawn(&["--set", "rollout.token_sec_max=0.02", "--device-gib", "131"]);
+    let said = sampled(&["--set", "rollout.token_sec_max=0.02", "--device-gib", "131"]);
     said.refused(5, &["takes 0.089 s", "each reads all weights and the prompt's keys and values on every device"]);
-    drawn(&["--set", "rollout.token_sec_max=0.71"]).ended(0, &[]);
+    sampled(&["--set", "rollout.token_sec_max=0.71"]).ended(0, &[]);
 }
 
-/// The policy captures before the draw, the reference takes the pages' place, and the policy captures again.
+/// The policy is captured before sampling, the reference replaces its pages, and the policy is captured again.
 #[test]
-fn a_reference_costs_a_further_capture_where_answers_are_drawn_and_further_updates_cost_no_score() {
-    let of = |flags: &[&str]| drawn_json(&[&["--device-gib", "131"], flags].concat());
+fn with_sampling_a_reference_costs_one_more_capture_and_later_updates_cost_no_score() {
+    let of = |flags: &[&str]| sampled_json(&[&["--device-gib", "131"], flags].concat());
     let (alone, beside) = (of(&[]), of(&["--set", "grpo.kl_coef=0.1"]));
     let times = |phase: &str, by: f64| near(seconds(&beside, phase), by * seconds(&alone, phase), 1e-9, phase);
     for (phase, by) in [("capture", 3.0), ("rollout", 1.0), ("score", 2.0), ("replay", 1.0)] {
@@ -155,13 +155,13 @@ fn a_reference_costs_a_further_capture_where_answers_are_drawn_and_further_updat
     assert_eq!((&again["seconds"]["updates"], &again["seconds"]["total"]), (&json!(3), &beside["seconds"]["total"]));
     let further: f64 = ["capture", "replay", "sweep", "finalize"].map(|phase| seconds(&alone, phase)).iter().sum();
     near(total(&again, "round"), total(&again, "total") + 2.0 * further, 1e-9, "two further updates");
-    let said = drawn(&["--set", "grpo.updates_per_group=3"]);
+    let said = sampled(&["--set", "grpo.updates_per_group=3"]);
     let words = "predicted seconds of a group's 3 updates: ";
     assert!(said.out.contains(words) && said.out.contains("a further one captures, replays and sweeps"), "{said}");
 }
 
 #[test]
-fn the_gate_that_draws_its_answers_has_them_in_its_row_and_the_others_have_not() {
+fn only_the_gate_that_samples_has_a_rollout_in_its_row() {
     let (_, table) = gates("qwen3-8b", "521", &["--set", "rollout.sample=true"]);
     let rows = table["gates"].as_array().unwrap();
     let (online, others) = rows.split_last().unwrap();
@@ -177,22 +177,22 @@ fn the_gate_that_draws_its_answers_has_them_in_its_row_and_the_others_have_not()
 
 /// docs/memory.md has these lines.
 #[test]
-fn the_documents_show_what_a_token_takes_at_both_lengths() {
+fn the_documents_show_the_time_of_a_token_at_both_lengths() {
     let document = include_str!("../../docs/memory.md");
     let short = ["context.max_seq_len=131072", "context.prompt_len=122880", "context.cp_pages_per_gpu=240"];
     let short: Vec<&str> = short.into_iter().flat_map(|set| ["--set", set]).collect();
     for length in [&short[..], &[]] {
         for transport in ["rollout.pages_on_device=auto", "rollout.pages_on_device=false"] {
             let flags = [length, &["--device-gib", "131", "--set", transport]].concat();
-            let said = drawn(&flags);
+            let said = sampled(&flags);
             said.ended(0, &[]);
             let sum = said.out.lines().find_map(|line| line.strip_prefix("device memory of a rank: ")).unwrap();
-            let rollout = &drawn_json(&flags)["rollout"];
+            let rollout = &sampled_json(&flags)["rollout"];
             let [token, all] = ["seconds_per_token", "seconds"].map(|key| rollout[key].as_f64().unwrap());
             let (size, phase) = sum.strip_suffix(" adds").unwrap().split_once(", what stays and what ").unwrap();
             let row = format!("| {size}, {phase} adding most | {token:.4} | {all:.1} s |");
             assert!(document.contains(&row), "docs/memory.md lacks this row of {length:?}, {transport}:\n{row}");
-            let shown = |line: &&str| line.contains("drawn together") || line.contains("rollout: ");
+            let shown = |line: &&str| line.contains("sampled together") || line.contains("rollout: ");
             let shown: Vec<&str> = said.out.lines().filter(shown).collect();
             assert!(shown.len() > 5, "{said}");
             for line in shown {

@@ -1,4 +1,4 @@
-//! The endpoint's key stands in the environment and nowhere else.
+//! The endpoint's key is in the environment and nowhere else.
 
 use super::checkpoints::case;
 use super::room::{Call, LONGSTRAW, Room};
@@ -14,7 +14,7 @@ fn the_key_appears_in_no_output_and_in_no_file_of_a_run() {
         ("settings.json", include_str!("../../configs/settings.json")),
         ("train.jsonl", &lines(&[record(9, [1, 2, 3])])),
     ]);
-    // The settings ask for a summary of the run: it is asked for here, with the key, and not where they say.
+    // The settings request a review of the run; the request goes to this service, with the key.
     let service = Service::of(vec![json(401, &format!(r#"{{"error": {{"message": "no {SENTINEL}"}}}}"#))]);
     let base = format!("endpoint.api_base={}", service.base());
     for (arguments, code) in [
@@ -35,12 +35,12 @@ fn the_key_appears_in_no_output_and_in_no_file_of_a_run() {
         said.ended(code, &[]);
         assert!(!format!("{said}").contains(SENTINEL), "{arguments:?}: {said}");
     }
-    assert_eq!(service.heard().len(), 1, "the summary of the run that came to its end");
+    assert_eq!(service.heard().len(), 1, "the review of the completed run");
     assert!(service.heard()[0].contains(SENTINEL), "the key is in its header");
     let files = room.files("");
     assert!(files.contains(&"run/receipt.json".to_owned()) && files.contains(&"run/logs/rank_1.log".to_owned()));
     for file in files {
         let bytes = std::fs::read(room.path().join(&file)).unwrap();
-        assert!(!bytes.windows(SENTINEL.len()).any(|window| window == SENTINEL.as_bytes()), "it stands in {file}");
+        assert!(!bytes.windows(SENTINEL.len()).any(|window| window == SENTINEL.as_bytes()), "the key is in {file}");
     }
 }

@@ -1,4 +1,4 @@
-//! A service on this machine that answers by a script.
+//! A service on this machine that answers according to a script.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -6,18 +6,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What a connection gets.
+/// The answer to one connection.
 #[derive(Clone, Debug)]
 pub(crate) enum Turn {
     /// An answer with this status, headers (each with its line end) and body.
     Say(u16, &'static str, String),
-    /// Nothing, for as long as the other side waits.
+    /// No answer, as long as the client waits.
     Hang,
-    /// The beginning of an answer.
+    /// Only the beginning of an answer.
     Cut,
     /// JSON after a while.
     Late(Duration, String),
-    /// What the request leads to.
+    /// Depends on the request.
     By(fn(&str) -> Turn),
 }
 
@@ -41,7 +41,7 @@ pub(crate) fn replied(text: &str) -> Turn {
     json(200, &message(text, "end_turn"))
 }
 
-/// A reply's body.
+/// The body of a reply.
 pub(crate) fn message(text: &str, stop_reason: &str) -> String {
     let content = serde_json::json!([{ "type": "text", "text": text }]);
     let usage = r#"{"input_tokens": 14, "output_tokens": 3}"#;
@@ -57,13 +57,13 @@ pub(crate) fn says(text: &str) -> Turn {
     json(200, &value.to_string())
 }
 
-/// A service that goes through a script, one connection a turn, and stays with the last turn.
+/// A service with one turn for each connection; the last turn repeats.
 pub(crate) struct Service {
     port: u16,
     log: Arc<Log>,
 }
 
-/// What came to pass.
+/// Requests so far.
 #[derive(Default)]
 struct Log {
     heard: Mutex<Vec<String>>,
@@ -77,7 +77,7 @@ impl Service {
         let port = listener.local_addr().unwrap().port();
         let log = Arc::new(Log::default());
         let kept = Arc::clone(&log);
-        // It ends with the process of the tests.
+        // The thread ends with the test process.
         std::thread::spawn(move || {
             for (index, stream) in listener.incoming().enumerate() {
                 let turn = script[index.min(script.len() - 1)].clone();
@@ -93,18 +93,18 @@ impl Service {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Every request so far, headers and body.
+    /// All requests so far, headers and body.
     pub(crate) fn heard(&self) -> Vec<String> {
         self.log.heard.lock().unwrap().clone()
     }
 
-    /// The most requests that were under way at one time.
+    /// Maximum number of concurrent requests.
     pub(crate) fn under_way_max(&self) -> usize {
         self.log.under_way_max.load(Ordering::SeqCst)
     }
 }
 
-/// An address at which nobody listens.
+/// An address without a service.
 pub(crate) fn nobody() -> String {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     format!("http://127.0.0.1:{port}")
@@ -120,7 +120,7 @@ fn serve(mut stream: TcpStream, turn: &Turn, log: &Log) {
         turn => turn,
     };
     let answer = match turn {
-        Turn::By(_) => panic!("a decision is no decision to decide"),
+        Turn::By(_) => panic!("a decision leads to an answer"),
         Turn::Say(status, headers, body) => {
             format!("HTTP/1.1 {status} X\r\n{headers}content-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
         }

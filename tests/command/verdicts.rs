@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use longstraw::config::{Environment, RewardFn, RewardName, RunConfig};
-use longstraw::reward::{Asked, Rewarded, Scorer};
+use longstraw::reward::{Candidate, Rewarded, Scorer};
 use longstraw::runtime::failure::{Exit, Failure};
 use serde_json::{Value, json};
 
@@ -27,8 +27,8 @@ fn judge(base: &str) -> Scorer {
 fn score(scorer: &Scorer, answers: usize) -> (Result<Vec<Rewarded>, Failure>, usize) {
     let data = json!({ "question": "Where is it?", "expected": "Rome" });
     let reward_data = data.as_object().unwrap();
-    let asked: Vec<Asked<'_>> = (0..answers)
-        .map(|answer| Asked {
+    let asked: Vec<Candidate<'_>> = (0..answers)
+        .map(|answer| Candidate {
             prompt: "the-record",
             answer,
             text: "It is in Rome.",
@@ -82,7 +82,7 @@ fn a_verdict_is_read_however_it_is_wrapped() {
 }
 
 #[test]
-fn a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_missing() {
+fn after_a_second_unreadable_reply_the_reward_is_missing() {
     let good = || replied("{\"score\": 7}");
     let cut = || service::json(200, &message("The answer names the", "max_tokens"));
     hold(vec![
@@ -99,11 +99,11 @@ fn a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_missing() {
     ]);
     let service = Service::of(vec![replied("hm"), good()]);
     assert_eq!(outcome(&service.base(), Some(&service)).0, Ok(700));
-    assert!(service.heard()[1].contains("An earlier reply to this has no score that can be told."));
+    assert!(service.heard()[1].contains("An earlier reply to this has no score that can be recognised."));
 }
 
 #[test]
-fn a_service_that_misbehaves_costs_a_reward_and_never_makes_one() {
+fn a_service_that_misbehaves_costs_a_reward_and_never_invents_one() {
     let good = || replied("{\"score\": 0}");
     let limit = || Turn::Say(429, "retry-after: 1\r\n", "{}".into());
     let html = || Turn::Say(200, "content-type: text/html\r\n", "<html>7/10</html>".into());
@@ -129,7 +129,7 @@ fn a_service_that_misbehaves_costs_a_reward_and_never_makes_one() {
 }
 
 #[test]
-fn what_no_further_request_would_be_spared_ends_the_run() {
+fn a_fault_of_every_request_ends_the_run() {
     let model = r#"{"error": {"message": "model: judge-large"}}"#;
     for (turn, words) in [
         (service::json(401, "{}"), "refuses the key (HTTP 401"),
@@ -149,7 +149,7 @@ fn what_no_further_request_would_be_spared_ends_the_run() {
 }
 
 #[test]
-fn answers_are_judged_side_by_side_and_no_more_than_asked_for() {
+fn answers_are_judged_in_parallel_up_to_the_limit() {
     let late = Turn::Late(Duration::from_millis(150), message("{\"score\": 5}", "end_turn"));
     let service = Service::of(vec![late]);
     let scorer = judge(&service.base());
@@ -167,13 +167,13 @@ fn answers_are_judged_side_by_side_and_no_more_than_asked_for() {
 }
 
 #[test]
-fn an_answer_that_waits_as_the_service_asks_holds_up_no_other() {
+fn an_answer_that_waits_for_retry_after_delays_no_other() {
     let limit = Turn::Say(429, "retry-after: 1\r\n", "{}".into());
     let service = Service::of(vec![limit, replied("{\"score\": 5}")]);
     let scorer = judge(&service.base());
     let data = json!({});
     let reward_data = data.as_object().unwrap();
-    let asked = |answer| Asked {
+    let asked = |answer| Candidate {
         prompt: "one",
         answer,
         text: "",
@@ -191,7 +191,7 @@ fn an_answer_that_waits_as_the_service_asks_holds_up_no_other() {
 }
 
 #[test]
-fn the_judge_is_told_question_expectation_and_answer_and_not_the_prompt() {
+fn the_judge_gets_question_expected_and_answer_but_not_the_prompt() {
     let service = Service::of(vec![replied("{\"score\": 10}")]);
     assert_eq!(outcome(&service.base(), Some(&service)).0, Ok(1000));
     let heard = service.heard().remove(0);
@@ -210,5 +210,5 @@ fn a_key_that_a_judge_repeats_is_not_repeated() {
     let service = Service::of(vec![replied(&format!("What is {SENTINEL} for?"))]);
     let (told, words, _) = outcome(&service.base(), Some(&service));
     assert_eq!(told, Err("reply_unclear"));
-    assert_eq!(words, "the judge's reply has no score that can be told: \"What is [secret] for?\"");
+    assert_eq!(words, "the judge's reply has no score that can be recognised: \"What is [secret] for?\"");
 }

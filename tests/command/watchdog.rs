@@ -1,4 +1,4 @@
-//! A rank that is stopped, or stuck, is named and ends the job; one that is slow is not.
+//! A stopped or stuck rank is named and ends the job; a slow rank does not.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -10,16 +10,16 @@ use serde_json::json;
 use super::job::{Job, nothing_passed, random_model};
 use super::room::{Call, LONGSTRAW};
 
-/// Patience of 5 s, and what the launcher needs to end a job on a busy machine.
+/// The stall limit of 5 s, and the time that the launcher needs to end a job on a busy machine.
 const END: Duration = Duration::from_secs(15);
 const STALL: [&str; 2] = ["--set", "run.stall_sec=5"];
 
 #[test]
-fn a_rank_stopped_in_capture_is_named_and_ends_the_job_with_every_process_of_it() {
+fn a_rank_stopped_in_capture_is_named_and_every_process_of_the_job_ends() {
     let room = random_model(8192, 64, 2, "steps = 100\n");
     room.write("run/receipt.json", "{\"passed\": true}");
     let mut job = Job::start(&room, 3, "run", &STALL);
-    // The place that is told is that of the last heartbeat.
+    // The message names the site of the last heartbeat.
     job.until("a heartbeat in capture", |job| job.heartbeat(1).filter(|beat| beat["phase"] == "capture"));
     let last = job.signal_at(1, libc::SIGSTOP, "capture, layer", 2);
     assert!(last.contains("capture, layer"), "it was stopped elsewhere: {last}");
@@ -35,11 +35,11 @@ fn a_rank_stopped_in_capture_is_named_and_ends_the_job_with_every_process_of_it(
 }
 
 #[test]
-fn a_rank_stopped_while_it_saves_is_named_and_the_run_goes_on_from_what_is_whole() {
+fn a_rank_stopped_in_save_is_named_and_the_run_continues_from_the_complete_checkpoint() {
     let more = "steps = 3\n[lora]\nrank = 64\n[checkpoint]\nevery = 1\n";
     let room = random_model(256, 32, 2, more);
     let mut job = Job::start(&room, 3, "run", &STALL);
-    // Rank 0 writes, so it is the one that can be met there; the others wait for it.
+    // Only rank 0 writes; the others wait for it.
     let last = job.signal_at(0, libc::SIGSTOP, "DEBUG save", 2);
     assert!(last.contains("DEBUG save"), "it was stopped elsewhere: {last}");
     let said = job.ends_within(END);
@@ -52,24 +52,24 @@ fn a_rank_stopped_while_it_saves_is_named_and_the_run_goes_on_from_what_is_whole
 }
 
 #[test]
-fn ranks_with_run_directories_of_their_own_keep_their_heartbeats_in_that_of_rank_0() {
+fn ranks_with_own_run_directories_write_heartbeats_to_rank_0s() {
     let room = random_model(256, 32, 2, "steps = 1\n");
     let other = [":", "-n", "1", LONGSTRAW, "train", "--run-dir", "two"];
     let arguments = [&["train", "--run-dir", "one"][..], &other].concat();
     let said = room.run(&Call { ranks: 1, program: LONGSTRAW, arguments: &arguments, variables: &[] });
     said.ended(0, &[]);
     assert!(!said.err.contains("does not share"), "{said}");
-    assert!(room.path().join("two/logs/rank_1.log").exists(), "rank 1 logs where it was told to");
+    assert!(room.path().join("two/logs/rank_1.log").exists(), "rank 1 logs to its own run directory");
     assert!(!room.path().join("two/heartbeat").exists());
 }
 
 #[test]
-fn a_rank_whose_disk_holds_it_is_told_from_one_that_is_stopped() {
+fn a_rank_blocked_by_its_disk_is_distinguished_from_a_stopped_one() {
     let room = random_model(256, 32, 2, "steps = 100\n");
     let metrics = room.path().join("run/metrics.jsonl");
     room.write("run/keep", "");
     assert!(Command::new("mkfifo").arg(&metrics).status().unwrap().success());
-    // A pipe that is full takes no more until somebody reads, as a disk that has gone away.
+    // A write to a full pipe blocks, as a write to a disk that is gone does.
     let mut pipe = OpenOptions::new().read(true).write(true).open(&metrics).unwrap();
     pipe.write_all(&vec![b' '; 65_536]).unwrap();
     let said = Job::start(&room, 3, "run", &STALL).ends_within(4 * END);
@@ -78,7 +78,7 @@ fn a_rank_whose_disk_holds_it_is_told_from_one_that_is_stopped() {
 }
 
 #[test]
-fn heartbeats_say_where_ranks_are_and_a_run_that_moves_outlives_its_patience_many_times() {
+fn heartbeats_show_sites_and_a_moving_run_exceeds_the_stall_limit_many_times() {
     let room = random_model(2048, 64, 2, "steps = 100000\n");
     let mut job = Job::start(&room, 3, "run", &STALL);
     let start = Instant::now();
@@ -106,7 +106,7 @@ fn heartbeats_say_where_ranks_are_and_a_run_that_moves_outlives_its_patience_man
     }
     let (first, last) = (&seen[0], &seen[seen.len() - 1]);
     assert!(number(last, "borders") > number(first, "borders") + 20.0, "{first} {last}");
-    // Five seconds are cut into twelve beats; a busy machine may be late with some.
+    // Twelve heartbeats in five seconds; on a busy machine some may be late.
     assert!((10..=30).contains(&seen.len()), "{} heartbeats in 12 s", seen.len());
     room.write("run/stop", "");
     job.ends_within(END).ended(0, &["as asked; go on with"]);

@@ -1,8 +1,9 @@
 //! Tensors with more elements than 32 bits count.
 
-use longstraw::model::attention::Attention;
+use longstraw::model::attention::{Attention, KeyValue, Queries};
 use longstraw::model::lora::{Adapter, linear};
-use longstraw::model::mixer::{CpGroup, Mixer, Past, PastRun};
+use longstraw::model::mixer::{CpGroup, Mixer, MixerInput};
+use longstraw::model::past::{Past, PastRun};
 use longstraw::prompt::layout::PromptLayout;
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Position, Tokens};
@@ -46,7 +47,8 @@ pub(crate) fn attention(world: &World, device: Device) -> Vec<Value> {
     let kind = Kind::BFloat16;
     let draw = |rows: i64, heads: i64| Tensor::randn([rows, heads, dim], (kind, device));
     let (k, v) = (draw(positions, kv), draw(positions, kv));
-    let mix = [draw(rows, heads) * 2.0, draw(rows, kv), draw(rows, kv)];
+    let own_q = draw(rows, heads) * 2.0;
+    let (own_k, own_v) = (draw(rows, kv), draw(rows, kv));
     let scale = 0.088_388_347_648_318_4;
     let kernel = Kernel::choose(device, &Heads { query: heads, kv, dim, kind }, false);
     let mixer = Attention { heads, kv_heads: kv, head_dim: dim, window: None, scale, kind, kernel };
@@ -54,16 +56,18 @@ pub(crate) fn attention(world: &World, device: Device) -> Vec<Value> {
     let span = layout.answer(Tokens(65));
     let ledger = Ledger::default();
     let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
-    let planes = vec![k.shallow_clone(), v.shallow_clone()];
-    let past = Past { runs: vec![PastRun { start: Position(0), planes, carries: false }] };
-    let out = mixer.forward(&cp_group, &span, &mix, &past).out;
+    let state = |k: &Tensor, v: &Tensor| KeyValue { k_tgd: k.shallow_clone(), v_tgd: v.shallow_clone() }.into();
+    let past = Past { runs: vec![PastRun { start: Position(0), state: state(&k, &v), carries_gradient: false }] };
+    let queries = Queries { q_thd: own_q.shallow_clone() }.into();
+    let input = MixerInput { queries, state: state(&own_k, &own_v) };
+    let out = mixer.forward(&cp_group, &span, &input, &past).out;
     // The definition, head group by head group, in float32.
     let mut apart: f64 = 0.0;
     for group in 0..kv {
         let of =
             |x: &Tensor, own: &Tensor| Tensor::cat(&[x.select(1, group), own.select(1, group)], 0).to_kind(Kind::Float);
-        let (k, v) = (of(&k, &mix[1]), of(&v, &mix[2]));
-        let q = mix[0].narrow(1, group * 4, 4).to_kind(Kind::Float).transpose(0, 1);
+        let (k, v) = (of(&k, &own_k), of(&v, &own_v));
+        let q = own_q.narrow(1, group * 4, 4).to_kind(Kind::Float).transpose(0, 1);
         let at = Tensor::arange(positions + rows, (Kind::Int64, device)) - positions;
         let hidden = at.unsqueeze(0).gt_tensor(&Tensor::arange(rows, (Kind::Int64, device)).unsqueeze(1));
         let scores = (q.matmul(&k.tr()) * scale).masked_fill(&hidden, f64::NEG_INFINITY);

@@ -7,16 +7,46 @@ use longstraw::runtime::units::Tokens;
 use longstraw::tools::parity::distance::Squares;
 use longstraw::tools::parity::{self, Options, Report};
 use longstraw::world::World;
+use serde_json::Value;
 use tch::Kind;
 
 use crate::fixture::{device, run};
 
-const FAMILIES: [&str; 4] = ["qwen3", "qwen2", "llama", "mistral"];
+const CASES: &str = "tests/cases";
 const GRADIENTS: [Gradient; 3] = [Gradient::Response, Gradient::Last(Tokens(0)), Gradient::Exact];
 
-fn report(world: &World, family: &str, options: &Options) -> Report {
-    let folder = format!("tests/cases/{family}/base");
-    run(parity::run(world, Path::new(&folder), options))
+/// Every `FAMILY/CASE` that is a folder of tests/cases, in the order of the alphabet.
+fn cases() -> Vec<String> {
+    let folders = |path: &Path| -> Vec<String> {
+        let entries =
+            path.read_dir().expect("a folder can be listed").map(|entry| entry.expect("an entry can be read"));
+        let folders = entries.filter(|entry| entry.path().is_dir());
+        folders.map(|folder| folder.file_name().into_string().expect("names are UTF-8")).collect()
+    };
+    let family_cases = |family: String| {
+        let names = folders(&Path::new(CASES).join(&family));
+        names.into_iter().map(move |case| format!("{family}/{case}"))
+    };
+    let mut cases: Vec<String> = folders(Path::new(CASES)).into_iter().flat_map(family_cases).collect();
+    cases.sort();
+    assert!(!cases.is_empty(), "{CASES} holds no case");
+    cases
+}
+
+fn read_json(case: &str, file: &str) -> Value {
+    let text = std::fs::read_to_string(Path::new(CASES).join(case).join(file)).expect("a case is complete");
+    serde_json::from_str(&text).expect("the file is JSON")
+}
+
+/// Gradients that a case expects: of A and B, in every layer, for each kind of adapter and each of the two losses.
+fn gradient_count(case: &str) -> usize {
+    let layers = read_json(case, "config.json")["num_hidden_layers"].as_u64().expect("a number of layers");
+    let kinds = read_json(case, "case.json")["lora_targets"].as_array().expect("names of linear layers").len();
+    2 * usize::try_from(layers).expect("few layers") * kinds * 2
+}
+
+fn report(world: &World, case: &str, options: &Options) -> Report {
+    run(parity::run(world, &Path::new(CASES).join(case), options))
 }
 
 fn options(gradient: Gradient, kind: Kind, page_size: u64) -> Options {
@@ -28,17 +58,17 @@ fn options(gradient: Gradient, kind: Kind, page_size: u64) -> Options {
 /// Both losses, logits, log-probabilities and every adapter gradient, in float64 and float32, at pages of 64 and 3.
 pub(crate) fn hold(world: &mut World) {
     let mut worst = [0.0f64; 2];
-    for family in FAMILIES {
+    for case in cases() {
         for gradient in GRADIENTS {
             for (kind, limit) in [(Kind::Double, 1e-9), (Kind::Float, 5e-5)] {
                 for page_size in [64, 3] {
-                    let report = report(world, family, &options(gradient, kind, page_size));
+                    let report = report(world, &case, &options(gradient, kind, page_size));
                     let gradients = report.errors.keys().filter(|name| name.starts_with("grad.")).count();
-                    assert_eq!(gradients, 2 * 4 * 7 * 2, "two losses, four layers, seven projections, A and B");
+                    assert_eq!(gradients, gradient_count(&case), "{case}");
                     assert!(report.worst <= limit, "{}", report.text());
                     let seen = &mut worst[usize::from(kind == Kind::Float)];
                     *seen = seen.max(report.worst);
-                    assert!(report.ratio_is_one, "{family}: replay and score differ");
+                    assert!(report.ratio_is_one, "{case}: replay and score differ");
                 }
             }
         }
@@ -50,17 +80,17 @@ pub(crate) fn hold(world: &mut World) {
 
 /// The sharp test: the same gradients on one rank and on all of them, to rounding of a sum in another order.
 pub(crate) fn one_and_all(world: &mut World) {
-    for family in FAMILIES {
+    for case in cases() {
         for (kind, limit) in [(Kind::Double, 1e-12), (Kind::Float, 1e-5)] {
             for gradient in GRADIENTS {
                 let options = options(gradient, kind, 3);
-                let all = report(world, family, &options);
+                let all = report(world, &case, &options);
                 world.cut(1).expect("one rank a prompt");
-                let one = report(world, family, &options);
+                let one = report(world, &case, &options);
                 world.cut(world.all.size()).expect("all ranks on one prompt");
                 for ((name, all), (_, one)) in all.gradients.iter().zip(&one.gradients) {
                     let apart = Squares::between(all, one).relative();
-                    assert!(apart <= limit, "{family} {} {kind:?} {name}: {apart:.1e}", options.gradient);
+                    assert!(apart <= limit, "{case} {} {kind:?} {name}: {apart:.1e}", options.gradient);
                 }
             }
         }
@@ -72,7 +102,7 @@ pub(crate) fn judged(world: &mut World) {
     for (tail, micro_block) in [(5, 2048), (50, 7)] {
         let gradient = Gradient::Last(Tokens(tail));
         let options = Options { micro_block: Tokens(micro_block), ..options(gradient, Kind::Double, 3) };
-        let report = report(world, "qwen2", &options);
+        let report = report(world, "qwen2/base", &options);
         assert!(report.errors.keys().any(|name| name.starts_with("grad.")), "gradients are compared");
         assert!(report.passed, "{}", report.text());
     }
@@ -81,7 +111,7 @@ pub(crate) fn judged(world: &mut World) {
 pub(crate) fn micro_blocks(world: &mut World) {
     let large = Options { micro_block: Tokens(4096), ..options(GRADIENTS[0], Kind::Double, 3) };
     let small = Options { micro_block: Tokens(1), ..large };
-    let (large, small) = (report(world, "qwen3", &large), report(world, "qwen3", &small));
+    let (large, small) = (report(world, "qwen3/base", &large), report(world, "qwen3/base", &small));
     for ((name, large), (_, small)) in large.gradients.iter().zip(&small.gradients) {
         assert!(Squares::between(small, large).relative() <= 1e-12, "{name}");
     }

@@ -35,6 +35,7 @@ pub(crate) const OBJECTIVE: Objective = Objective { kl_coef: 0.04, ..Objective::
 static DEVICE: OnceLock<Device> = OnceLock::new();
 
 pub(crate) fn choose_device(world: &World) {
+    #[expect(clippy::disallowed_methods, reason = "a test program chooses its device by a variable")]
     let wanted = std::env::var("CLAIMS_DEVICE").is_ok_and(|wanted| wanted == "cuda");
     let wanted = if wanted { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
     let device = run(devices::choose(world, wanted, true, false));

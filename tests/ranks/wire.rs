@@ -1,7 +1,7 @@
 //! Bytes between ranks.
 
 use longstraw::prompt::layout::PromptLayout;
-use longstraw::prompt::ring::ring as pass_round;
+use longstraw::prompt::ring::visit_runs as pass_round;
 use longstraw::runtime::memory::{Ledger, Purpose};
 use longstraw::runtime::units::{Bytes, Tokens, as_dim};
 use longstraw::world::World;
@@ -51,7 +51,7 @@ pub(crate) fn ring(world: &mut World) {
             let own = layout.chunks_of(axis.rank())[pass];
             let planes = vec![value(own.start.0, own.rows().dim()), value(own.start.0, own.rows().dim()) * 2.0];
             let mut seen = Vec::new();
-            let outcome: Result<(), ()> = pass_round(
+            let outcome: Result<(), ()> = visit_runs(
                 axis,
                 &ledger,
                 planes,
@@ -101,7 +101,7 @@ pub(crate) fn sum(world: &mut World) {
 
 pub(crate) fn alone(world: &mut World) {
     for round in 0..3u64 {
-        let done = world.alone(|| {
+        let done = world.on_root_long(|| {
             std::thread::sleep(std::time::Duration::from_millis(30 * round));
             Ok(round + 7)
         });

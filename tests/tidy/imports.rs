@@ -1,13 +1,12 @@
 //! Who may import whom: the rows of the README's map.
 
-use regex::Regex;
-
+use crate::paths::named_paths;
 use crate::source::Source;
 
-/// A module imports only from entries above its own. A room stands here whole, or cut into the modules that have an order
-/// among themselves: failures name units, pages are pages of a layout, `doctor` asks what `plan` says.
+/// A module imports only from entries above its own. A room is one entry, or several entries if its modules have an order:
+/// failures name units, pages are pages of a layout, `doctor` uses `plan`.
 const TABLE: [(u8, &[&str]); 29] = [
-    (0, &["runtime::units"]),
+    (0, &["runtime::units", "runtime::digest"]),
     (0, &["runtime::failure"]),
     (0, &["runtime::liveness"]),
     (0, &["runtime::memory"]),
@@ -40,12 +39,20 @@ const TABLE: [(u8, &[&str]); 29] = [
 /// The entry of the phases.
 const PHASES: usize = 14;
 
-/// The entry that a module path stands in, and its row: that of its first two words, else that of the first.
-fn place(path: &[&str]) -> Option<(usize, u8)> {
+/// Rooms that may use `anyhow`: below them errors stay typed.
+const ANYHOW: [&str; 2] = ["cli", "main"];
+
+struct Place {
+    entry: usize,
+    row: u8,
+}
+
+/// The place of a module path in the table: that of its first two segments, else that of the first.
+fn place(path: &[&str]) -> Option<Place> {
     let entry = |name: &str| TABLE.iter().position(|(_, modules)| modules.contains(&name));
     let two = path.get(..2).and_then(|two| entry(&two.join("::")));
     let entry = two.or_else(|| entry(path.first()?))?;
-    Some((entry, TABLE[entry].0))
+    Some(Place { entry, row: TABLE[entry].0 })
 }
 
 /// The name of the entry's module in a message.
@@ -54,95 +61,39 @@ fn name(path: &[&str]) -> String {
     if TABLE.iter().any(|(_, modules)| modules.contains(&two.as_str())) { two } else { path[0].to_owned() }
 }
 
-/// Imports from the same entry's neighbours or from below, and modules that stand in no row. Unit tests may import what
-/// they like.
+/// Imports from the same entry's other modules or from entries below, modules that are in no entry, and `anyhow` in the
+/// library. Unit tests may import everything.
 pub(crate) fn faults(sources: &[Source]) -> Vec<String> {
     let mut faults = Vec::new();
     for source in sources {
         let Some(own) = source.module_path().filter(|path| path[0] != "lib") else { continue };
-        let Some((entry, row)) = place(&own) else {
+        let Some(here) = place(&own) else {
             faults
-                .push(source.fault(0, &format!("`{}` stands in no row of the table in tests/tidy/imports.rs", own[0])));
+                .push(source.fault_at(1, &format!("`{}` is in no row of the table in tests/tidy/imports.rs", own[0])));
             continue;
         };
+        if !ANYHOW.contains(&own[0]) && source.text.contains("anyhow::") {
+            faults.push(source.fault_at(1, "`anyhow` in the library: use the module's own error type"));
+        }
         let module = name(&own);
-        for (offset, import) in imports(source.body(), &own) {
-            let import: Vec<&str> = import.iter().map(String::as_str).collect();
-            let other_name = name(&import);
+        for path in named_paths(source, &own) {
+            let import: Vec<&str> = path.segments.iter().map(String::as_str).collect();
+            if import.is_empty() || import.starts_with(&own) || name(&import) == module {
+                continue;
+            }
+            let other = name(&import);
             let message = match place(&import) {
-                _ if other_name == module => continue,
-                Some((other, _)) if other < entry => continue,
-                Some((PHASES, _)) if entry == PHASES => format!(
-                    "`{module}` imports `{other_name}`: phases never import each other, `prompt::handoff` carries what they share"
+                Some(there) if there.entry < here.entry => continue,
+                Some(there) if there.entry == PHASES && here.entry == PHASES => format!(
+                    "`{module}` imports `{other}`: phases never import each other, `prompt::handoff` carries what they share"
                 ),
-                Some((_, other)) => {
-                    format!("`{module}` (row {row}) imports `{other_name}` (row {other}): only rows above it")
+                Some(there) => {
+                    format!("`{module}` (row {}) imports `{other}` (row {}): only rows above it", here.row, there.row)
                 }
-                None => format!("`{module}` imports `{other_name}`, and `{other_name}` stands in no row of the table"),
+                None => format!("`{module}` imports `{other}`, and `{other}` is in no row of the table"),
             };
-            faults.push(source.fault(offset, &message));
+            faults.push(source.fault_at(path.line, &message));
         }
     }
     faults
-}
-
-/// Paths that the code names from the root of the library, their first words, with the place of each: `crate::x`,
-/// `longstraw::x`, and `super::` chains that leave the room of the module at `own`.
-fn imports(code: &str, own: &[&str]) -> Vec<(usize, Vec<String>)> {
-    let path = Regex::new(
-        r"\b(crate|longstraw|(?:super\s*::\s*)*super)\s*::\s*(\{|[a-z_][a-z0-9_]*(?:\s*::\s*(?:\{|[a-z_][a-z0-9_]*))?)",
-    )
-    .expect("a pattern");
-    let mut found = Vec::new();
-    for hit in path.captures_iter(code) {
-        let supers = hit[1].matches("super").count();
-        let base = &own[..own.len().saturating_sub(supers)];
-        let base: &[&str] = if supers == 0 { &[] } else { base };
-        // Within a room of one entry, and deeper than its modules, nothing can be wrong.
-        if base.len() > 1 {
-            continue;
-        }
-        let head = hit.get(2).expect("the second group");
-        let (words, group) = match head.as_str().strip_suffix('{') {
-            Some(words) => (words.trim().trim_end_matches("::").trim(), true),
-            None => (head.as_str(), false),
-        };
-        let words = words.split("::").map(str::trim).filter(|word| !word.is_empty());
-        let start: Vec<String> = base.iter().copied().chain(words).map(str::to_owned).collect();
-        if !group {
-            found.push((head.start(), start));
-            continue;
-        }
-        for (offset, member) in group_heads(code, head.end() - 1) {
-            found.push((offset, start.iter().cloned().chain(member).collect()));
-        }
-    }
-    found
-}
-
-/// The first two words of each member of the brace group that opens at `open`.
-fn group_heads(code: &str, open: usize) -> Vec<(usize, Vec<String>)> {
-    let word = Regex::new(r"^\s*([A-Za-z_][A-Za-z0-9_]*)(?:\s*::\s*([A-Za-z_][A-Za-z0-9_]*))?").expect("a pattern");
-    let (mut heads, mut depth) = (Vec::new(), 0_u32);
-    for (offset, byte) in code.bytes().enumerate().skip(open) {
-        let opens_member = match byte {
-            b'{' => {
-                depth += 1;
-                depth == 1
-            }
-            b'}' if depth == 1 => break,
-            b'}' => {
-                depth -= 1;
-                false
-            }
-            b',' => depth == 1,
-            _ => false,
-        };
-        if let Some(hit) = word.captures(&code[offset + 1..]).filter(|_| opens_member) {
-            let words: Vec<String> = hit.iter().skip(1).flatten().map(|word| word.as_str().to_owned()).collect();
-            heads.push((offset + 1 + hit.get(1).map_or(0, |word| word.start()), words));
-        }
-    }
-    heads.retain(|(_, words)| words[0] != "self");
-    heads
 }

@@ -1,8 +1,8 @@
-//! Batch templates: their `#SBATCH` lines cannot read the site's file, so they repeat its values.
+//! Batch files: their `#SBATCH` lines cannot read the site's file, so they repeat its values.
 
 use std::process::Command;
 
-use crate::source::{Source, exists, has_extension, root, sources};
+use crate::source::{Source, has_extension, root, sources};
 
 /// Every template.
 pub(crate) fn template_sources() -> Vec<Source> {
@@ -48,10 +48,19 @@ pub(crate) fn drifted(sources: &[Source]) -> Vec<String> {
     faults
 }
 
-/// Jobs of the site's file without a template.
+/// Jobs of the site's file that are no gates, and gates that are no jobs. A job needs no batch file: `slurm/submit` makes one.
 pub(crate) fn missing() -> Vec<String> {
     let jobs = submit(&["--jobs"]).expect("slurm/submit lists the jobs");
-    assert!(jobs.len() > 1, "{jobs:?}");
-    let absent = jobs.iter().filter(|job| !exists(format!("slurm/{job}.sbatch").as_ref()));
-    absent.map(|job| format!("slurm/site.env:1: there is no slurm/{job}.sbatch")).collect()
+    let gates: Vec<String> = sources(&["configs/gates"], &["toml"])
+        .iter()
+        .map(|gate| gate.path.trim_start_matches("configs/gates/").trim_end_matches(".toml").to_owned())
+        .filter(|name| name != "every")
+        .collect();
+    assert!(gates.len() > 1, "{gates:?}");
+    let no_gates = jobs.iter().filter(|job| *job != "train" && !gates.contains(job));
+    let no_jobs = gates.iter().filter(|gate| !jobs.contains(gate));
+    let faults = no_gates.map(|job| format!("slurm/site.env:1: there is no configs/gates/{job}.toml"));
+    faults
+        .chain(no_jobs.map(|gate| format!("configs/gates/{gate}.toml:1: slurm/site.env has no line {gate}")))
+        .collect()
 }

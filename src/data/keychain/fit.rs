@@ -1,43 +1,38 @@
-//! A prompt of exactly so many tokens: the passage is cut between words, and what is then missing is filled with words
-//! and marks whose tokens are measured.
+//! A prompt of an exact number of tokens: the passage is cut between words, and the gap is filled with padding whose
+//! tokens are measured.
 
 use super::super::error::Error;
 use super::super::tokenizer::Tokenizer;
-use super::Options;
-use super::notes::{DEEPEST, Note, Task};
+use super::notes::{DEPTH_MAX, Note, Task};
+use super::options::Options;
 use crate::runtime::units::{Tokens, as_index, from_index};
 
-/// The cut is sought this far below the bound, so that a line of padding has room.
-const ROOM: Tokens = Tokens(6);
-/// A cut this close below what is sought is not improved further.
+/// Tokens that the cut leaves free for a line of padding.
+const PADDING_TOKENS_MIN: Tokens = Tokens(6);
+/// The search for the cut ends when so few tokens are missing.
 const SLACK: Tokens = Tokens(16);
-/// Most measurements for the cut, and for the padding behind one cut.
+/// Most measurements for the cut, and for the padding after one cut.
 const CUT_ROUNDS_MAX: usize = 40;
 const PAD_ROUNDS_MAX: usize = 24;
-/// Cuts that are tried, in words before the one that was found: where one leaves a gap that padding cannot fill, another
-/// may not.
+/// Cuts to try, in words before the one found: if padding cannot fill the gap of one, it may fill another's.
 const CUTS_BACK: [usize; 4] = [0, 1, 3, 8];
-/// Padding: words, and marks where no word fits any more.
+/// Padding: words, then marks when no word fits any more.
 const WORDS: [&str; 3] = ["and", "so", "on"];
 const MARKS: [&str; 8] = [".", " -", "!", ";", " +", "?", " =", ":"];
 
-/// The question about a place.
-pub(super) fn question(asked: &str) -> String {
-    format!("What is the access code of the {asked}?")
+pub(super) fn question(place: &str) -> String {
+    format!("What is the access code of the {place}?")
 }
 
-/// The prompt, of exactly the tokens that were asked for.
-pub(super) fn exactly(options: &Options, tokenizer: &Tokenizer, passage: &str, task: &Task) -> Result<String, Error> {
-    let mut cuts = vec![0];
-    cuts.extend(passage.match_indices([' ', '\n']).map(|(at, _)| at));
-    let mut fit = Fit { options, tokenizer, passage, task, cuts, nearest: Tokens(0), tries: 0 };
-    let found = fit.cut()?;
-    let mut before = None;
-    for back in CUTS_BACK {
-        let cut = found.saturating_sub(back);
-        if before.replace(cut) == Some(cut) {
-            continue;
-        }
+/// The prompt, of exactly `options.prompt_tokens`.
+pub(super) fn prompt(options: &Options, tokenizer: &Tokenizer, passage: &str, task: &Task) -> Result<String, Error> {
+    let mut offsets = vec![0];
+    offsets.extend(passage.match_indices([' ', '\n']).map(|(at, _)| at));
+    let mut fit = Fit { options, tokenizer, passage, task, offsets, nearest: Tokens(0), tries: 0 };
+    let found = fit.find_cut()?;
+    let mut cuts: Vec<usize> = CUTS_BACK.iter().map(|back| found.saturating_sub(*back)).collect();
+    cuts.dedup();
+    for cut in cuts {
         if let Some(text) = fit.padded(cut)? {
             return Ok(text);
         }
@@ -45,23 +40,24 @@ pub(super) fn exactly(options: &Options, tokenizer: &Tokenizer, passage: &str, t
     Err(Error::NotExact { wanted: options.prompt_tokens, nearest: fit.nearest, tries: fit.tries })
 }
 
-/// One prompt in the making.
+/// One prompt under construction.
 struct Fit<'a> {
     options: &'a Options,
     tokenizer: &'a Tokenizer,
     passage: &'a str,
     task: &'a Task,
-    /// Where the passage may end.
-    cuts: Vec<usize>,
-    /// Most tokens of a prompt that was no longer than it should be.
+    /// Byte offsets at which the passage may end.
+    offsets: Vec<usize>,
+    /// Most tokens of a prompt that was not too long.
     nearest: Tokens,
+    /// Prompts measured.
     tries: usize,
 }
 
 impl Fit<'_> {
-    /// The prompt that ends at a cut, and its tokens.
+    /// The prompt with this cut and padding, and its number of tokens.
     fn measured(&mut self, cut: usize, padding: &str) -> Result<(String, Tokens), Error> {
-        let turn = user_turn(&self.passage[..self.cuts[cut]], self.task, padding, self.options.short);
+        let turn = user_turn(&self.passage[..self.offsets[cut]], self.task, padding, self.options.short);
         let text = self.tokenizer.chat_text(&turn)?;
         let tokens = Tokens(from_index(self.tokenizer.encode(&text)?.len()));
         self.tries += 1;
@@ -71,20 +67,20 @@ impl Fit<'_> {
         Ok((text, tokens))
     }
 
-    /// The last cut, nearly, at which the prompt leaves room for padding.
+    /// Nearly the last cut at which the prompt leaves room for padding.
     ///
-    /// The number of tokens grows with the cut but for a token or so at the seams, so the cut is searched between one that
-    /// fits and one that does not, by interpolation.
-    fn cut(&mut self) -> Result<usize, Error> {
+    /// The number of tokens grows with the cut, give or take a token at the seams. The search keeps a cut that fits and
+    /// one that does not, and interpolates between them.
+    fn find_cut(&mut self) -> Result<usize, Error> {
         let wanted = self.options.prompt_tokens;
         let least = self.measured(0, "")?.1;
         if least > wanted {
             let notes = self.task.notes.len();
-            let wanted_words = format!("at least {least}, what {notes} notes and the question take");
-            return Err(Error::Option { option: "prompt_tokens", found: wanted.to_string(), wanted: wanted_words });
+            let least = format!("at least {least}, the length of {notes} notes and the question");
+            return Err(Error::Option { option: "prompt_tokens", found: wanted.to_string(), wanted: least });
         }
-        let bound = wanted.0.saturating_sub(ROOM.0);
-        let (mut fits, mut exceeds) = (0, self.cuts.len());
+        let bound = wanted.0.saturating_sub(PADDING_TOKENS_MIN.0);
+        let (mut fits, mut exceeds) = (0, self.offsets.len());
         let (mut fitting, mut exceeding) = (least.0, least.0 + wanted.0);
         for round in 0..CUT_ROUNDS_MAX {
             if exceeds - fits <= 1 || fitting + SLACK.0 >= bound {
@@ -104,7 +100,7 @@ impl Fit<'_> {
         Ok(fits)
     }
 
-    /// The prompt that ends at a cut, filled up to the token, where words and marks can do that.
+    /// The prompt with this cut, padded to the exact length; `None` if words and marks cannot fill the gap.
     fn padded(&mut self, cut: usize) -> Result<Option<String>, Error> {
         let wanted = self.options.prompt_tokens;
         let mut padding = String::new();
@@ -132,7 +128,7 @@ impl Fit<'_> {
                 words += count;
                 (padding, text, tokens) = (longer, longer_text, longer_tokens);
             } else if count > 0 {
-                // A word takes more tokens than was thought, and the first one takes a line as well.
+                // A word takes more tokens than assumed; the first one also starts a line.
                 word_tokens = (longer_tokens.0 - tokens.0).div_ceil(from_index(count)).max(word_tokens + 1);
             }
         }
@@ -140,7 +136,7 @@ impl Fit<'_> {
     }
 }
 
-/// Padding with `count` further words behind the `words` it has.
+/// Padding with `count` more words after the `words` it has.
 fn with_words(padding: &str, words: usize, count: usize) -> String {
     let mut longer = padding.to_owned();
     for word in (words..words + count).map(|index| WORDS[index % WORDS.len()]) {
@@ -163,7 +159,7 @@ fn user_turn(passage: &str, task: &Task, padding: &str, short: bool) -> String {
     };
     let mut from = 0;
     for Note { text: note, depth } in &task.notes {
-        let at = border(passage, *depth).max(from);
+        let at = note_offset(passage, *depth).max(from);
         text.push_str(&passage[from..at]);
         end_line(&mut text);
         text.push_str(note);
@@ -177,19 +173,20 @@ fn user_turn(passage: &str, task: &Task, padding: &str, short: bool) -> String {
         text.push('\n');
     }
     text.push_str("\nQuestion: ");
-    text.push_str(&question(&task.asked));
+    text.push_str(&question(&task.place));
     text.push_str(if short { " Reply with the code alone." } else { " Answer in one sentence." });
     text
 }
 
-/// Where a note of this depth goes: the start of the nearest line, or of the nearest word where lines are long.
-fn border(passage: &str, depth: u64) -> usize {
+/// The byte offset of a note of this depth: the start of the nearest line, or of the nearest word if lines are long.
+fn note_offset(passage: &str, depth: u64) -> usize {
     let bytes = passage.as_bytes();
     // A passage of 10^14 bytes would overflow.
-    let target = as_index(from_index(bytes.len()) * depth / DEEPEST);
-    let nearest = |sign: u8| {
-        let before = bytes[..target].iter().rposition(|byte| *byte == sign).map_or(0, |at| at + 1);
-        let after = bytes[target..].iter().position(|byte| *byte == sign).map_or(bytes.len(), |at| target + at + 1);
+    let target = as_index(from_index(bytes.len()) * depth / DEPTH_MAX);
+    let nearest = |separator: u8| {
+        let before = bytes[..target].iter().rposition(|byte| *byte == separator).map_or(0, |at| at + 1);
+        let after =
+            bytes[target..].iter().position(|byte| *byte == separator).map_or(bytes.len(), |at| target + at + 1);
         if target - before <= after - target { before } else { after }
     };
     let line = nearest(b'\n');

@@ -1,137 +1,81 @@
 //! `data keychain`: long-context tasks with a checkable answer, made of real text.
 //!
-//! A passage of real text carries short notes on lines of their own, each about the access code of another place. The
-//! question at the end asks for one of them. A note gives the code, or says that it is the same as that of another place:
-//! with `hops` a chain of so many notes leads from the place that is asked for to its code, and other chains stand beside
-//! it. How deep in the passage the chain lies is chosen, not drawn, so that results can be told apart by depth. One answer
-//! is right (reward 1); the wrong ones (reward 0) are codes that the notes give for other places, so that they can only
-//! be told apart by reading. Answers are whole sentences that begin as the note does, since a small model then already
-//! copies codes from the text and has only to learn which, or the code alone. Train and held-out prompts share neither
-//! passages nor codes. Same text, tokenizer, options and seed: same files.
+//! - **Notes.** A passage of real text contains short notes on their own lines. Each note is about the access code of one
+//!   place: it gives the code, or says that the code is the same as another place's. The question at the end asks for
+//!   the code of one place; a chain of `hops` notes leads from that place to its code. There are other chains too.
+//! - **Depth.** The depth of the chain in the passage is chosen, not random, so that results can be compared by depth.
+//! - **Answers.** One answer is right (reward 1). The wrong ones (reward 0) are codes of other places in the same prompt,
+//!   so only reading tells them apart. An answer is the code alone, or a sentence that begins as the note does: a small
+//!   model then already copies codes from the text, and has only to learn which one.
+//! - **Splits.** Train and held-out prompts share neither passages nor codes.
+//! - **Repeatability.** The same text, tokenizer, options and seed give the same files.
 
 mod fit;
 mod notes;
+mod options;
 mod prompts;
 
 use std::path::{Path, PathBuf};
+
+pub use options::{Depth, Options};
+use prompts::{Split, SplitWriter};
 
 use super::corpus;
 use super::error::Error;
 use super::order::Random;
 use super::tokenizer::Tokenizer;
 use crate::runtime::units::{Tokens, from_index};
-use notes::KEYS_MAX;
-use prompts::{Maker, Split};
 
-/// Codes have four digits; every fifth of them is kept for held-out prompts.
+/// Codes have four digits; one in five is for held-out prompts only.
 const CODES: std::ops::Range<u32> = 1_000..10_000;
 const HELD_OUT_CODES: usize = 1_800;
 
-/// Where in the passages the notes lie that lead to the answer, in percent: 0 is before the first line, 100 behind the
-/// last. The code's own note goes evenly through this range, from the first prompt of a file to the last.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Depth {
-    /// The least deep.
-    pub from: u64,
-    /// The deepest, at most 100.
-    pub to: u64,
-}
-
-/// What to make.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Folders of text; empty: those that stand on any Debian machine.
-    pub folders: Vec<PathBuf>,
-    /// Tokens of a prompt, chat turns included: exactly so many.
-    pub prompt_tokens: Tokens,
-    /// Prompts of `train.jsonl`, at least one.
-    pub train: usize,
-    /// Prompts of `held_out.jsonl`.
-    pub held_out: usize,
-    /// Notes in a prompt: so many that each answer has a code of its own.
-    pub keys: usize,
-    /// Notes from the place that is asked for to its code, at least one.
-    pub hops: usize,
-    /// Where they lie.
-    pub depth: Depth,
-    /// Answers of a prompt, one of them right; 0: none, for a policy that answers for itself.
-    pub answers: usize,
-    /// The code alone is asked for and answered, instead of a sentence.
-    pub short: bool,
-    /// Of everything random.
-    pub seed: u64,
-}
-
-impl Default for Options {
-    /// The laptop run's data.
-    fn default() -> Self {
-        Options {
-            folders: Vec::new(),
-            prompt_tokens: Tokens(2_000),
-            train: 40,
-            held_out: 8,
-            keys: 8,
-            hops: 1,
-            depth: Depth { from: 0, to: 100 },
-            answers: 4,
-            short: false,
-            seed: 0,
-        }
-    }
-}
-
-/// What was made.
+/// What was written.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Summary {
-    /// The training prompts.
+    /// `train.jsonl`.
     pub train_file: PathBuf,
-    /// The held-out prompts.
+    /// `held_out.jsonl`.
     pub held_out_file: PathBuf,
-    /// Prompts in the two files.
+    /// Prompts in both files.
     pub prompts: usize,
-    /// Tokens of every prompt.
+    /// Tokens of each prompt.
     pub prompt_tokens: Tokens,
-    /// Files the text comes from.
+    /// Files that the text comes from.
     pub text_files: usize,
-    /// Tokens of text there were; passages repeat where the train prompts together are longer.
+    /// Tokens of that text; passages repeat if the train prompts together are longer.
     pub text_tokens: Tokens,
 }
 
 /// Writes `train.jsonl` and `held_out.jsonl` into the folder `out`, each whole or not at all.
 ///
 /// # Errors
-/// When an option cannot be met (exit 2), there is too little text, no prompt of exactly that length can be made, the
-/// folder has no usable chat template, or the disk refuses (exit 3).
+/// When an option cannot be met (exit 2); when there is too little text, no prompt of exactly that length can be made,
+/// the folder has no usable chat template, or a file cannot be written (exit 3).
 pub fn write(options: &Options, tokenizer: &Tokenizer, out: &Path) -> Result<Summary, Error> {
-    check(options)?;
+    options::check(options)?;
     let folders = folders(options)?;
     let end = tokenizer.turn_end_text()?;
-    let maker = Maker { options, tokenizer, folders: &folders, end: &end };
+    let writer = SplitWriter { options, tokenizer, folders: &folders, end: &end };
     let prompts = from_index(options.train + options.held_out);
-    // A tenth more than the prompts take, and never less than a few passages.
+    // A tenth more than the prompts need, and at least a few passages.
     let wanted = options.prompt_tokens.0.saturating_mul(prompts.max(4)).saturating_mul(11) / 10;
     let corpus = corpus::collect(&folders, tokenizer, options.seed, Tokens(wanted))?;
-    let (held_out_text, train_text) = maker.divide(&corpus)?;
+    let (held_out_text, train_text) = writer.divide(&corpus)?;
     let mut codes: Vec<u32> = CODES.collect();
     Random::new(options.seed, 0x636f_6465).shuffle(&mut codes);
     let (held_out_codes, train_codes) = codes.split_at(HELD_OUT_CODES);
 
-    std::fs::create_dir_all(out).map_err(|source| Error::Io {
-        file: out.to_owned(),
-        action: "make the folder",
-        source,
-    })?;
+    std::fs::create_dir_all(out).map_err(Error::io(out, "create the folder"))?;
     let train = Split { name: "train", stream: 1, prompts: options.train, text: train_text, codes: train_codes };
     let held_out =
         Split { name: "held-out", stream: 2, prompts: options.held_out, text: held_out_text, codes: held_out_codes };
-    let (train_made, held_out_made) = (maker.file(&train, out)?, maker.file(&held_out, out)?);
-    let (train_file, held_out_file) = (out.join("train.jsonl"), out.join("held_out.jsonl"));
-    for (made, file) in [(train_made, &train_file), (held_out_made, &held_out_file)] {
-        made.persist(file).map_err(|cause| Error::Io {
-            file: file.clone(),
-            action: "put it in place",
-            source: cause.error,
-        })?;
+    let train_temporary = writer.write(&train, out)?;
+    let held_out_temporary = writer.write(&held_out, out)?;
+    let train_file = out.join("train.jsonl");
+    let held_out_file = out.join("held_out.jsonl");
+    for (temporary, file) in [(train_temporary, &train_file), (held_out_temporary, &held_out_file)] {
+        temporary.persist(file).map_err(|cause| Error::io(file, "rename a temporary file to it")(cause.error))?;
     }
     Ok(Summary {
         train_file,
@@ -143,34 +87,7 @@ pub fn write(options: &Options, tokenizer: &Tokenizer, out: &Path) -> Result<Sum
     })
 }
 
-/// Options that no text can mend.
-fn check(options: &Options) -> Result<(), Error> {
-    let refuse = |option, found: String, wanted: String| Err(Error::Option { option, found, wanted });
-    let Options { train, answers, hops, keys, depth, .. } = options;
-    if *train == 0 {
-        return refuse("train", "0".to_owned(), "at least 1".to_owned());
-    }
-    if *answers == 1 {
-        let wanted = "0, or at least 2: one right answer and a wrong one".to_owned();
-        return refuse("answers", answers.to_string(), wanted);
-    }
-    if !(1..=KEYS_MAX).contains(hops) {
-        return refuse("hops", hops.to_string(), format!("from 1 to {KEYS_MAX}"));
-    }
-    // Every note of a chain but its last is without a code.
-    let least = (*answers).max(1).saturating_add(hops - 1);
-    if !(least..=KEYS_MAX).contains(keys) {
-        let wanted = format!("from {least} (a code for each answer, and {} more hops) to {KEYS_MAX}", hops - 1);
-        return refuse("keys", keys.to_string(), wanted);
-    }
-    if depth.from > depth.to || depth.to > 100 || (*hops > 1 && depth.from == depth.to) {
-        let wanted = "FROM..TO within 0..100, FROM before TO where there are several hops".to_owned();
-        return refuse("depth", format!("{}..{}", depth.from, depth.to), wanted);
-    }
-    Ok(())
-}
-
-/// The folders to search.
+/// The given folders, or the default ones that exist.
 fn folders(options: &Options) -> Result<Vec<PathBuf>, Error> {
     if !options.folders.is_empty() {
         return Ok(options.folders.clone());
@@ -178,7 +95,7 @@ fn folders(options: &Options) -> Result<Vec<PathBuf>, Error> {
     let found: Vec<PathBuf> =
         corpus::DEFAULT_FOLDERS.iter().map(PathBuf::from).filter(|folder| folder.is_dir()).collect();
     if found.is_empty() {
-        let wanted = "folders of text: none of the usual ones stands on this machine".to_owned();
+        let wanted = "folders of text: this machine has none of the usual ones".to_owned();
         return Err(Error::Option { option: "folders", found: "empty".to_owned(), wanted });
     }
     Ok(found)
@@ -186,7 +103,7 @@ fn folders(options: &Options) -> Result<Vec<PathBuf>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
+    use std::collections::BTreeSet;
     use std::fs;
 
     use super::super::{Answers, Dataset, Limits, sample};
@@ -197,29 +114,23 @@ mod tests {
     /// A folder with enough distinct text.
     fn library() -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
+        let alphabet: Vec<char> = ('a'..='z').collect();
         for file in 0..12 {
             let mut random = Random::new(file, 9);
             let mut text = String::new();
             for word in 0..600 {
-                let letters: String = (0..3 + random.below(6)).map(|_| ALPHABET[random.below(26)]).collect();
+                let letters: String = (0..3 + random.below(6)).map(|_| alphabet[random.below(26)]).collect();
                 text.push_str(&letters);
-                text.push_str(if word % 60 == 59 {
-                    "\n\n"
-                } else if word % 12 == 11 {
-                    "\n"
-                } else {
-                    " "
+                text.push_str(match word % 60 {
+                    59 => "\n\n",
+                    11 | 23 | 35 | 47 => "\n",
+                    _ => " ",
                 });
             }
             fs::write(folder.path().join(format!("{file}.txt")), text).unwrap();
         }
         folder
     }
-
-    const ALPHABET: [char; 26] = [
-        'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 'i', 'j', 'k', 'l', 'm', 'n', 'o', 'p', 'q', 'r', 's', 't', 'u', 'v',
-        'w', 'x', 'y', 'z',
-    ];
 
     fn options(library: &Path) -> Options {
         Options {
@@ -239,8 +150,8 @@ mod tests {
     }
 
     /// Codes of the notes, and the lines of the passage that are no notes.
-    fn parts(file: &Path) -> (HashSet<String>, HashSet<String>) {
-        let (mut codes, mut lines) = (HashSet::new(), HashSet::new());
+    fn parts(file: &Path) -> (BTreeSet<String>, BTreeSet<String>) {
+        let (mut codes, mut lines) = (BTreeSet::new(), BTreeSet::new());
         for record in records(file) {
             let prompt = record["prompt"].as_str().unwrap();
             for line in prompt.split("lines.\n\n").nth(1).unwrap().split("\nQuestion").next().unwrap().lines() {
@@ -263,13 +174,13 @@ mod tests {
         }
     }
 
-    /// The place that a prompt asks for.
-    fn asked(prompt: &str) -> &str {
+    /// The place in the prompt's question.
+    fn queried_place(prompt: &str) -> &str {
         prompt.split("Question: What is the access code of the ").nth(1).unwrap().split('?').next().unwrap()
     }
 
     #[test]
-    fn prompts_are_full_to_the_token_answers_checkable_and_exactly_one_is_right() {
+    fn prompts_have_the_exact_length_and_exactly_one_right_answer() {
         let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let summary = write(&options(library.path()), &tokenizer, out.path()).unwrap();
@@ -281,18 +192,18 @@ mod tests {
                 let group = data.group(index);
                 assert_eq!(group.prompt_ids.len(), 2_100);
                 let prompt = record["prompt"].as_str().unwrap();
-                let asked = asked(prompt);
+                let place = queried_place(prompt);
                 for (answer, text) in group.answers.iter().zip(record["answers"].as_array().unwrap()) {
                     let code = text["text"].as_str().unwrap().strip_suffix(".<|im_end|>").unwrap();
-                    let code = code.strip_prefix(&format!("The access code of the {asked} is ")).unwrap();
-                    let right = prompt.contains(&format!("Note: the access code of the {asked} is {code}.\n"));
+                    let code = code.strip_prefix(&format!("The access code of the {place} is ")).unwrap();
+                    let right = prompt.contains(&format!("Note: the access code of the {place} is {code}.\n"));
                     assert_eq!(answer.reward, Some(if right { 1.0 } else { 0.0 }));
                     assert_eq!(right, group.reward_data["expected"] == code);
-                    assert!(prompt.contains(&format!(" is {code}.\n")), "wrong codes stand in the text too");
+                    assert!(prompt.contains(&format!(" is {code}.\n")), "wrong codes are in the text too");
                     assert_eq!(answer.ids.last(), Some(&sample::END));
                 }
                 assert_eq!(group.answers.iter().filter(|answer| answer.reward == Some(1.0)).count(), 1);
-                assert_eq!(group.reward_data["question"], format!("What is the access code of the {asked}?"));
+                assert_eq!(group.reward_data["question"], format!("What is the access code of the {place}?"));
                 assert_eq!(group.reward_data["hops"], 1);
             }
         }
@@ -310,17 +221,17 @@ mod tests {
             .map(|record| {
                 let prompt = record["prompt"].as_str().unwrap();
                 let body = prompt.split("lines.\n\n").nth(1).unwrap().split("\nQuestion").next().unwrap();
-                let told = record["reward_data"]["depth_percent"].as_f64().unwrap();
+                let recorded = record["reward_data"]["depth_percent"].as_f64().unwrap();
                 let code = record["reward_data"]["expected"].as_str().unwrap();
                 let place = |note: &str| {
                     let at = body.find(note).unwrap_or_else(|| panic!("{note} in {body}"));
                     100.0 * float(from_index(at)) / float(from_index(body.len()))
                 };
                 let found = place(&format!(" is {code}.\n"));
-                assert!((found - told).abs() < 6.0, "{found} for {told}");
-                let first = place(&format!("code of the {} is the same as that of", asked(prompt)));
-                assert!((14.0..66.0).contains(&first) && (first - found).abs() > 14.0, "{first} beside {found}");
-                told
+                assert!((found - recorded).abs() < 6.0, "{found} for {recorded}");
+                let first = place(&format!("code of the {} is the same as that of", queried_place(prompt)));
+                assert!((14.0..66.0).contains(&first) && (first - found).abs() > 14.0, "{first} and {found}");
+                recorded
             })
             .collect();
         assert_eq!(depths, [20.0, 30.0, 40.0, 50.0, 60.0]);
@@ -350,7 +261,7 @@ mod tests {
         let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
         let file = model.path().join("tokenizer.json");
         let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
-        // Every sign is two, line ends too; special tokens stay, and are as many in every prompt.
+        // Every character becomes two, line ends too. Special tokens stay, the same number in every prompt.
         json["normalizer"] = serde_json::json!({"type": "Replace", "pattern": {"Regex": "(?m:.)"}, "content": "xx"});
         fs::write(&file, json.to_string()).unwrap();
         let tokenizer = Tokenizer::open(model.path()).unwrap();
@@ -385,7 +296,7 @@ mod tests {
         let made = |seed| {
             let out = tempfile::tempdir().unwrap();
             write(&Options { seed, ..options(library.path()) }, &tokenizer, out.path()).unwrap();
-            assert_eq!(fs::read_dir(out.path()).unwrap().count(), 2, "no temporary file stays");
+            assert_eq!(fs::read_dir(out.path()).unwrap().count(), 2, "no temporary file remains");
             (fs::read(out.path().join("train.jsonl")).unwrap(), fs::read(out.path().join("held_out.jsonl")).unwrap())
         };
         assert_eq!(made(1), made(1));
@@ -396,32 +307,27 @@ mod tests {
     fn what_cannot_be_made_is_refused_with_numbers() {
         let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
-        let refused = |options: Options, words: &str| {
+        let base = options(library.path());
+        let depth = |from, to| Depth { from, to };
+        for (options, words) in [
+            (Options { keys: 2, ..base.clone() }, "keys is 2, it must be from 3 (a code for each answer, and 0 more"),
+            (Options { hops: 5, ..base.clone() }, "keys is 6, it must be from 7 (a code for each answer, and 4 more"),
+            (Options { hops: 0, ..base.clone() }, "hops is 0, it must be from 1 to 64"),
+            (Options { answers: 1, ..base.clone() }, "answers is 1, it must be 0, or at least 2"),
+            (Options { depth: depth(50, 101), ..base.clone() }, "depth is 50..101, it must be FROM..TO"),
+            (Options { depth: depth(60, 50), ..base.clone() }, "depth is 60..50"),
+            (Options { depth: depth(50, 50), hops: 2, ..base.clone() }, "depth is 50..50"),
+            (Options { train: 0, ..base.clone() }, "train is 0, it must be at least 1"),
+            (Options { prompt_tokens: Tokens(100), ..base.clone() }, "prompt_tokens is 100, it must be at least"),
+            (
+                Options { prompt_tokens: Tokens(1_000_000), ..base.clone() },
+                "the train and held-out prompts need 2000000 tokens of text, but only ",
+            ),
+            (Options { folders: vec!["/absent".into()], ..base }, "/absent: cannot list it"),
+        ] {
             let message = write(&options, &tokenizer, out.path()).unwrap_err().to_string();
             assert!(message.contains(words), "{message}");
-            assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0, "nothing half-written stays");
-        };
-        let base = options(library.path());
-        refused(
-            Options { keys: 2, ..base.clone() },
-            "keys is 2, it must be from 3 (a code for each answer, and 0 more",
-        );
-        refused(
-            Options { hops: 5, ..base.clone() },
-            "keys is 6, it must be from 7 (a code for each answer, and 4 more",
-        );
-        refused(Options { hops: 0, ..base.clone() }, "hops is 0, it must be from 1 to 64");
-        refused(Options { answers: 1, ..base.clone() }, "answers is 1, it must be 0, or at least 2");
-        let depth = |from, to| Depth { from, to };
-        refused(Options { depth: depth(50, 101), ..base.clone() }, "depth is 50..101, it must be FROM..TO");
-        refused(Options { depth: depth(60, 50), ..base.clone() }, "depth is 60..50");
-        refused(Options { depth: depth(50, 50), hops: 2, ..base.clone() }, "depth is 50..50");
-        refused(Options { train: 0, ..base.clone() }, "train is 0, it must be at least 1");
-        refused(Options { prompt_tokens: Tokens(100), ..base.clone() }, "prompt_tokens is 100, it must be at least");
-        refused(
-            Options { prompt_tokens: Tokens(1_000_000), ..base.clone() },
-            "the train and held-out prompts need 2000000 tokens of text, but only ",
-        );
-        refused(Options { folders: vec!["/absent".into()], ..base }, "/absent: cannot list it");
+            assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0, "nothing half-written remains");
+        }
     }
 }

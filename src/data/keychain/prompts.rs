@@ -1,4 +1,4 @@
-//! Passages, and the records that are made of them.
+//! From text to records: passages, their notes, answers, and the two files.
 
 use std::fs::Permissions;
 use std::io::{BufWriter, Write};
@@ -12,41 +12,36 @@ use super::super::corpus::{Corpus, Paragraph};
 use super::super::error::Error;
 use super::super::order::Random;
 use super::super::tokenizer::Tokenizer;
-use super::notes::{Task, depth_of, task};
-use super::{Options, fit};
+use super::fit;
+use super::notes::{Task, code_depth, random_task};
+use super::options::Options;
 use crate::runtime::units::{Tokens, float, from_index};
 
-/// Longest passage that is searched for codes it holds by accident.
+/// Longer passages are not searched for codes that they contain by accident.
 const SEARCHED_BYTES_MAX: usize = 1 << 22;
 
-/// One of the two files.
+/// The content of one of the two files.
 pub(super) struct Split<'a> {
-    /// As users call it.
     pub(super) name: &'static str,
-    /// Tells its random numbers from the other's.
+    /// Separates its random numbers from those of the other file.
     pub(super) stream: u64,
-    /// How many prompts.
     pub(super) prompts: usize,
-    /// What its passages are made of.
     pub(super) text: &'a [Paragraph],
-    /// Codes of its notes.
     pub(super) codes: &'a [u32],
 }
 
-/// What all prompts share.
-pub(super) struct Maker<'a> {
-    /// What to make.
+/// What both files share.
+pub(super) struct SplitWriter<'a> {
     pub(super) options: &'a Options,
-    /// The model's.
     pub(super) tokenizer: &'a Tokenizer,
-    /// Where text was looked for.
+    /// Folders of the text, for messages.
     pub(super) folders: &'a [PathBuf],
-    /// What ends an answer.
+    /// The token that ends an answer.
     pub(super) end: &'a str,
 }
 
-impl Maker<'_> {
-    /// Held-out text and train text: in proportion to the prompts, but a passage each at least.
+impl SplitWriter<'_> {
+    /// Divides the text into held-out and train text, in proportion to the prompts, with at least one passage each.
     pub(super) fn divide<'text>(
         &self,
         corpus: &'text Corpus,
@@ -75,62 +70,61 @@ impl Maker<'_> {
     }
 
     /// Writes one file under a temporary name in `out`.
-    pub(super) fn file(&self, split: &Split, out: &Path) -> Result<NamedTempFile, Error> {
-        let io = |action| move |source| Error::Io { file: out.to_owned(), action, source };
+    pub(super) fn write(&self, split: &Split, out: &Path) -> Result<NamedTempFile, Error> {
+        let failed = Error::io(out, "write a temporary file in it");
         let readable = Permissions::from_mode(0o666);
         let mut builder = tempfile::Builder::new();
-        let made = builder.prefix(".keychain-").permissions(readable).tempfile_in(out);
-        let made = made.map_err(io("make a temporary file in it"))?;
-        let mut writer = BufWriter::new(made.as_file());
+        let file = builder.prefix(".keychain-").permissions(readable).tempfile_in(out).map_err(&failed)?;
+        let mut writer = BufWriter::new(file.as_file());
         let mut next = 0;
         for index in 0..split.prompts {
             let mut random = Random::new(self.options.seed, (split.stream << 32) + from_index(index));
             let line = self.record(split, index, &mut next, &mut random)?;
-            writeln!(writer, "{line}").map_err(io("write a temporary file in it"))?;
+            writeln!(writer, "{line}").map_err(&failed)?;
         }
-        writer.flush().map_err(io("write a temporary file in it"))?;
+        writer.flush().map_err(&failed)?;
         drop(writer);
-        made.as_file().sync_all().map_err(io("write a temporary file in it"))?;
-        Ok(made)
+        file.as_file().sync_all().map_err(&failed)?;
+        Ok(file)
     }
 
-    /// One record. `next` is the paragraph that the passage starts with.
+    /// One record. Its passage starts with paragraph `next`.
     fn record(&self, split: &Split, index: usize, next: &mut usize, random: &mut Random) -> Result<String, Error> {
         let passage = self.passage(split, next)?;
         let codes = codes(split, &passage, 4 * self.options.keys, random);
-        let depth = depth_of(self.options.depth, index, split.prompts);
-        let task = task(self.options, &codes, depth, random);
-        let prompt = fit::exactly(self.options, self.tokenizer, &passage, &task)?;
+        let depth = code_depth(self.options.depth, index, split.prompts);
+        let task = random_task(self.options, &codes, depth, random);
+        let prompt = fit::prompt(self.options, self.tokenizer, &passage, &task)?;
         let mut record = json!({ "name": format!("keychain {} {index}", split.name), "prompt": prompt });
         if self.options.answers > 0 {
             record["answers"] = self.answers(&task, random);
         }
         record["reward_data"] = json!({
             "expected": task.code.to_string(),
-            "question": fit::question(&task.asked),
+            "question": fit::question(&task.place),
             "depth_percent": float(depth) / 1_000.0,
             "hops": self.options.hops,
         });
         Ok(record.to_string())
     }
 
-    /// The right answer among wrong ones.
+    /// The right answer and wrong ones, shuffled.
     fn answers(&self, task: &Task, random: &mut Random) -> serde_json::Value {
-        let Task { asked, code, others, .. } = task;
-        let mut codes: Vec<u32> = others.iter().copied().take(self.options.answers - 1).chain([*code]).collect();
+        let Task { place, code: right, other_codes, .. } = task;
+        let mut codes: Vec<u32> = other_codes.iter().copied().take(self.options.answers - 1).chain([*right]).collect();
         random.shuffle(&mut codes);
-        let answer = |given: u32| {
+        let answer = |code: u32| {
             let text = if self.options.short {
-                format!("{given}{}", self.end)
+                format!("{code}{}", self.end)
             } else {
-                format!("The access code of the {asked} is {given}.{}", self.end)
+                format!("The access code of the {place} is {code}.{}", self.end)
             };
-            json!({ "text": text, "reward": if given == *code { 1.0 } else { 0.0 } })
+            json!({ "text": text, "reward": if code == *right { 1.0 } else { 0.0 } })
         };
         codes.into_iter().map(answer).collect()
     }
 
-    /// Consecutive paragraphs, at least as long as the whole prompt; after the last comes the first again.
+    /// Consecutive paragraphs, at least as long as the whole prompt; the first follows the last.
     fn passage(&self, split: &Split, next: &mut usize) -> Result<String, Error> {
         let needed = self.options.prompt_tokens;
         let found: Tokens = split.text.iter().map(|paragraph| paragraph.tokens).sum();
@@ -149,15 +143,15 @@ impl Maker<'_> {
     }
 }
 
-/// The split's codes in no order. Of the first `wanted` those that the passage holds by accident come last.
+/// The split's codes, shuffled. Of the first `wanted`, those that the passage contains by accident move to the end.
 fn codes(split: &Split, passage: &str, wanted: usize, random: &mut Random) -> Vec<u32> {
     let mut codes: Vec<u32> = split.codes.to_vec();
     random.shuffle(&mut codes);
-    // A huge passage happens to hold nearly all codes.
+    // A huge passage contains nearly all codes anyway.
     if passage.len() > SEARCHED_BYTES_MAX {
         return codes;
     }
     let (some, rest) = codes.split_at(wanted.min(codes.len()));
-    let (held, fresh): (Vec<u32>, Vec<u32>) = some.iter().partition(|code| passage.contains(&code.to_string()));
-    fresh.into_iter().chain(rest.iter().copied()).chain(held).collect()
+    let (contained, fresh): (Vec<u32>, Vec<u32>) = some.iter().partition(|code| passage.contains(&code.to_string()));
+    fresh.into_iter().chain(rest.iter().copied()).chain(contained).collect()
 }

@@ -1,16 +1,24 @@
-//! Which position lies where: pages dealt to ranks, answers spread over ranks, labels, and what a query sees.
+//! Which rank has which position: pages dealt to ranks, answers spread over ranks, labels, and which keys a query sees.
 //!
-//! The prompt is cut into pages, the pages into 2·R chunks, and chunk c belongs to rank min(c, 2R − 1 − c), so that
-//! causal work is even:
+//! The prompt is cut into pages and the pages into 2·R chunks. Chunk c belongs to rank min(c, 2R − 1 − c), so that causal
+//! work is even:
 //!
 //! ```text
 //!   chunk   0    1    2    3    4    5      (R = 3)
 //!   rank    0    1    2    2    1    0
-//!           |----|----|----|----|----|--.|  the last page may be partly filled; '.' is row P-1, a piece of its own
+//!           |----|----|----|----|----|--.|  the last page may be partly filled; '.' is row P−1, a separate piece
 //! ```
 //!
-//! The first (pages mod 2R) chunks hold one page more, so no rank owns more than ceil(pages / R), and a short prompt
-//! leaves ranks without pages. This module is the only one that knows any of this.
+//! An answer continues the token line. Row t predicts token t + 1, and the last token is no input:
+//!
+//! ```text
+//!   position   … P−2  P−1 | P    P+1  P+2  P+3     prompt | answer of A = 4 tokens
+//!   row            …   .  | 0    1    2            A − 1 rows, dealt to ranks evenly and in order
+//!   predicts           a0 | a1   a2   a3
+//! ```
+//!
+//! The first (pages mod 2R) chunks have one page more, so no rank owns more than ceil(pages / R) pages. A short prompt leaves
+//! ranks without pages. Only this module knows these rules.
 
 mod tiles;
 
@@ -21,7 +29,7 @@ pub use tiles::{Tile, TileSizes, tiles};
 /// Consecutive positions on one rank.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Piece {
-    /// Who computes and holds them.
+    /// The rank that computes and stores them.
     pub rank: Rank,
     /// The first position.
     pub start: Position,
@@ -30,7 +38,7 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// How many positions.
+    /// Number of positions.
     #[must_use]
     pub fn rows(&self) -> Tokens {
         self.stop.since(self.start)
@@ -40,11 +48,11 @@ impl Piece {
 /// Consecutive whole pages on one rank; the last page of the prompt may be partly filled.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Run {
-    /// Who owns them.
+    /// The rank that owns them.
     pub rank: Rank,
     /// The first page.
     pub first: PageIndex,
-    /// How many pages.
+    /// Number of pages.
     pub pages: Pages,
     /// The first position.
     pub start: Position,
@@ -53,14 +61,14 @@ pub struct Run {
 }
 
 impl Run {
-    /// Filled positions.
+    /// Number of filled positions.
     #[must_use]
     pub fn rows(&self) -> Tokens {
         self.stop.since(self.start)
     }
 }
 
-/// Pieces of a stretch of positions, in position order, over all ranks of a prompt group.
+/// The pieces of a stretch of positions on all ranks of a context-parallel group, in position order.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Span {
     pieces: Vec<Piece>,
@@ -68,7 +76,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Pieces of `rank`, in position order.
+    /// The pieces of `rank`, in position order.
     pub fn of(&self, rank: Rank) -> impl Iterator<Item = &Piece> + Clone {
         self.pieces.iter().filter(move |piece| piece.rank == rank)
     }
@@ -78,13 +86,13 @@ impl Span {
         (0..self.ranks).flat_map(|rank| self.of(Rank(rank)))
     }
 
-    /// Rows of each rank.
+    /// Number of rows of each rank.
     #[must_use]
     pub fn counts(&self) -> Vec<Tokens> {
         (0..self.ranks).map(|rank| self.of(Rank(rank)).map(Piece::rows).sum()).collect()
     }
 
-    /// All rows.
+    /// Number of rows on all ranks.
     #[must_use]
     pub fn rows(&self) -> Tokens {
         self.pieces.iter().map(Piece::rows).sum()
@@ -97,7 +105,7 @@ impl Span {
     }
 }
 
-/// How one prompt's pages and rows are dealt to the ranks of a prompt group.
+/// How the pages and rows of one prompt are dealt to the ranks of a context-parallel group.
 #[derive(Clone, Debug)]
 pub struct PromptLayout {
     prompt: Tokens,
@@ -111,7 +119,7 @@ impl PromptLayout {
     /// Deals `prompt` positions in pages of `page_size` to `ranks`; the last `tail` positions carry gradient.
     ///
     /// # Panics
-    /// When a size is 0 or the tail is longer than the prompt: the configuration refuses both before.
+    /// When a size is 0 or the tail is longer than the prompt; the configuration refuses both.
     #[must_use]
     pub fn new(prompt: Tokens, page_size: Tokens, ranks: usize, tail: Tokens) -> Self {
         assert!(prompt.0 > 0 && page_size.0 > 0 && ranks > 0, "a prompt, a page and a group of ranks are not empty");
@@ -136,7 +144,7 @@ impl PromptLayout {
         PromptLayout { prompt, page_size, ranks, cut: Position(prompt.0 - tail.0), chunks }
     }
 
-    /// Prompt length.
+    /// Number of positions of the prompt.
     #[must_use]
     pub fn prompt(&self) -> Tokens {
         self.prompt
@@ -148,7 +156,7 @@ impl PromptLayout {
         self.page_size
     }
 
-    /// The first position that carries gradient; the prompt's end when none does.
+    /// The first position that carries gradient; the prompt's end if none does.
     #[must_use]
     pub fn cut(&self) -> Position {
         self.cut
@@ -160,19 +168,19 @@ impl PromptLayout {
         Position(self.prompt.0)
     }
 
-    /// Both chunks of `rank` in position order, empty ones included: the runs that travel the ring, one a pass.
+    /// Both chunks of `rank` in position order, also if empty: the runs of the first and of the second pass of the ring.
     #[must_use]
     pub fn chunks_of(&self, rank: Rank) -> [Run; 2] {
         [self.chunks[rank.0], self.chunks[2 * self.ranks - 1 - rank.0]]
     }
 
-    /// Pages that `rank` owns.
+    /// Number of pages that `rank` owns.
     #[must_use]
     pub fn pages_of(&self, rank: Rank) -> Pages {
         self.chunks_of(rank).iter().map(|run| run.pages).sum()
     }
 
-    /// Every row of the prompt, cut where a chunk ends, at the tail's start and before row P−1.
+    /// Every row of the prompt, cut at the ends of chunks, at the tail's start and before row P−1.
     #[must_use]
     pub fn span(&self) -> Span {
         self.pieces(Position(0))
@@ -209,15 +217,15 @@ impl PromptLayout {
         self.chunks.iter().find(holds).map_or(Rank(0), |run| run.rank)
     }
 
-    /// Rows of each rank where only row P−1 is meant: one on its owner, none elsewhere.
+    /// Number of rows of each rank if only row P−1 counts: 1 on its owner, 0 elsewhere.
     #[must_use]
     pub fn last_row_counts(&self) -> Vec<Tokens> {
         let owner = self.last_row_owner();
         (0..self.ranks).map(|rank| Tokens(u64::from(Rank(rank) == owner))).collect()
     }
 
-    /// Rows of an answer of `length` tokens, dealt evenly and in order. The last token is no input, so an answer of
-    /// one token has no row, and a short one leaves ranks without rows.
+    /// The rows of an answer of `length` tokens, dealt evenly and in order. The last token is no input, so an answer of one
+    /// token has no row; a short answer leaves ranks without rows.
     #[must_use]
     pub fn answer(&self, length: Tokens) -> Span {
         let rows = length.0.saturating_sub(1);
@@ -233,15 +241,15 @@ impl PromptLayout {
         Span { pieces, ranks: self.ranks }
     }
 
-    /// Which tokens of an answer a piece of its rows predicts: row t predicts the token after it. Shifted here, before
-    /// anything is sharded, so no label is lost at a rank's edge.
+    /// Indices of the answer's tokens that a piece of its rows predicts. Labels are shifted here, before rows are dealt to
+    /// ranks, so no label is lost between two ranks.
     #[must_use]
     pub fn labels(&self, piece: &Piece) -> std::ops::Range<usize> {
         let first = piece.start.since(self.end()).index() + 1;
         first..first + piece.rows().index()
     }
 
-    /// Which tokens of an answer a piece of its rows reads.
+    /// Indices of the answer's tokens that are the inputs of a piece of its rows.
     #[must_use]
     pub fn inputs(&self, piece: &Piece) -> std::ops::Range<usize> {
         let first = piece.start.since(self.end()).index();

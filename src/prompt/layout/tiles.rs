@@ -1,18 +1,18 @@
-//! What a stretch of queries sees of a stretch of keys, as rectangles that a kernel can serve.
+//! Which keys a stretch of queries sees, as rectangles that a kernel can compute.
 //!
-//! Alignment is by position, so queries that are the tail of a longer range (an answer behind its prompt) see all of
-//! what lies before them: bottom-right alignment, by construction.
+//! Rectangles are aligned by position, so queries at the end of a longer range (an answer after its prompt) see everything
+//! before them: bottom-right alignment.
 
 use std::ops::Range;
 
 use crate::tensor::attention::Visible;
 
-/// Most rows and most keys of a rectangle whose scores are written out: bounds their scratch.
+/// Maximum size of a rectangle whose scores are materialized: bounds their memory.
 #[derive(Clone, Copy, Debug)]
 pub struct TileSizes {
-    /// Queries.
+    /// Maximum number of queries.
     pub rows: i64,
-    /// Keys.
+    /// Maximum number of keys.
     pub keys: i64,
 }
 
@@ -26,16 +26,16 @@ impl TileSizes {
 /// A rectangle of queries and keys, as offsets into the two stretches.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Tile {
-    /// Query rows.
+    /// Offsets of the queries.
     pub rows: Range<i64>,
-    /// Keys.
+    /// Offsets of the keys.
     pub keys: Range<i64>,
-    /// What the rows see of the keys.
+    /// Which of the keys each row sees.
     pub visible: Visible,
 }
 
-/// Rectangles of `queries` × `keys` (both positions) in which something is visible, in a fixed order. With a window a
-/// query sees itself and the `window` − 1 positions before it; rectangles are then of at most `sizes`.
+/// Rectangles of `queries` × `keys` (both positions) that contain visible pairs, in a fixed order. With a window, a query
+/// sees itself and the `window` − 1 positions before it, and rectangles have at most the given sizes.
 #[must_use]
 pub fn tiles(queries: Range<i64>, keys: Range<i64>, window: Option<i64>, sizes: TileSizes) -> Vec<Tile> {
     let keys_stop = keys.end.min(queries.end);
@@ -56,7 +56,7 @@ fn causal(queries: &Range<i64>, keys: Range<i64>) -> Vec<Tile> {
             found.push(Tile { rows, keys: columns.start - keys.start..columns.end - keys.start, visible });
         }
     };
-    // Keys before the first query are seen by every row; the rest forms a square, and rows below it see all of it.
+    // Every row sees the keys before the first query. The other keys form a causal square, and rows below it see all of it.
     let square = keys.start.max(queries.start)..keys.end;
     push(queries.clone(), keys.start..keys.end.min(queries.start), Visible::All);
     push(square.clone(), square.clone(), Visible::Causal);
@@ -72,7 +72,7 @@ fn banded(queries: &Range<i64>, keys: &Range<i64>, window: i64, sizes: TileSizes
         let seen = (row - window + 1).max(keys.start)..row_end.min(keys.end);
         for key in seen.clone().step_by(step(sizes.keys)) {
             let key_end = (key + sizes.keys).min(seen.end);
-            // Wholly visible iff the first row sees the last key and the last row still sees the first key.
+            // All pairs are visible iff the first row sees the last key and the last row sees the first key.
             let whole = key_end - 1 <= row && row_end - 1 - key < window;
             let visible = if whole { Visible::All } else { Visible::Band { offset: row - key, window } };
             found.push(Tile {

@@ -1,7 +1,7 @@
 //! Hidden states of answers and tail rows in host memory, staged one (span, layer) at a time.
 //!
-//! Slot (span, layer) holds the input of that layer's block, and later, in its place, the gradient of that input: the
-//! pool never takes more than spans × rows × width × layers × dtype.
+//! Slot (span, layer) stores the input of that layer's block. Later the gradient of that input replaces it, so the pool never
+//! takes more than spans × rows × width × layers × dtype.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use crate::runtime::units::{Bytes, LayerIndex};
 use crate::tensor;
 use crate::tensor::boundary::storage_bytes;
 
-/// Which hidden state: whose rows, and the layer it enters.
+/// Address of a hidden state: the rows it belongs to, and the layer that reads it.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Slot {
     /// Answer index; 0 in the tail's own pool.
@@ -25,22 +25,22 @@ pub struct Slot {
     pub layer: LayerIndex,
 }
 
-/// A slot on its way to the device.
+/// A slot that is being copied to the device.
 #[derive(Debug)]
-struct Coming {
-    // Before the tensor, because fields are dropped in order: the copy ends before the memory goes that it writes.
+struct Arriving {
+    // Before the tensor, because fields are dropped in order: the copy must end before its target is freed.
     arrival: Arrival,
     x: Tensor,
     held: Held,
 }
 
-/// Hidden states that wait, in host memory or where they were made.
+/// Hidden states between phases, in host memory or on the device.
 #[derive(Debug)]
 pub struct HiddenPool {
-    // First, because fields are dropped in order: copies end before the memory goes that they read or write.
+    // First, because fields are dropped in order: copies must end before their memory is freed.
     outbox: RefCell<Outbox>,
-    /// Slots that set out for the device before they were asked for.
-    coming: RefCell<BTreeMap<Slot, Coming>>,
+    /// Prefetched slots.
+    arriving: RefCell<BTreeMap<Slot, Arriving>>,
     slots: BTreeMap<Slot, (Tensor, Held)>,
     residency: Residency,
     purpose: Purpose,
@@ -49,7 +49,7 @@ pub struct HiddenPool {
 }
 
 impl HiddenPool {
-    /// An empty pool that counts what it holds in `ledger`.
+    /// An empty pool that counts its bytes in `ledger`.
     #[must_use]
     pub fn new(residency: Residency, purpose: Purpose, ledger: Ledger) -> Self {
         HiddenPool {
@@ -59,7 +59,7 @@ impl HiddenPool {
             device: Device::Cpu,
             ledger,
             outbox: RefCell::default(),
-            coming: RefCell::default(),
+            arriving: RefCell::default(),
         }
     }
 
@@ -69,7 +69,7 @@ impl HiddenPool {
     /// When there is no more memory for it.
     pub fn put(&mut self, slot: Slot, x_tw: &Tensor) -> Result<(), tensor::Error> {
         self.device = x_tw.device();
-        self.coming.get_mut().remove(&slot);
+        self.arriving.get_mut().remove(&slot);
         let outbox = self.outbox.get_mut();
         let place = self.slots.get(&slot).map(|(held, _)| held);
         let place = place.filter(|held| held.size() == x_tw.size() && held.kind() == x_tw.kind());
@@ -89,75 +89,75 @@ impl HiddenPool {
         Ok(())
     }
 
-    /// The computation goes on after what was put has left the device; its memory there is free from then on. Until this,
-    /// or until something is asked for, what was put stays alive there.
+    /// Makes the computation wait until stored tensors have left the device; then their memory there is free. Staging a slot
+    /// does the same.
     ///
     /// # Errors
-    /// When a copy had failed.
+    /// When a copy has failed.
     pub fn settle(&mut self) -> Result<(), tensor::Error> {
         self.outbox.get_mut().settle()
     }
 
-    /// Whether something was put there.
+    /// Whether the slot is filled.
     #[must_use]
     pub fn holds(&self, slot: Slot) -> bool {
         self.slots.contains_key(&slot)
     }
 
-    /// The slot sets out for the device, if it is there and waits elsewhere: it will be asked for soon.
+    /// Starts to copy a filled slot to the device, for a later [`HiddenPool::stage`].
     ///
     /// # Errors
     /// When the copy cannot be made.
-    pub fn expect(&self, slot: Slot) -> Result<(), tensor::Error> {
+    pub fn prefetch(&self, slot: Slot) -> Result<(), tensor::Error> {
         let Some((held, _)) = self.slots.get(&slot) else { return Ok(()) };
-        if self.residency == Residency::Device || !transit::beside(self.device) {
+        if self.residency == Residency::Device || !transit::is_concurrent(self.device) {
             return Ok(());
         }
         self.outbox.borrow_mut().settle()?;
         let arriving = self.fetch(held)?;
-        self.coming.borrow_mut().insert(slot, arriving);
+        self.arriving.borrow_mut().insert(slot, arriving);
         Ok(())
     }
 
-    fn fetch(&self, waiting: &Tensor) -> Result<Coming, tensor::Error> {
+    fn fetch(&self, waiting: &Tensor) -> Result<Arriving, tensor::Error> {
         let (x, arrival) = transit::fetch(waiting, self.device)?;
         let held = self.ledger.hold(Purpose::Stage, MemorySpace::Device, storage_bytes(&x));
-        Ok(Coming { arrival, x, held })
+        Ok(Arriving { arrival, x, held })
     }
 
-    /// The slot on the device, until the stage is dropped.
+    /// The hidden state on the device, until the stage is dropped.
     ///
     /// # Errors
     /// When the copy cannot be made.
     ///
     /// # Panics
-    /// When nothing was put there: the phases read only what they wrote.
+    /// When the slot is empty: the phases read only what they wrote.
     pub fn stage(&self, slot: Slot) -> Result<StagedHidden, tensor::Error> {
         let (held, _) = self.slots.get(&slot).expect("a slot is read after it was written");
         if self.residency == Residency::Device {
             return Ok(StagedHidden::of(held.shallow_clone()));
         }
         self.outbox.borrow_mut().settle()?;
-        let coming = self.coming.borrow_mut().remove(&slot);
-        let Coming { x, arrival, held } = coming.map_or_else(|| self.fetch(held), Ok)?;
+        let arriving = self.arriving.borrow_mut().remove(&slot);
+        let Arriving { x, arrival, held } = arriving.map_or_else(|| self.fetch(held), Ok)?;
         arrival.wait()?;
         Ok(StagedHidden { x, poison: true, _held: Some(held) })
     }
 
-    /// Forgets a slot.
+    /// Empties a slot; its memory is freed.
     pub fn release(&mut self, slot: Slot) {
-        self.coming.get_mut().remove(&slot);
+        self.arriving.get_mut().remove(&slot);
         self.slots.remove(&slot);
     }
 
-    /// Bytes held.
+    /// Bytes of all filled slots.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.slots.values().map(|(held, _)| storage_bytes(held)).sum()
     }
 }
 
-/// A hidden state on the device. Dropping it overwrites a buffer that was copied for it.
+/// A hidden state on the device. Dropping it overwrites the buffer, if that is a copy.
 #[derive(Debug)]
 pub struct StagedHidden {
     x: Tensor,
@@ -166,13 +166,13 @@ pub struct StagedHidden {
 }
 
 impl StagedHidden {
-    /// A tensor that was made on the device and needs no stage.
+    /// Wraps a tensor that is on the device already.
     #[must_use]
     pub fn of(x: Tensor) -> StagedHidden {
         StagedHidden { x, poison: false, _held: None }
     }
 
-    /// The tensor itself, for as long as it is needed.
+    /// Returns the tensor and never overwrites it.
     pub fn keep(mut self) -> Tensor {
         self.poison = false;
         self.x.shallow_clone()

@@ -1,11 +1,11 @@
-//! Page state in host memory, and its way to the device and back.
+//! Page state in host memory, and its copies to the device and back.
 //!
-//! A layer's state of a rank's pages lies in slabs: one independent allocation for each plane (keys, values, …) of each
-//! run of pages, exactly `pages × page_size` rows, never a view of something larger. A phase stages one layer at a time;
-//! when it lets go, the staging buffers are overwritten with NaN on CPU, so that a tensor that outlives its stage, or a
-//! buffer that two users share, shows itself at once instead of carrying another layer's values.
+//! A layer's state of a rank's pages is stored in slabs: one independent allocation for each plane (keys, values, …) of each
+//! run of pages, with exactly `pages × page_size` rows, never a view of a larger buffer. A phase stages one layer at a time.
+//! When it drops the stage, the staging buffers are overwritten with NaN on the CPU, so that a tensor that outlives its stage
+//! is noticed at once instead of having another layer's values.
 //!
-//! On a GPU, copies run beside the computation:
+//! On a GPU, copies run concurrently with the computation:
 //!
 //! ```text
 //!   computation   | layer l            | layer l+1          | layer l+2
@@ -32,29 +32,17 @@ use crate::runtime::units::{Bytes, LayerIndex, Pages, Rank, Tokens, from_dim};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{self, element_bytes};
 
-/// What can be wrong with page state.
+/// Errors of page state.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// State that was captured under one adapter version meets another.
-    #[error("page state of {held} was asked for as {wanted}: capture the prompt again after an update")]
-    Stale {
-        /// What the pages hold.
-        held: Stamp,
-        /// What was asked for.
-        wanted: Stamp,
-    },
+    /// The state was captured under another adapter version.
+    #[error("page state of {held} was requested as {wanted}: capture the prompt again after an update")]
+    #[expect(missing_docs, reason = "the message says it")]
+    Stale { held: Stamp, wanted: Stamp },
     /// A slab is larger or smaller than its pages.
     #[error("layer {layer}: page storage is {stored}, {pages} pages are {expected}")]
-    Storage {
-        /// The layer.
-        layer: LayerIndex,
-        /// Bytes behind its slabs.
-        stored: Bytes,
-        /// Pages that this rank owns.
-        pages: Pages,
-        /// What they should take.
-        expected: Bytes,
-    },
+    #[expect(missing_docs, reason = "the message says it")]
+    Storage { layer: LayerIndex, stored: Bytes, pages: Pages, expected: Bytes },
     /// A copy between host and device failed.
     #[error(transparent)]
     Torch(#[from] tensor::Error),
@@ -69,7 +57,7 @@ impl Classified for Error {
     }
 }
 
-/// Which adapters a prompt was captured under.
+/// The adapters that a prompt was captured under.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Stamp {
     /// The policy's name: `policy` or `reference`.
@@ -108,7 +96,7 @@ impl Residency {
 /// One run of pages of one layer: a tensor for each plane of the mixer's state, `pages × page_size` rows long.
 #[derive(Debug)]
 pub struct Slab {
-    /// Which pages.
+    /// The pages of the slab.
     pub run: Run,
     /// State planes, each with rows first.
     pub planes: Vec<Tensor>,
@@ -136,12 +124,11 @@ impl Slab {
     }
 }
 
-/// One row of one plane.
+/// Shape and dtype of one row of one plane.
 #[derive(Clone, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "the fields' names say everything")]
 pub struct PlaneRow {
-    /// Its shape.
     pub shape: Vec<i64>,
-    /// Its dtype.
     pub kind: Kind,
 }
 
@@ -156,10 +143,10 @@ impl PlaneRow {
 /// The captured state of one prompt on one rank.
 #[derive(Debug)]
 pub struct PagePool {
-    // First, because fields are dropped in order: copies end before the memory goes that they read or write.
+    // First, because fields are dropped in order: copies must end before their memory is freed.
     outbox: RefCell<Outbox>,
-    /// The layer that is on its way to the device.
-    coming: RefCell<Option<Coming>>,
+    /// The prefetched layer.
+    arriving: RefCell<Option<Arriving>>,
     layout: PromptLayout,
     rank: Rank,
     residency: Residency,
@@ -170,11 +157,11 @@ pub struct PagePool {
     held: Vec<Held>,
 }
 
-/// One layer's pages on their way.
+/// One layer's pages while they are copied to the device.
 #[derive(Debug)]
-struct Coming {
+struct Arriving {
     layer: LayerIndex,
-    // Before the slabs, because fields are dropped in order: copies end before the memory goes that they write.
+    // Before the slabs, because fields are dropped in order: copies must end before their targets are freed.
     arrivals: Vec<Arrival>,
     slabs: Vec<Slab>,
     held: Held,
@@ -194,15 +181,15 @@ impl PagePool {
             ledger,
             held: Vec::new(),
             outbox: RefCell::default(),
-            coming: RefCell::default(),
+            arriving: RefCell::default(),
         }
     }
 
-    /// Takes over the next layer's slabs, which were made on the device. Their way to host memory runs beside the next
-    /// layer's computation.
+    /// Takes the next layer's slabs, which were made on the device. Their copy to host memory runs during the next layer's
+    /// computation.
     ///
     /// # Errors
-    /// When there is no more host memory that can be pinned.
+    /// When no more host memory can be pinned.
     pub fn push(&mut self, slabs: Vec<Slab>) -> Result<(), Error> {
         self.device = slabs.iter().flat_map(|slab| &slab.planes).map(Tensor::device).next().unwrap_or(Device::Cpu);
         let kept = match self.residency {
@@ -215,7 +202,7 @@ impl PagePool {
         Ok(())
     }
 
-    /// Copies slabs to host memory, exactly sized, and lets go of the device's buffers.
+    /// Copies slabs to host memory of exact size.
     fn to_host(&self, slabs: Vec<Slab>) -> Result<Vec<Slab>, Error> {
         let mut outbox = self.outbox.borrow_mut();
         outbox.settle()?;
@@ -228,20 +215,20 @@ impl PagePool {
         Ok(kept)
     }
 
-    /// The computation goes on after the last layer's pages have left the device; their memory there is free from then on.
+    /// Makes the computation wait until the last layer's pages have left the device; then their memory there is free.
     ///
     /// # Errors
-    /// When a copy had failed.
+    /// When a copy has failed.
     pub fn settle(&mut self) -> Result<(), Error> {
         Ok(self.outbox.get_mut().settle()?)
     }
 
-    /// One layer's pages on the device, until the stage is dropped. `then` is the layer that will be asked for next; on a
-    /// GPU it sets out now, so that it arrives while this one computes.
+    /// One layer's pages on the device, until the stage is dropped. On a GPU the layer `next` is prefetched, so that it arrives
+    /// while this one computes.
     ///
     /// # Errors
     /// When the pages were captured under other adapters than `wanted`.
-    pub fn stage(&self, layer: LayerIndex, then: Option<LayerIndex>, wanted: &Stamp) -> Result<Staged, Error> {
+    pub fn stage(&self, layer: LayerIndex, next: Option<LayerIndex>, wanted: &Stamp) -> Result<Staged, Error> {
         if *wanted != self.stamp {
             return Err(Error::Stale { held: self.stamp.clone(), wanted: wanted.clone() });
         }
@@ -252,25 +239,25 @@ impl PagePool {
             return Ok(Staged { slabs, poison: false, _held: None });
         }
         self.outbox.borrow_mut().settle()?;
-        let here = match self.coming.take() {
-            Some(coming) if coming.layer == layer => coming,
-            // Another layer was expected: its memory goes before this one's is taken.
+        let here = match self.arriving.take() {
+            Some(arriving) if arriving.layer == layer => arriving,
+            // Another layer was prefetched: its memory is freed before this one's is allocated.
             other => {
                 drop(other);
                 self.fetch(layer)?
             }
         };
-        let ahead = then.filter(|_| transit::beside(self.device));
+        let ahead = next.filter(|_| transit::is_concurrent(self.device));
         for arrival in &here.arrivals {
             arrival.wait()?;
         }
-        let coming = ahead.map(|next| self.fetch(next)).transpose()?;
-        self.coming.replace(coming);
+        let arriving = ahead.map(|next| self.fetch(next)).transpose()?;
+        self.arriving.replace(arriving);
         Ok(Staged { slabs: here.slabs, poison: true, _held: Some(here.held) })
     }
 
-    /// Sends a layer's pages to the device.
-    fn fetch(&self, layer: LayerIndex) -> Result<Coming, Error> {
+    /// Starts to copy a layer's pages to the device.
+    fn fetch(&self, layer: LayerIndex) -> Result<Arriving, Error> {
         let mut slabs = Vec::new();
         let mut arrivals = Vec::new();
         for slab in &self.layers[layer.0] {
@@ -283,13 +270,13 @@ impl PagePool {
             slabs.push(Slab { run: slab.run, planes });
         }
         let bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-        Ok(Coming { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, MemorySpace::Device, bytes) })
+        Ok(Arriving { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, MemorySpace::Device, bytes) })
     }
 
-    /// Compares real storage with pages × page bytes, layer by layer, and returns the sum.
+    /// Compares the real storage of each layer with pages × page bytes, and returns the sum of all layers.
     ///
     /// # Errors
-    /// When a layer's storage is not exactly what its pages need.
+    /// When a layer's storage differs from the bytes of its pages.
     pub fn audit(&self, rows: &[PlaneRow]) -> Result<Bytes, Error> {
         let pages = self.layout.pages_of(self.rank);
         let page_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0 * self.layout.page_size().0;
@@ -305,13 +292,13 @@ impl PagePool {
         Ok(total)
     }
 
-    /// Whether any plane still hangs on an autograd graph; none may.
+    /// Whether any plane is part of an autograd graph; none may be.
     #[must_use]
     pub fn has_graph(&self) -> bool {
         self.layers.iter().flatten().flat_map(|slab| &slab.planes).any(Tensor::requires_grad)
     }
 
-    /// Under which adapters the prompt was captured.
+    /// The adapters that the prompt was captured under.
     #[must_use]
     pub fn stamp(&self) -> &Stamp {
         &self.stamp

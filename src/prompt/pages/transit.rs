@@ -1,7 +1,7 @@
-//! Tensors between host memory and the device: beside the computation on a GPU, at once on a CPU.
+//! Copies between host memory and the device: concurrent with the computation on a GPU, immediate on a CPU.
 //!
-//! What leaves a GPU must stay until it has left, and what arrives must not be read before: an [`Outbox`] holds the one,
-//! an [`Arrival`] guards the other. All order is the streams' own; the host waits for nothing on the common path.
+//! A tensor that is copied from a GPU must live until the copy has ended: an [`Outbox`] keeps it. A tensor that is copied to a
+//! GPU must not be read before: an [`Arrival`] guards it. Streams order the copies; normally the host does not wait.
 
 use std::cell::Cell;
 
@@ -12,15 +12,15 @@ use crate::tensor::boundary::{MemorySpace, within};
 use crate::tensor::gpu::{self, Event};
 use crate::tensor::{self};
 
-/// Tensors on their way to host memory.
+/// Tensors that are being copied to host memory.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     leaving: Vec<(Tensor, Event)>,
 }
 
 impl Outbox {
-    /// The copy of `x` in host memory, over `place` or in memory of its own. On a GPU its values are there after the next
-    /// [`Outbox::settle`], for whatever is asked of the device from then on.
+    /// Copies `x` to host memory, over `place` or to new memory. From a GPU, work queued after the next [`Outbox::settle`] sees
+    /// the values.
     pub(super) fn send(&mut self, x: &Tensor, place: Option<&Tensor>) -> Result<Tensor, tensor::Error> {
         let x = x.detach().contiguous();
         if x.device() == Device::Cpu {
@@ -34,7 +34,7 @@ impl Outbox {
         }
         let kept = place.map_or_else(|| gpu::pinned_like(&x), |place| Ok(place.shallow_clone()))?;
         if small(&x) {
-            gpu::copy_near(&kept, &x)?;
+            gpu::copy_by_kernel(&kept, &x)?;
         } else if x.numel() > 0 {
             let left = gpu::copy_out(&kept, &x)?;
             self.leaving.push((x, left));
@@ -42,7 +42,7 @@ impl Outbox {
         Ok(kept)
     }
 
-    /// The computation goes on after all that is under way has left; its memory is free from then on.
+    /// Makes the computation wait until all copies have ended; then the memory of their sources is free.
     pub(super) fn settle(&mut self) -> Result<(), tensor::Error> {
         for (_, left) in &self.leaving {
             left.wait()?;
@@ -55,7 +55,7 @@ impl Outbox {
 impl Drop for Outbox {
     fn drop(&mut self) {
         for (_, left) in &self.leaving {
-            // A copy that fails shows itself at the next wait of the computation.
+            // A failed copy is reported by the next wait of the computation.
             let _ = left.finish();
         }
     }
@@ -63,15 +63,15 @@ impl Drop for Outbox {
 
 fn small(x: &Tensor) -> bool {
     let bytes = x.numel() * x.kind().elt_size_in_bytes();
-    (1..=gpu::NEAR_BYTES).contains(&from_index(bytes))
+    (1..=gpu::KERNEL_COPY_BYTES_MAX).contains(&from_index(bytes))
 }
 
-/// Whether copies to this device run beside the computation.
-pub(super) fn beside(device: Device) -> bool {
+/// Whether copies to this device run concurrently with the computation.
+pub(super) fn is_concurrent(device: Device) -> bool {
     device != Device::Cpu
 }
 
-/// A tensor's way to the device.
+/// The end of a copy to the device.
 #[derive(Debug)]
 pub(super) struct Arrival {
     event: Option<Event>,
@@ -79,7 +79,7 @@ pub(super) struct Arrival {
 }
 
 impl Arrival {
-    /// The computation goes on after the tensor has arrived.
+    /// Makes the computation wait until the tensor has arrived.
     pub(super) fn wait(&self) -> Result<(), tensor::Error> {
         self.event.as_ref().map_or(Ok(()), Event::wait)?;
         self.awaited.set(true);
@@ -90,20 +90,20 @@ impl Arrival {
 impl Drop for Arrival {
     fn drop(&mut self) {
         if let Some(event) = self.event.as_ref().filter(|_| !self.awaited.get()) {
-            // Nobody wanted it; its memory must not be used for something else before the copy has ended.
+            // The tensor is not used; its memory must not be reused before the copy has ended.
             let _ = event.finish();
         }
     }
 }
 
-/// The copy of `held` on `device`, and when it may be read.
+/// A copy of `held` on `device`, and the end of that copy.
 pub(super) fn fetch(held: &Tensor, device: Device) -> Result<(Tensor, Arrival), tensor::Error> {
     if device == Device::Cpu || held.numel() == 0 {
         return Ok((held.copy().to_device(device), Arrival { event: None, awaited: Cell::new(true) }));
     }
     let here = Tensor::empty(held.size(), (held.kind(), device));
     if small(held) {
-        gpu::copy_near(&here, held)?;
+        gpu::copy_by_kernel(&here, held)?;
         return Ok((here, Arrival { event: None, awaited: Cell::new(true) }));
     }
     let event = gpu::copy_in(&here, held)?;

@@ -1,41 +1,40 @@
-//! Where a value lies in a plot, and the lines and numbers that say so.
+//! Axes of a plot: where a value is drawn, and the round numbers along the edge.
 
-use std::fmt::Write as _;
+use serde::Serialize;
 
-use super::html::{escape, short};
+use super::numbers::short;
+use crate::report::step::ends;
 use crate::runtime::units::{float, from_index};
 
-/// Room around the drawing: left for numbers, right for the last number's end, above, and below for numbers and name.
+/// Margins around the plot, in pixels: numbers on the left, numbers and the axis name below.
 const LEFT: f64 = 62.0;
 const RIGHT: f64 = 18.0;
 const ABOVE: f64 = 10.0;
 const BELOW: f64 = 38.0;
 
-/// A drawing's size in its own units, which are pixels at the page's full width.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Size {
-    pub(super) width: f64,
-    pub(super) height: f64,
+/// Width and height of a drawing, in pixels at the page's full width.
+const HALF: [f64; 2] = [540.0, 225.0];
+const WIDE: [f64; 2] = [1120.0, 270.0];
+
+/// A number at a place: a value of an axis, or a pixel once the axis is drawn.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Tick {
+    pub(super) at: f64,
+    pub(super) text: String,
 }
 
-/// Half of the page, and all of it.
-pub(super) const HALF: Size = Size { width: 540.0, height: 225.0 };
-pub(super) const WIDE: Size = Size { width: 1120.0, height: 270.0 };
-
-/// A direction of a plot.
+/// One direction of a plot.
 #[derive(Clone, Debug)]
 pub(super) struct Axis {
     from: f64,
     to: f64,
-    /// In the direction of powers of two.
-    doubling: bool,
-    /// Places with their numbers.
-    ticks: Vec<(f64, String)>,
+    log2: bool,
+    ticks: Vec<Tick>,
 }
 
 impl Axis {
-    /// Over a range of values, with about so many round numbers on it.
-    pub(super) fn over(least: f64, most: f64, count: u32) -> Axis {
+    /// From `least` to `most`, with about `count` round numbers.
+    pub(super) fn tight(least: f64, most: f64, count: u32) -> Axis {
         let (mut from, mut to) = (least, most);
         if to <= from {
             // One value has no range of its own.
@@ -46,56 +45,46 @@ impl Axis {
     }
 
     fn ticked(from: f64, to: f64, step: f64) -> Axis {
-        let mut ticks = Vec::new();
-        let (first, last) = ((from / step).ceil(), (to / step).floor());
-        for index in 0..=100 {
-            let at = first + f64::from(index);
-            if at > last {
-                break;
-            }
-            // Adding zero takes the sign from a negative one.
-            ticks.push((at * step + 0.0, short(at * step + 0.0)));
-        }
-        Axis { from, to, doubling: false, ticks }
+        let first = (from / step).ceil();
+        let last = (to / step).floor();
+        let places = (0..=100).map(|index| first + f64::from(index)).take_while(|&at| at <= last);
+        // Adding zero takes the sign from a negative zero.
+        let ticks = places.map(|at| Tick { at: at * step, text: short(at * step + 0.0) }).collect();
+        Axis { from, to, log2: false, ticks }
     }
 
-    /// As [`Axis::over`], widened to round numbers, so that no line touches the edge.
-    pub(super) fn around(least: f64, most: f64, count: u32) -> Axis {
-        let tight = Axis::over(least, most, count);
+    /// As [`Axis::tight`], widened to round numbers, so that no line touches the edge.
+    pub(super) fn padded(least: f64, most: f64, count: u32) -> Axis {
+        let tight = Axis::tight(least, most, count);
         let step = round_step((tight.to - tight.from) / f64::from(count));
-        Axis::over((tight.from / step).floor() * step, (tight.to / step).ceil() * step, count)
+        Axis::tight((tight.from / step).floor() * step, (tight.to / step).ceil() * step, count)
     }
 
-    /// Over a range of counts, with numbers at whole ones only.
-    pub(super) fn whole(least: f64, most: f64, count: u32) -> Axis {
-        if most <= least {
-            return Axis::ticked(least - 0.5, least + 0.5, 1.0);
-        }
-        Axis::ticked(least, most, round_step((most - least) / f64::from(count)).max(1.0))
+    /// Over counts, with numbers at whole ones only and `margin` on both sides.
+    pub(super) fn counts(least: f64, most: f64, count: u32, margin: f64) -> Axis {
+        let most = most.max(least);
+        let margin = if most > least { margin } else { 0.5 + margin };
+        let axis = Axis::ticked(least, most, round_step((most - least) / f64::from(count)).max(1.0));
+        Axis { from: least - margin, to: most + margin, ..axis }
     }
 
-    /// With numbers at these places, the distance between them by powers of two.
-    pub(super) fn doubling(places: &[(f64, String)]) -> Axis {
-        let values: Vec<f64> = places.iter().map(|(at, _)| *at).collect();
-        let [least, most] = crate::report::step::ends(&values).unwrap_or([1.0, 2.0]);
-        Axis { from: least / 1.3, to: most * 1.3, doubling: true, ticks: places.to_vec() }
+    /// With numbers at these places, which are drawn by their logarithm.
+    pub(super) fn log2(ticks: Vec<Tick>) -> Axis {
+        let values: Vec<f64> = ticks.iter().map(|tick| tick.at).collect();
+        let [least, most] = ends(&values).unwrap_or([1.0, 2.0]);
+        Axis { from: least / 1.3, to: most * 1.3, log2: true, ticks }
     }
 
-    /// With room before the first place and behind the last.
-    pub(super) fn with_margin(mut self, room: f64) -> Axis {
-        (self.from, self.to) = (self.from - room, self.to + room);
-        self
-    }
-
-    /// With these names in place of numbers.
-    pub(super) fn named(mut self, names: impl Iterator<Item = (f64, String)>) -> Axis {
-        self.ticks = names.collect();
-        self
+    /// One place of width 1 for each name.
+    pub(super) fn names<'a>(names: impl Iterator<Item = &'a str>) -> Axis {
+        let tick = |(at, name): (usize, &str)| Tick { at: float(from_index(at)) + 0.5, text: name.to_owned() };
+        let ticks: Vec<Tick> = names.enumerate().map(tick).collect();
+        Axis { from: 0.0, to: float(from_index(ticks.len())), log2: false, ticks }
     }
 
     /// From 0 to 1 along the axis.
     fn share(&self, value: f64) -> f64 {
-        if self.doubling {
+        if self.log2 {
             return (value / self.from).log2() / (self.to / self.from).log2();
         }
         (value - self.from) / (self.to - self.from)
@@ -104,59 +93,80 @@ impl Axis {
 
 /// 1, 2 or 5 times a power of ten, not below `least`.
 fn round_step(least: f64) -> f64 {
+    if least <= 0.0 {
+        return 0.0;
+    }
     let power = 10_f64.powf(least.log10().floor());
     [1.0, 2.0, 5.0, 10.0].into_iter().map(|times| times * power).find(|step| *step >= least * 0.999).unwrap_or(power)
 }
 
-/// Two axes on a drawing.
+/// Two axes of one drawing.
 #[derive(Clone, Debug)]
 pub(super) struct Frame {
-    pub(super) size: Size,
+    pub(super) wide: bool,
     pub(super) x: Axis,
     pub(super) y: Axis,
 }
 
+/// A frame in pixels, for the template.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Axes {
+    width: f64,
+    height: f64,
+    left: f64,
+    right: f64,
+    floor: f64,
+    x_ticks: Vec<Tick>,
+    y_ticks: Vec<Tick>,
+}
+
 impl Frame {
-    /// Where `x` lies.
+    fn size(&self) -> [f64; 2] {
+        if self.wide { WIDE } else { HALF }
+    }
+
+    /// Pixel of an x value.
     pub(super) fn x(&self, value: f64) -> f64 {
-        LEFT + self.x.share(value) * (self.size.width - LEFT - RIGHT)
+        let [width, _] = self.size();
+        LEFT + self.x.share(value) * (width - LEFT - RIGHT)
     }
 
-    /// Where `y` lies: upwards, while a drawing's own numbers go down.
+    /// Pixel of a y value: values grow upwards, pixels downwards.
     pub(super) fn y(&self, value: f64) -> f64 {
-        let height = self.size.height - ABOVE - BELOW;
-        ABOVE + height - self.y.share(value).clamp(-0.01, 1.01) * height
+        let [_, height] = self.size();
+        let inner = height - ABOVE - BELOW;
+        ABOVE + inner - self.y.share(value).clamp(-0.01, 1.01) * inner
     }
 
-    /// The drawing: `inner` behind its axes; `about` says in words what is seen. `x_name` stands below.
-    pub(super) fn drawing(&self, about: &str, x_name: &str, inner: &str) -> String {
-        let Size { width, height } = self.size;
-        let (floor, end) = (height - BELOW, width - RIGHT);
-        let mut svg = format!("<svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{}\">\n", escape(about));
-        // Writing to a text cannot fail.
-        for (value, number) in &self.y.ticks {
-            let at = self.y(*value);
-            let _ =
-                writeln!(svg, "<line class=\"grid-line\" x1=\"{LEFT}\" x2=\"{end}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>");
-            let (x, y) = (LEFT - 7.0, at + 4.0);
-            let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y:.1}\" text-anchor=\"end\">{}</text>", escape(number));
-        }
+    /// The pixels of a line through these values, as SVG reads them.
+    pub(super) fn path(&self, points: impl Iterator<Item = (f64, f64)>) -> String {
+        let points: Vec<String> = points.map(|(x, y)| format!("{:.1},{:.1}", self.x(x), self.y(y))).collect();
+        points.join(" ")
+    }
+
+    /// The axes with their numbers. A number that would cover the one before is left out.
+    pub(super) fn axes(&self) -> Axes {
+        let [width, height] = self.size();
         let mut free_from = f64::NEG_INFINITY;
-        for (value, number) in &self.x.ticks {
-            let at = self.x(*value);
-            let half = 3.5 * float(from_index(number.chars().count()));
-            // Numbers that would lie on one another are left out.
-            if at - half < free_from {
-                continue;
+        let x_ticks = self.x.ticks.iter().filter_map(|tick| {
+            let at = self.x(tick.at);
+            let half = 3.5 * float(from_index(tick.text.chars().count()));
+            let fits = at - half >= free_from;
+            if fits {
+                free_from = at + half + 8.0;
             }
-            free_from = at + half + 8.0;
-            let y = floor + 16.0;
-            let _ = writeln!(svg, "<text x=\"{at:.1}\" y=\"{y}\" text-anchor=\"middle\">{}</text>", escape(number));
+            fits.then(|| Tick { at, text: tick.text.clone() })
+        });
+        let y_tick = |tick: &Tick| Tick { at: self.y(tick.at), text: tick.text.clone() };
+        Axes {
+            width,
+            height,
+            left: LEFT,
+            right: width - RIGHT,
+            floor: height - BELOW,
+            x_ticks: x_ticks.collect(),
+            y_ticks: self.y.ticks.iter().map(y_tick).collect(),
         }
-        let (middle, below) = (f64::midpoint(LEFT, end), height - 5.0);
-        let _ = writeln!(svg, "<text x=\"{middle:.1}\" y=\"{below}\" text-anchor=\"middle\">{}</text>", escape(x_name));
-        let _ = writeln!(svg, "<line class=\"axis\" x1=\"{LEFT}\" x2=\"{end}\" y1=\"{floor}\" y2=\"{floor}\"/>");
-        svg + inner + "</svg>\n"
     }
 }
 
@@ -166,20 +176,21 @@ mod tests {
 
     #[test]
     fn ticks_are_round_and_within_the_range() {
-        let numbers = |axis: Axis| axis.ticks.into_iter().map(|(_, number)| number).collect::<Vec<_>>();
-        assert_eq!(numbers(Axis::over(0.0, 10.0, 5)), ["0", "2", "4", "6", "8", "10"]);
-        assert_eq!(numbers(Axis::over(-0.3, 0.3, 4)), ["-0.2", "0", "0.2"]);
-        assert_eq!(numbers(Axis::over(5.0, 5.0, 4)), ["4", "6"]);
-        assert_eq!(numbers(Axis::whole(1.0, 3.0, 8)), ["1", "2", "3"]);
-        assert_eq!(numbers(Axis::whole(1.0, 1.0, 8)), ["1"]);
-        let around = Axis::around(0.01, 0.93, 4);
-        assert!(around.from <= 0.0 && around.to >= 1.0);
+        let numbers = |axis: Axis| axis.ticks.into_iter().map(|tick| tick.text).collect::<Vec<_>>();
+        assert_eq!(numbers(Axis::tight(0.0, 10.0, 5)), ["0", "2", "4", "6", "8", "10"]);
+        assert_eq!(numbers(Axis::tight(-0.3, 0.3, 4)), ["-0.2", "0", "0.2"]);
+        assert_eq!(numbers(Axis::tight(5.0, 5.0, 4)), ["4", "6"]);
+        assert_eq!(numbers(Axis::counts(1.0, 3.0, 8, 0.0)), ["1", "2", "3"]);
+        assert_eq!(numbers(Axis::counts(1.0, 1.0, 8, 0.0)), ["1"]);
+        let padded = Axis::padded(0.01, 0.93, 4);
+        assert!(padded.from <= 0.0 && padded.to >= 1.0);
     }
 
     #[test]
-    fn upwards_is_more_and_doubling_is_even() {
-        let x = Axis::doubling(&[(1024.0, "1k".into()), (2048.0, "2k".into()), (4096.0, "4k".into())]);
-        let frame = Frame { size: HALF, x, y: Axis::over(0.0, 1.0, 4) };
+    fn larger_values_are_drawn_higher_and_doublings_at_equal_distances() {
+        let tick = |at: f64| Tick { at, text: at.to_string() };
+        let x = Axis::log2([1024.0, 2048.0, 4096.0].map(tick).into());
+        let frame = Frame { wide: false, x, y: Axis::tight(0.0, 1.0, 4) };
         assert!(frame.y(1.0) < frame.y(0.0));
         let gap = frame.x(2048.0) - frame.x(1024.0);
         assert!((frame.x(4096.0) - frame.x(2048.0) - gap).abs() < 1e-9 && gap > 0.0);

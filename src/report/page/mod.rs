@@ -1,74 +1,43 @@
-//! One page of HTML about one run or several: `longstraw report`. It needs nothing but itself: no network, no script.
+//! One HTML page about one run or several: `longstraw report`. The page is one file that needs no network and no script.
+//!
+//! `read` reads a run directory, `figures` and `several` lay out its plots, `view` gathers what one run shows, and the
+//! template page.html.jinja writes all of it.
 
 mod axes;
-mod html;
+mod error;
+mod figures;
+mod numbers;
 mod plot;
 mod read;
 mod several;
-mod single;
+mod view;
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use minijinja::{Environment, UndefinedBehavior, Value, context};
 use serde::Serialize;
 
-use crate::runtime::failure::{Classified, Exit};
-use html::{document, escape, section};
+pub use error::Error;
 use read::Run;
+use view::View;
 
-/// Why there is no page.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// A folder that no run has written.
-    #[error(
-        "{} is no run directory: it has no metrics.jsonl, receipt.json, config.resolved.toml or logs, and no gate's \
-         receipt; name the folder that run.dir (--run-dir) named, or one of gates, such as runs/gates",
-        folder.display()
-    )]
-    NoRun {
-        /// The folder.
-        folder: PathBuf,
-    },
-    /// A file of the run directory.
-    #[error("cannot read {}: {source}", file.display())]
-    Read {
-        /// Which.
-        file: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// The page.
-    #[error("cannot write {}: {source}; choose another place with --out", file.display())]
-    Write {
-        /// Where.
-        file: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-}
-
-impl Classified for Error {
-    fn exit(&self) -> Exit {
-        Exit::Data
-    }
-}
-
-/// What was written, and what it says in short.
+/// What was written, in short.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Written {
-    /// The page.
+    /// The page's file.
     pub out: PathBuf,
-    /// The runs on it.
+    /// The runs on the page.
     pub runs: Vec<InShort>,
 }
 
 /// One run in short.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct InShort {
-    /// Its directory.
+    /// The run directory.
     pub folder: PathBuf,
-    /// What became of it, in words.
+    /// Whether the run ended, and how.
     pub state: &'static str,
     /// Updates made.
     pub updates: u64,
@@ -76,24 +45,22 @@ pub struct InShort {
     pub rewards: [Option<f64>; 2],
     /// Loss of the last update.
     pub loss: Option<f64>,
-    /// Its gates, with whether each has passed.
+    /// Names of its gates, each with whether it has passed.
     pub gates: Vec<(String, bool)>,
     /// What a reader should not overlook.
     pub notes: Vec<String>,
 }
 
 impl Written {
-    /// In words.
+    /// The lines that the command prints.
     #[must_use]
     pub fn text(&self) -> String {
         let mut lines = Vec::new();
         for run in &self.runs {
             lines.push(format!("{}: {}, {} updates", run.folder.display(), run.state, run.updates));
-            lines.extend(
-                run.gates
-                    .iter()
-                    .map(|(gate, passed)| format!("  {gate}: {}", if *passed { "passed" } else { "not passed" })),
-            );
+            for (gate, passed) in &run.gates {
+                lines.push(format!("  {gate}: {}", if *passed { "passed" } else { "not passed" }));
+            }
             lines.extend(run.notes.iter().map(|note| format!("  {note}")));
         }
         lines.push(format!("written: {}", self.out.display()));
@@ -101,8 +68,8 @@ impl Written {
     }
 }
 
-/// Writes a page about the runs in `folders` to `out`; without a place, into the run's own directory, or for several runs
-/// as report.html here.
+/// Writes a page about the runs in `folders` to `out`. The default is report.html, in the run directory of a single run,
+/// in the current folder for several.
 ///
 /// # Errors
 /// When a folder is no run directory or cannot be read, or the page cannot be written.
@@ -113,53 +80,58 @@ pub fn write(folders: &[PathBuf], out: Option<&Path>) -> Result<Written, Error> 
         (None, [folder]) => folder.join("report.html"),
         _ => PathBuf::from("report.html"),
     };
-    let page = page(&runs);
-    fs::write(&out, page).map_err(|source| Error::Write { file: out.clone(), source })?;
-    let in_short = |run: &Run| InShort {
+    let names = names(&runs);
+    let views: Vec<View<'_>> = runs.iter().zip(&names).map(|(run, name)| View::of(run, name)).collect();
+    let page = render(&runs, &views).map_err(io::Error::other);
+    let written = page.and_then(|page| fs::write(&out, page));
+    written.map_err(|source| Error::Write { file: out.clone(), source })?;
+    Ok(Written { out, runs: runs.iter().zip(views).map(|(run, view)| in_short(run, view)).collect() })
+}
+
+fn in_short(run: &Run, view: View<'_>) -> InShort {
+    InShort {
         folder: run.folder.clone(),
-        state: single::state(run),
-        updates: run.steps.last().map_or(0, |step| step.step),
-        rewards: single::reward_ends(&run.steps),
-        loss: run.steps.last().map(|step| step.loss),
+        state: view.state,
+        updates: view.last.map_or(0, |step| step.step),
+        rewards: view.reward_ends,
+        loss: view.last.map(|step| step.loss),
         gates: run.gates.iter().map(|gate| (gate.gate.clone().unwrap_or_default(), gate.passed)).collect(),
-        notes: run.notes.iter().cloned().chain(single::warnings(run)).collect(),
-    };
-    Ok(Written { out, runs: runs.iter().map(in_short).collect() })
+        notes: view.notes,
+    }
 }
 
-fn page(runs: &[Run]) -> String {
-    let names = names(runs);
-    let together = several::sections(runs, &names);
-    let [run] = runs else {
-        let each: String = runs
-            .iter()
-            .zip(&names)
-            .map(|(run, name)| section(&format!("Run {name}"), &nested(&single::sections(run))))
-            .collect();
-        return document("longstraw: several runs", &(together + &each + &footer()));
-    };
-    document(&format!("longstraw: {}", run.name()), &(single::sections(run) + &together + &footer()))
+fn render(runs: &[Run], views: &[View<'_>]) -> Result<String, minijinja::Error> {
+    let mut environment = Environment::new();
+    environment.set_undefined_behavior(UndefinedBehavior::Chainable);
+    environment.set_keep_trailing_newline(true);
+    // A control character is no HTML, not even escaped.
+    environment.set_formatter(|out, state, value| {
+        let control = |letter: char| letter.is_control() && !matches!(letter, '\n' | '\t');
+        match value.as_str().filter(|text| text.contains(control)) {
+            Some(text) => minijinja::escape_formatter(out, state, &Value::from(text.replace(control, "\u{fffd}"))),
+            None => minijinja::escape_formatter(out, state, value),
+        }
+    });
+    numbers::add_filters(&mut environment);
+    environment.add_template("page.html.jinja", include_str!("page.html.jinja"))?;
+    let several = views.len() > 1;
+    environment.get_template("page.html.jinja")?.render(context! {
+        title => if several { "several runs" } else { views.first().map_or("", |view| view.name) },
+        style => include_str!("page.css"),
+        runs => views,
+        together => several.then(|| several::curves(runs, views)),
+        peaks => several::peaks(views),
+        written => chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
+        version => env!("CARGO_PKG_VERSION"),
+    })
 }
 
-/// Headings of a run among several stand one level lower.
-fn nested(html: &str) -> String {
-    html.replace("<h3>", "<h4>").replace("</h3>", "</h4>").replace("<h2>", "<h3>").replace("</h2>", "</h3>")
-}
-
-fn footer() -> String {
-    let version = env!("CARGO_PKG_VERSION");
-    let now = chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true);
-    format!("<footer>written {} by longstraw {}</footer>\n", escape(&now), escape(version))
-}
-
-/// A name for each run: its folder's, or the whole path where two would have the same.
+/// The name of each run: its folder's, or the whole path where two folders have the same name.
 fn names(runs: &[Run]) -> Vec<String> {
     let short: Vec<String> = runs.iter().map(Run::name).collect();
     let twice = |name: &String| short.iter().filter(|other| *other == name).count() > 1;
-    runs.iter()
-        .zip(&short)
-        .map(|(run, name)| if twice(name) { run.folder.display().to_string() } else { name.clone() })
-        .collect()
+    let name = |(run, name): (&Run, &String)| if twice(name) { run.folder.display().to_string() } else { name.clone() };
+    runs.iter().zip(&short).map(name).collect()
 }
 
 #[cfg(test)]
@@ -167,7 +139,7 @@ mod tests {
     use super::*;
     use crate::report::{AnswerLine, Seconds, Step};
 
-    /// A run of `steps` updates with everything in it, and a text in every place that others write.
+    /// Writes a run of `steps` updates with every kind of file, and `evil` wherever a text comes from outside.
     fn run(room: &Path, steps: u64, evil: &str) {
         fs::create_dir_all(room.join("gates/gate5_g2")).unwrap();
         let step = |step: u64| Step {
@@ -198,7 +170,8 @@ mod tests {
             ..AnswerLine::default()
         };
         fs::write(room.join("answers.jsonl"), serde_json::to_string(&answer).unwrap() + "\n").unwrap();
-        fs::write(room.join("config.resolved.toml"), format!("[model]\npath = '{evil}'\n[data]\npath = '{evil}'\n"))
+        let plain = evil.trim_end_matches('\u{7}');
+        fs::write(room.join("config.resolved.toml"), format!("[model]\npath = '{plain}'\n[data]\npath = '{plain}'\n"))
             .unwrap();
         let check = serde_json::json!({"name": evil, "value": evil, "limit": evil, "passed": false, "means": evil});
         let receipt = serde_json::json!({
@@ -210,8 +183,8 @@ mod tests {
     }
 
     #[test]
-    fn no_text_from_a_run_is_markup_on_the_page_and_nothing_is_fetched() {
-        let evil = "<script>alert(\"1\")</script><img src=x onerror=1>&";
+    fn no_text_of_a_run_becomes_markup_and_the_page_fetches_nothing() {
+        let evil = "<script>alert(\"1\")</script><img src=x onerror=1>&\u{7}";
         let room = tempfile::tempdir().unwrap();
         for name in ["one", "two"] {
             run(&room.path().join(name), 3, evil);
@@ -222,6 +195,7 @@ mod tests {
             write(folders, Some(&out)).unwrap();
             let page = fs::read_to_string(&out).unwrap();
             assert!(!page.contains("<script") && !page.contains("<img") && !page.contains("\"1\")"), "escaped");
+            assert!(!page.contains('\u{7}') && page.contains("&amp;\u{fffd}"), "no control characters");
             assert!(page.matches("&lt;script&gt;").count() > 10);
             for outside in ["http:", "https:", "url(", "@import", "<link", "src="] {
                 assert!(!page.replace("img src=x", "").contains(outside), "{outside}");
@@ -254,21 +228,21 @@ mod tests {
     fn an_unfinished_run_has_a_page_with_notes() {
         let room = tempfile::tempdir().unwrap();
         run(room.path(), 2, "plain");
-        let told = write(&[room.path().to_owned()], None).unwrap();
-        let notes = told.runs[0].notes.join("\n");
+        let written = write(&[room.path().to_owned()], None).unwrap();
+        let notes = written.runs[0].notes.join("\n");
         assert!(
             notes.contains("metrics.jsonl, line 3")
                 && notes.contains("answers without a reward, which took no part: 2 (plain: 2)"),
             "{notes}"
         );
         assert!(notes.contains("0.2 nats"), "{notes}");
-        assert_eq!((told.runs[0].updates, &told.runs[0].gates[..]), (2, &[("plain".to_owned(), false)][..]));
-        let text = told.text();
+        assert_eq!((written.runs[0].updates, &written.runs[0].gates[..]), (2, &[("plain".to_owned(), false)][..]));
+        let text = written.text();
         assert!(text.contains("plain: not passed") && text.contains("written: "), "{text}");
         let empty = tempfile::tempdir().unwrap();
         fs::write(empty.path().join("metrics.jsonl"), "").unwrap();
-        let told = write(&[empty.path().to_owned()], None).unwrap();
-        assert!(told.runs[0].notes.iter().any(|note| note.contains("no update yet")));
-        assert!(fs::read_to_string(told.out).unwrap().contains("no update yet"));
+        let written = write(&[empty.path().to_owned()], None).unwrap();
+        assert!(written.runs[0].notes.iter().any(|note| note.contains("no update yet")));
+        assert!(fs::read_to_string(written.out).unwrap().contains("no update yet"));
     }
 }

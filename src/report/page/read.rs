@@ -1,18 +1,23 @@
-//! What a run directory holds, read with patience: a run that goes on, or that was killed, has a page too.
+//! Reads a run directory. A run that goes on, or that was killed, has a page too, so torn lines are notes and no errors.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use super::Error;
-use crate::report::{AnswerLine, HeldOut, Seconds, Step};
+use super::error::Error;
+use crate::report::answers::AnswerLine;
+use crate::report::receipt::{HeldOut, Seconds};
+use crate::report::step::Step;
 
-/// What the page asks of a receipt; one of an earlier version lacks some of it.
-#[derive(Clone, Debug, Default, Deserialize)]
+/// Most characters of a check's value on the page.
+const VALUE_CHARS_MAX: usize = 200;
+
+/// What the page needs of a receipt; a receipt of an earlier version lacks some of it.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
 pub(super) struct Facts {
     pub(super) gate: Option<String>,
@@ -50,14 +55,14 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// The most that any rank's device held.
+    /// Largest peak of all ranks' devices, in bytes.
     pub(super) fn device_peak(&self) -> Option<u64> {
         self.peak_device_bytes.iter().copied().max().filter(|&bytes| bytes > 0)
     }
 }
 
-/// A phase's peaks by rank.
-#[derive(Clone, Debug, Default, Deserialize)]
+/// A phase's peaks by rank, in bytes.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
 pub(super) struct PhaseFacts {
     pub(super) phase: String,
@@ -65,31 +70,31 @@ pub(super) struct PhaseFacts {
     pub(super) host_peak: Vec<u64>,
 }
 
-/// What a gate looked at.
-#[derive(Clone, Debug, Default, Deserialize)]
+/// One check of a gate.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
 pub(super) struct CheckFacts {
     pub(super) name: String,
-    pub(super) value: Value,
+    #[serde(deserialize_with = "text_of_value")]
+    pub(super) value: String,
     pub(super) limit: String,
     pub(super) passed: bool,
     pub(super) means: String,
 }
 
-/// The best- and the worst-rewarded answer of an update; those without a reward count only where none has one.
-#[derive(Clone, Debug, Default)]
+fn text_of_value<'de, D: Deserializer<'de>>(value: D) -> Result<String, D::Error> {
+    Ok(Value::deserialize(value)?.to_string().chars().take(VALUE_CHARS_MAX).collect())
+}
+
+/// The answers of one update with the highest and the lowest reward. `worst` is absent where all rewards are equal; an
+/// answer without a reward is `best` only where no answer has one.
+#[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Extremes {
-    pub(super) step: u64,
     pub(super) best: AnswerLine,
-    /// Absent where all have the same.
     pub(super) worst: Option<AnswerLine>,
 }
 
 impl Extremes {
-    fn of(line: AnswerLine) -> Extremes {
-        Extremes { step: line.step, best: line, worst: None }
-    }
-
     fn widen(&mut self, line: AnswerLine) {
         let Some(reward) = line.reward else { return };
         let Some(best) = self.best.reward else {
@@ -112,17 +117,20 @@ pub(super) struct Run {
     pub(super) folder: PathBuf,
     pub(super) steps: Vec<Step>,
     pub(super) receipt: Option<Facts>,
-    /// Receipts of gates in it, in the order in which they run.
+    /// Receipts of its gates, in the order in which gates run.
     pub(super) gates: Vec<Facts>,
     pub(super) config: toml::Table,
-    /// Of the first and of the last update that has answers; one where they are the same.
+    /// Answers of the first and of the last update that has some.
     pub(super) answers: Vec<Extremes>,
     /// What could not be read.
     pub(super) notes: Vec<String>,
 }
 
 impl Run {
-    /// Reads what is there.
+    /// Reads the files that exist; a torn line becomes a note.
+    ///
+    /// # Errors
+    /// When the folder is no run directory, or a file cannot be read.
     pub(super) fn read(folder: &Path) -> Result<Run, Error> {
         let mut run = Run { folder: folder.to_owned(), ..Run::default() };
         run.read_gates()?;
@@ -144,24 +152,16 @@ impl Run {
         Ok(run)
     }
 
-    /// What readers call it: the last two parts of its path tell runs apart in most layouts.
+    /// The last part of its path.
     pub(super) fn name(&self) -> String {
         let absolute = fs::canonicalize(&self.folder).unwrap_or_else(|_| self.folder.clone());
         absolute.file_name().unwrap_or(absolute.as_os_str()).to_string_lossy().into_owned()
     }
 
-    /// A value of the resolved configuration in words.
-    pub(super) fn configured(&self, table: &str, key: &str) -> Option<String> {
-        match self.config.get(table)?.get(key)? {
-            toml::Value::String(text) => Some(text.clone()),
-            other => Some(other.to_string()),
-        }
-    }
-
     fn read_steps(&mut self) -> Result<(), Error> {
         let Some(text) = text_of(&self.folder.join("metrics.jsonl"))? else { return Ok(()) };
         let lines: Vec<&str> = text.split('\n').collect();
-        // Behind the last line's end nothing stands, unless it is torn.
+        // Only a torn last line has no line end.
         for (index, line) in lines.iter().enumerate().filter(|(_, line)| !line.is_empty()) {
             match serde_json::from_str::<Step>(line) {
                 Ok(step) if step.step > 0 => self.steps.push(step),
@@ -178,16 +178,16 @@ impl Run {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
             opened => opened.map_err(read)?,
         };
-        // It may be long: only what is shown stays.
+        // The file may be long: only what is shown is kept.
         let (mut lines, mut line, mut torn) = (BufReader::new(opened), Vec::new(), 0_u64);
         while lines.read_until(b'\n', &mut line).map_err(read)? > 0 {
             match serde_json::from_slice::<AnswerLine>(&line) {
                 Err(_) => torn += 1,
                 Ok(answer) => match self.answers.last_mut() {
-                    Some(last) if last.step == answer.step => last.widen(answer),
+                    Some(last) if last.best.step == answer.step => last.widen(answer),
                     _ => {
                         self.answers.truncate(1);
-                        self.answers.push(Extremes::of(answer));
+                        self.answers.push(Extremes { best: answer, worst: None });
                     }
                 },
             }
@@ -208,7 +208,7 @@ impl Run {
         Ok(read.ok())
     }
 
-    /// Receipts of gates in `gates/`, or right here for a folder of gates.
+    /// Receipts of gates in `gates/`, or in the folder itself where it is a folder of gates.
     fn read_gates(&mut self) -> Result<(), Error> {
         let mut found = BTreeMap::new();
         for folder in [self.folder.join("gates"), self.folder.clone()] {
@@ -224,14 +224,14 @@ impl Run {
             }
         }
         self.gates = found.into_values().filter(|receipt| receipt.gate.is_some()).collect();
-        // By number, then from the shortest up: names alone would put 1m before 256k.
+        // By number, then by length: sorted by name, 1m would precede 256k.
         let number = |gate: &Facts| gate.gate.as_deref().and_then(|name| name.split('_').next()).map(str::to_owned);
         self.gates.sort_by_cached_key(|gate| (number(gate), gate.positions, gate.group_size));
         Ok(())
     }
 }
 
-/// The text of a file; nothing where there is none. Bytes that are no text stand as marks.
+/// The text of a file, or `None` where there is no file. Bytes that are no UTF-8 become replacement characters.
 fn text_of(file: &Path) -> Result<Option<String>, Error> {
     let absent = |error: &io::Error| [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&error.kind());
     match fs::read(file) {
@@ -261,12 +261,9 @@ mod tests {
         fs::write(room.path().join("answers.jsonl"), lines.join("\n") + "\n{\"torn").unwrap();
         fs::write(room.path().join("metrics.jsonl"), "{\"step\":1}\n{}\n{\"step\":2").unwrap();
         let run = Run::read(room.path()).unwrap();
-        let told: Vec<(u64, Option<f64>, Option<f64>)> = run
-            .answers
-            .iter()
-            .map(|one| (one.step, one.best.reward, one.worst.as_ref().and_then(|worst| worst.reward)))
-            .collect();
-        assert_eq!(told, [(1, Some(0.9), Some(0.1)), (3, Some(1.0), None)]);
+        let rewards = |one: &Extremes| (one.best.reward, one.worst.as_ref().and_then(|worst| worst.reward));
+        assert_eq!(run.answers.iter().map(|one| one.best.step).collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(run.answers.iter().map(rewards).collect::<Vec<_>>(), [(Some(0.9), Some(0.1)), (Some(1.0), None)]);
         assert_eq!(run.steps.len(), 1);
         let notes = run.notes.join("; ");
         for words in ["metrics.jsonl, line 2", "metrics.jsonl, line 3", "answers.jsonl: 1 lines"] {

@@ -1,132 +1,122 @@
-//! Several runs beside one another.
+//! Figures of several runs: their curves in one plot, and peak memory over their receipts.
 
 use std::collections::BTreeMap;
 
-use super::html::{count, duration, escape, grid, section, short, table};
-use super::plot::{About, Dot, Series, dots, groups, lines};
-use super::read::{Facts, Run};
-use super::single::{reward_ends, series, state, unit_of};
-use crate::report::{HeldOut, Step};
-use crate::runtime::units::{Bytes, float};
+use super::figures::{byte_unit, curve, series};
+use super::numbers::{count, short};
+use super::plot::{About, Bars, Dot, Figure, Series, bars, dots};
+use super::read::Facts;
+use super::read::Run;
+use super::view::View;
+use crate::report::receipt::HeldOut;
+use crate::report::step::Step;
+use crate::runtime::units::float;
 
-/// What is said of several runs together; of one run, what its receipts say together.
-pub(super) fn sections(runs: &[Run], names: &[String]) -> String {
-    let mut html = String::new();
-    if runs.len() > 1 {
-        html += &section("Runs", &overview(runs, names));
-        html += &section("Curves of all runs", &grid(&(curves(runs, names) + &held_out(runs, names))));
-    }
-    html + &section("Peak memory over receipts", &grid(&peaks(runs, names)))
-}
-
-fn overview(runs: &[Run], names: &[String]) -> String {
-    let heads =
-        ["run", "state", "updates", "reward, first and last tenth", "loss", "gradient", "group", "device peak", "time"];
-    let row = |(run, name): (&Run, &String)| {
-        let receipt = run.receipt.clone().unwrap_or_default();
-        let ends = reward_ends(&run.steps).map(|mean| mean.map_or("–".into(), short));
-        let last = run.steps.last();
-        let gradient =
-            if receipt.gradient.is_empty() { last.map_or("", |step| &step.gradient) } else { &receipt.gradient };
-        let spent: f64 = run.steps.iter().map(|step| step.seconds.total).sum();
-        vec![
-            escape(name),
-            state(run).to_owned(),
-            last.map_or("–".into(), |step| count(step.step)),
-            ends.join(" → "),
-            last.map_or("–".into(), |step| short(step.loss)),
-            escape(gradient),
-            if receipt.group_size > 0 { count(receipt.group_size) } else { "–".into() },
-            receipt.device_peak().map_or("–".into(), |bytes| Bytes(bytes).to_string()),
-            if spent > 0.0 { duration(spent) } else { "–".into() },
-        ]
+/// Curves of all runs, and their held-out numbers before the first and after the last update.
+pub(super) fn curves(runs: &[Run], views: &[View<'_>]) -> Vec<Figure> {
+    let each = |title: &str, number: fn(&Step) -> Option<f64>| {
+        let all: Vec<Series> =
+            runs.iter().zip(views).map(|(run, view)| series(view.name, &run.steps, number)).collect();
+        curve(title, "", "", &all)
     };
-    table(&heads, &runs.iter().zip(names).map(row).collect::<Vec<_>>())
+    let figures = [
+        each("Mean reward", |step| step.reward_mean),
+        each("Loss", |step| Some(step.loss)),
+        each("Gradient norm", |step| Some(step.grad_norm)),
+        each("Seconds of an update", |step| Some(step.seconds.total)),
+        held_out(views, "Held-out reward", "Mean reward of sampled answers.", "", |held_out| held_out.reward),
+        held_out(
+            views,
+            "Held-out margin",
+            "How much more probable right answers are than wrong ones.",
+            " nats",
+            |held_out| held_out.margin,
+        ),
+    ];
+    figures.into_iter().flatten().collect()
 }
 
-fn curves(runs: &[Run], names: &[String]) -> String {
-    let of = |title: &str, of: fn(&Step) -> Option<f64>| {
-        let all: Vec<Series> = runs.iter().zip(names).map(|(run, name)| series(name, &run.steps, of)).collect();
-        lines(&About { title: title.into(), x_name: "update", ..About::default() }, &all)
+fn held_out(
+    views: &[View<'_>],
+    title: &str,
+    reading: &str,
+    unit: &'static str,
+    number: fn(&HeldOut) -> Option<f64>,
+) -> Option<Figure> {
+    let measured = |view: &View<'_>| {
+        let [before, after] = &view.receipt?.held_out;
+        let heights = vec![number(before.as_ref()?)?, number(after.as_ref()?)?];
+        Some(Bars { name: view.name.to_owned(), heights })
     };
-    [
-        of("Mean reward", |step| step.reward_mean),
-        of("Loss", |step| Some(step.loss)),
-        of("Gradient norm", |step| Some(step.grad_norm)),
-        of("Seconds of an update", |step| Some(step.seconds.total)),
-    ]
-    .concat()
-}
-
-/// What was measured on held-out prompts, before the first and after the last update.
-fn held_out(runs: &[Run], names: &[String]) -> String {
-    let margin = ("Held-out margin", "How much more probable right answers are than wrong ones.", " nats");
-    let reward = ("Held-out reward", "Mean reward of answers that the policy draws.", "");
-    before_and_after(runs, names, reward, |held_out| held_out.reward)
-        + &before_and_after(runs, names, margin, |held_out| held_out.margin)
-}
-
-fn before_and_after(
-    runs: &[Run],
-    names: &[String],
-    (title, reading, unit): (&str, &str, &'static str),
-    of: fn(&HeldOut) -> Option<f64>,
-) -> String {
-    let measured = |run: &Run| match &run.receipt.as_ref()?.held_out {
-        [Some(before), Some(after)] => Some(vec![of(before)?, of(after)?]),
-        _ => None,
-    };
-    let found: Vec<(String, Vec<f64>)> =
-        runs.iter().zip(names).filter_map(|(run, name)| Some((name.clone(), measured(run)?))).collect();
+    let found: Vec<Bars> = views.iter().filter_map(measured).collect();
     let about = About { title: title.into(), reading: reading.into(), x_name: "run", unit, wide: false };
-    groups(&about, &["before".to_owned(), "after".to_owned()], &found, None)
+    bars(about, &["before".to_owned(), "after".to_owned()], &found, None)
 }
 
-/// The most of any rank's device, by context and by group size; from receipts of runs and gates.
-fn peaks(runs: &[Run], names: &[String]) -> String {
-    let mut found: Vec<(String, &Facts, u64)> = Vec::new();
-    for (run, name) in runs.iter().zip(names) {
-        let own = run.receipt.iter().filter(|receipt| receipt.gate.is_none()).map(|receipt| (name.clone(), receipt));
-        let gates =
-            run.gates.iter().map(|gate| (format!("{name}, {}", gate.gate.as_deref().unwrap_or_default()), gate));
-        found.extend(own.chain(gates).filter_map(|(name, receipt)| Some((name, receipt, receipt.device_peak()?))));
+/// A receipt with a device peak.
+struct Peak<'a> {
+    name: String,
+    receipt: &'a Facts,
+    bytes: u64,
+}
+
+/// Largest device peak of all ranks against context and against group size, from the receipts of runs and gates.
+pub(super) fn peaks(views: &[View<'_>]) -> Vec<Figure> {
+    let mut found: Vec<Peak<'_>> = Vec::new();
+    for view in views {
+        let own = view.receipt.filter(|receipt| receipt.gate.is_none()).map(|receipt| (view.name.to_owned(), receipt));
+        let gate = |gate: &'_ Facts| format!("{}, {}", view.name, gate.gate.as_deref().unwrap_or_default());
+        let receipts = own.into_iter().chain(view.gates.iter().map(|receipt| (gate(receipt), receipt)));
+        found
+            .extend(receipts.filter_map(|(name, receipt)| Some(Peak { name, receipt, bytes: receipt.device_peak()? })));
     }
     if found.len() < 2 {
-        return String::new();
+        return Vec::new();
     }
-    let (unit, size) = unit_of(float(found.iter().map(|(.., peak)| *peak).max().unwrap_or(0)));
-    let by = |x: fn(&Facts) -> u64, fixed: &dyn Fn(&Facts) -> String| -> Vec<(String, Vec<Dot>)> {
-        let mut series: BTreeMap<String, Vec<Dot>> = BTreeMap::new();
-        for (name, receipt, peak) in found.iter().filter(|(_, receipt, _)| x(receipt) > 0) {
-            let dot = Dot { x: float(x(receipt)), y: float(*peak) / size, name: name.clone() };
-            series.entry(fixed(receipt)).or_default().push(dot);
-        }
-        for dots in series.values_mut() {
-            dots.sort_by(|one, other| one.x.total_cmp(&other.x));
-        }
-        // A line of one place says nothing where there are others.
-        let apart = |dots: &[Dot]| dots.first().zip(dots.last()).is_some_and(|(first, last)| first.x < last.x);
-        let any = series.values().any(|dots| apart(dots));
-        series.into_iter().filter(|(_, dots)| !any || apart(dots)).collect()
-    };
+    let (unit, size) = byte_unit(found.iter().map(|peak| peak.bytes).max().unwrap_or(0));
     let about = |title: &str, x_name| About {
         title: title.to_owned(),
-        reading: "The most of all ranks and phases; one line for runs that are alike but for this.".into(),
+        reading: "The most of all ranks and phases; a line joins runs that are equal in all else.".into(),
         x_name,
         unit,
         wide: false,
     };
-    let context = by(|receipt| receipt.positions, &|receipt| {
-        format!("group of {}, {}, {} ranks", receipt.group_size, receipt.gradient, receipt.ranks)
-    });
-    let group = by(|receipt| receipt.group_size, &|receipt| {
-        format!("{} positions, {}, {} ranks", count(receipt.positions), receipt.gradient, receipt.ranks)
-    });
-    dots(&about("Device peak against context", "positions"), &context, positions)
-        + &dots(&about("Device peak against group size", "answers of a group"), &group, short)
+    let by_context = lines(
+        &found,
+        size,
+        |receipt| receipt.positions,
+        |receipt| format!("group of {}, {}, {} ranks", receipt.group_size, receipt.gradient, receipt.ranks),
+    );
+    let by_group = lines(
+        &found,
+        size,
+        |receipt| receipt.group_size,
+        |receipt| format!("{} positions, {}, {} ranks", count(receipt.positions), receipt.gradient, receipt.ranks),
+    );
+    let figures = [
+        dots(about("Device peak against context", "positions"), &by_context, positions),
+        dots(about("Device peak against group size", "answers of a group"), &by_group, short),
+    ];
+    figures.into_iter().flatten().collect()
 }
 
-/// Positions as people name them.
+/// Peaks over `x`, in units of `size` bytes; one line for receipts with the same `fixed` text.
+fn lines(found: &[Peak<'_>], size: f64, x: fn(&Facts) -> u64, fixed: fn(&Facts) -> String) -> Vec<(String, Vec<Dot>)> {
+    let mut series: BTreeMap<String, Vec<Dot>> = BTreeMap::new();
+    for Peak { name, receipt, bytes } in found.iter().filter(|peak| x(peak.receipt) > 0) {
+        let dot = Dot { x: float(x(receipt)), y: float(*bytes) / size, name: name.clone() };
+        series.entry(fixed(receipt)).or_default().push(dot);
+    }
+    for dots in series.values_mut() {
+        dots.sort_by(|one, other| one.x.total_cmp(&other.x));
+    }
+    // A line with one x value says nothing where others have several.
+    let spread = |dots: &[Dot]| dots.first().zip(dots.last()).is_some_and(|(first, last)| first.x < last.x);
+    let any = series.values().any(|dots| spread(dots));
+    series.into_iter().filter(|(_, dots)| !any || spread(dots)).collect()
+}
+
+/// Positions in units of 1,024 where they are whole.
 fn positions(value: f64) -> String {
     let (kibi, mebi) = (value / 1024.0, value / 1024.0 / 1024.0);
     match value {

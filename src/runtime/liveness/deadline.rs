@@ -1,158 +1,166 @@
-//! How long a rank may stay in one place: what is set, or what follows from how long it has taken so far.
+//! How long a rank may stay at one site: the configured limit, or one computed from its longest stays so far.
 
 use std::time::Duration;
 
-use super::Moment;
-use crate::runtime::failure::Phase;
+use super::site::SiteSnapshot;
+use crate::runtime::failure::{Phase, Site};
 
-/// The least that a layer may take which a rank has been through before in this phase.
+/// Minimum for a layer, once the rank has completed a layer in this phase.
 const LAYER_FLOOR: Duration = Duration::from_mins(10);
-/// The least for what has no known length: weights, memory that is pinned, the first layer of a phase, a whole phase
-/// without layers.
+/// Minimum for work of unknown length: loading weights, pinning memory, the first layer of a phase, a phase without layers.
 const UNKNOWN_FLOOR: Duration = Duration::from_hours(1);
-/// The least for phases that only sum, update or write adapters.
+/// Minimum for phases that only sum, update or write adapters.
 const SHORT_FLOOR: Duration = Duration::from_mins(30);
-/// A place may take so many times the longest stay in its like.
-const LONGEST_TIMES: u32 = 20;
-/// A heart that has not beaten for so long has stopped, or is not heard.
+/// A stay may take this many times the longest stay of its kind.
+const LONGEST_FACTOR: u32 = 20;
+/// After this time without a new heartbeat a rank counts as stopped.
 const SILENCE: Duration = Duration::from_mins(1);
-/// The most of it where the patience is set.
+/// Maximum of the silence if a limit is configured.
 const SILENCE_SET_MAX: Duration = Duration::from_secs(30);
 
-/// How patient a job is with ranks that do not move.
+/// Limits after which a rank that does not move counts as stalled.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Patience {
-    /// The deadline as it was set; `None`: computed.
-    set: Option<Duration>,
+pub struct StallLimits {
+    /// `None`: the limit is computed.
+    configured: Option<Duration>,
 }
 
-impl Patience {
-    /// Of `run.stall_sec`: seconds in one place, or 0 to compute them.
+impl StallLimits {
+    /// From `run.stall_sec`: seconds at one site, or 0 to compute the limit.
     #[must_use]
-    pub fn of(stall_sec: u64) -> Patience {
-        Patience { set: (stall_sec > 0).then(|| Duration::from_secs(stall_sec)) }
+    pub fn new(stall_sec: u64) -> StallLimits {
+        StallLimits { configured: (stall_sec > 0).then(|| Duration::from_secs(stall_sec)) }
     }
 
-    /// After this time without a heartbeat a rank counts as stopped, if others wait as long.
+    /// After this time without a heartbeat a rank counts as stopped, if others have waited as long.
     #[must_use]
     pub fn silence(self) -> Duration {
-        self.set.map_or(SILENCE, |set| set.min(SILENCE_SET_MAX))
+        self.configured.map_or(SILENCE, |limit| limit.min(SILENCE_SET_MAX))
     }
 
-    /// Time between two heartbeats: a silence is at least ten of them, but where it is shorter than a second.
+    /// Time between two heartbeats: at most a tenth of the silence, if that is a second or more.
     #[must_use]
     pub fn interval(self) -> Duration {
         (self.silence() / 12).clamp(Duration::from_millis(100), Duration::from_secs(2))
     }
 
-    /// The most that a place may take, of which the longest stay so far is known.
-    fn deadline(self, kind: Kind, longest: Duration) -> Duration {
-        let computed = kind.floor(longest).max(longest * LONGEST_TIMES);
-        match self.set {
-            // What takes minutes by its nature is no stall, however short a layer is.
-            Some(set) if kind == Kind::Unbounded => set.max(computed),
-            Some(set) => set,
+    /// The longest permitted stay, given the longest stay of its kind so far.
+    fn deadline(self, kind: StayKind, longest: Duration) -> Duration {
+        let computed = kind.minimum(longest).max(longest * LONGEST_FACTOR);
+        match self.configured {
+            // Loading and pinning take minutes, however short a layer is.
+            Some(limit) if kind == StayKind::Unbounded => limit.max(computed),
+            Some(limit) => limit,
             None => computed,
         }
     }
 }
 
-/// What a place is like.
+/// What a rank does at a site, as far as its duration is concerned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Kind {
-    /// Weights are loaded, memory is pinned, or whole sequences run under autograd beside the paged step.
+enum StayKind {
+    /// Weights are loaded, memory is pinned, or whole sequences run under autograd next to the paged step.
     Unbounded,
-    /// A layer.
     Layer,
-    /// A whole phase that goes through no layers.
-    Whole,
+    /// A whole phase without layers.
+    WholePhase,
     /// Sums, updates, files.
     Short,
 }
 
-impl Kind {
-    fn of(phase: Phase, layered: bool) -> Kind {
+impl StayKind {
+    fn of(phase: Phase, layered: bool) -> StayKind {
         match phase {
-            _ if layered => Kind::Layer,
-            Phase::Start | Phase::Capture | Phase::Reward | Phase::Evaluate => Kind::Unbounded,
-            Phase::Finalize | Phase::Update | Phase::Save => Kind::Short,
-            Phase::Rollout | Phase::Score | Phase::Replay | Phase::Sweep => Kind::Whole,
+            _ if layered => StayKind::Layer,
+            Phase::Start | Phase::Capture | Phase::Reward | Phase::Evaluate => StayKind::Unbounded,
+            Phase::Finalize | Phase::Update | Phase::Save => StayKind::Short,
+            Phase::Rollout | Phase::Score | Phase::Replay | Phase::Sweep => StayKind::WholePhase,
         }
     }
 
-    fn floor(self, longest: Duration) -> Duration {
+    fn minimum(self, longest: Duration) -> Duration {
         match self {
-            Kind::Layer if longest > Duration::ZERO => LAYER_FLOOR,
-            Kind::Short => SHORT_FLOOR,
-            Kind::Layer | Kind::Whole | Kind::Unbounded => UNKNOWN_FLOOR,
+            StayKind::Layer if longest > Duration::ZERO => LAYER_FLOOR,
+            StayKind::Short => SHORT_FLOOR,
+            StayKind::Layer | StayKind::WholePhase | StayKind::Unbounded => UNKNOWN_FLOOR,
         }
     }
 }
 
-/// A rank's own pace: how long it has been where it is, and how long it has taken in places like that.
+/// Longest stays of one phase.
+#[derive(Clone, Copy, Debug, Default)]
+struct LongestStays {
+    /// In one layer.
+    layer: Duration,
+    /// In the phase, outside its layers.
+    phase: Duration,
+}
+
+impl LongestStays {
+    fn of_site(&mut self, site: Site) -> &mut Duration {
+        if site.layer.is_some() { &mut self.layer } else { &mut self.phase }
+    }
+}
+
+/// A rank's own progress: how long it has been at its site, and its longest stays so far.
 #[derive(Clone, Debug)]
-pub struct Pace {
-    patience: Patience,
-    moment: Moment,
-    here: Duration,
-    /// By phase, without and with a layer.
-    longest: [[Duration; 2]; Phase::ALL.len()],
+pub struct Progress {
+    limits: StallLimits,
+    last: SiteSnapshot,
+    time_here: Duration,
+    longest: [LongestStays; Phase::ALL.len()],
 }
 
-impl Pace {
-    /// Begins at `moment`.
+impl Progress {
+    /// Begins at `snapshot`.
     #[must_use]
-    pub fn new(patience: Patience, moment: Moment) -> Pace {
-        Pace { patience, moment, here: Duration::ZERO, longest: Default::default() }
+    pub fn new(limits: StallLimits, snapshot: SiteSnapshot) -> Progress {
+        Progress { limits, last: snapshot, time_here: Duration::ZERO, longest: Default::default() }
     }
 
-    /// The rank is seen at `moment`, `elapsed` after it was seen last.
-    pub fn see(&mut self, moment: Moment, elapsed: Duration) {
-        self.here += elapsed;
-        if moment.borders != self.moment.borders {
-            let place = &mut self.longest[self.moment.site.phase.index()][self.layered()];
-            *place = self.here.max(*place);
-            self.here = Duration::ZERO;
+    /// Takes in a new snapshot, `elapsed` after the last one.
+    pub fn observe(&mut self, snapshot: SiteSnapshot, elapsed: Duration) {
+        self.time_here += elapsed;
+        if snapshot.borders != self.last.borders {
+            let longest = self.longest[self.last.site.phase.index()].of_site(self.last.site);
+            *longest = self.time_here.max(*longest);
+            self.time_here = Duration::ZERO;
         }
-        self.moment = moment;
+        self.last = snapshot;
     }
 
-    fn layered(&self) -> usize {
-        usize::from(self.moment.site.layer.is_some())
-    }
-
-    /// Where it was seen last.
+    /// The last snapshot.
     #[must_use]
-    pub fn moment(&self) -> Moment {
-        self.moment
+    pub fn snapshot(&self) -> SiteSnapshot {
+        self.last
     }
 
-    /// How long it has been there.
+    /// How long the rank has been at its site.
     #[must_use]
-    pub fn here(&self) -> Duration {
-        self.here
+    pub fn time_here(&self) -> Duration {
+        self.time_here
     }
 
-    /// How long it may be there.
+    /// How long the rank may be at its site.
     #[must_use]
     pub fn deadline(&self) -> Duration {
-        let (phase, layered) = (self.moment.site.phase, self.layered());
-        self.patience.deadline(Kind::of(phase, layered == 1), self.longest[phase.index()][layered])
+        let site = self.last.site;
+        let longest = *{ self.longest[site.phase.index()] }.of_site(site);
+        self.limits.deadline(StayKind::of(site.phase, site.layer.is_some()), longest)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::failure::Site;
     use crate::runtime::units::{LayerIndex, Rank};
 
     fn seconds(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
 
-    fn moment(phase: Phase, layer: Option<usize>, borders: u64) -> Moment {
-        Moment {
+    fn at(phase: Phase, layer: Option<usize>, borders: u64) -> SiteSnapshot {
+        SiteSnapshot {
             site: Site { rank: Rank(0), phase, layer: layer.map(LayerIndex) },
             borders,
             waits: false,
@@ -162,29 +170,29 @@ mod tests {
 
     #[test]
     fn a_deadline_follows_the_longest_layer_of_its_phase_and_never_falls_below_its_floor() {
-        let mut pace = Pace::new(Patience::of(0), moment(Phase::Start, None, 0));
-        assert_eq!(pace.deadline(), seconds(3600), "weights");
-        pace.see(moment(Phase::Capture, None, 1), seconds(500));
-        assert_eq!(pace.deadline(), seconds(3600), "pinned memory");
-        pace.see(moment(Phase::Capture, Some(0), 2), seconds(2));
-        assert_eq!((pace.deadline(), pace.here()), (seconds(3600), seconds(0)), "no layer is known yet");
-        pace.see(moment(Phase::Capture, Some(0), 2), seconds(60));
-        pace.see(moment(Phase::Capture, Some(1), 3), seconds(13));
-        assert_eq!(pace.deadline(), seconds(20 * 73));
-        pace.see(moment(Phase::Score, Some(0), 4), seconds(1));
-        assert_eq!(pace.deadline(), seconds(3600), "other phases have layers of their own");
-        pace.see(moment(Phase::Score, Some(1), 5), seconds(1));
-        assert_eq!(pace.deadline(), seconds(600));
-        pace.see(moment(Phase::Finalize, None, 6), seconds(1));
-        assert_eq!(pace.deadline(), seconds(1800));
-        pace.see(moment(Phase::Capture, Some(0), 7), seconds(1));
-        assert_eq!(pace.deadline(), seconds(20 * 73), "the next step knows the last one");
+        let mut progress = Progress::new(StallLimits::new(0), at(Phase::Start, None, 0));
+        assert_eq!(progress.deadline(), seconds(3600), "weights");
+        progress.observe(at(Phase::Capture, None, 1), seconds(500));
+        assert_eq!(progress.deadline(), seconds(3600), "pinned memory");
+        progress.observe(at(Phase::Capture, Some(0), 2), seconds(2));
+        assert_eq!((progress.deadline(), progress.time_here()), (seconds(3600), seconds(0)), "no layer is known yet");
+        progress.observe(at(Phase::Capture, Some(0), 2), seconds(60));
+        progress.observe(at(Phase::Capture, Some(1), 3), seconds(13));
+        assert_eq!(progress.deadline(), seconds(20 * 73));
+        progress.observe(at(Phase::Score, Some(0), 4), seconds(1));
+        assert_eq!(progress.deadline(), seconds(3600), "other phases have layers of their own");
+        progress.observe(at(Phase::Score, Some(1), 5), seconds(1));
+        assert_eq!(progress.deadline(), seconds(600));
+        progress.observe(at(Phase::Finalize, None, 6), seconds(1));
+        assert_eq!(progress.deadline(), seconds(1800));
+        progress.observe(at(Phase::Capture, Some(0), 7), seconds(1));
+        assert_eq!(progress.deadline(), seconds(20 * 73), "the next step knows the last one");
     }
 
     #[test]
-    fn a_patience_that_is_set_holds_for_layers_and_short_phases_but_not_for_loading_pinning_and_judging() {
-        let patience = Patience::of(5);
-        let deadline = |phase, layer| Pace::new(patience, moment(phase, layer, 0)).deadline();
+    fn a_configured_limit_holds_for_layers_and_short_phases_but_not_for_loading_pinning_and_judging() {
+        let limits = StallLimits::new(5);
+        let deadline = |phase, layer| Progress::new(limits, at(phase, layer, 0)).deadline();
         for (phase, layer) in [(Phase::Capture, Some(3)), (Phase::Finalize, None), (Phase::Save, None)] {
             assert_eq!(deadline(phase, layer), seconds(5), "{phase}");
         }
@@ -192,18 +200,18 @@ mod tests {
         assert_eq!(deadline(Phase::Capture, None), seconds(3600));
         assert_eq!(deadline(Phase::Evaluate, None), seconds(3600), "plain autograd, which knows no layers");
         assert_eq!(deadline(Phase::Evaluate, Some(0)), seconds(5));
-        let long = Pace::new(Patience::of(9000), moment(Phase::Start, None, 0));
-        assert_eq!(long.deadline(), seconds(9000), "a patience beyond the hour holds there too");
+        let long = Progress::new(StallLimits::new(9000), at(Phase::Start, None, 0));
+        assert_eq!(long.deadline(), seconds(9000), "a limits beyond the hour holds there too");
     }
 
     #[test]
-    fn a_silence_is_at_least_ten_heartbeats_and_at_the_most_half_a_minute_where_patience_is_set() {
+    fn a_silence_is_at_least_ten_heartbeats_and_at_most_half_a_minute_if_a_limit_is_configured() {
         for (stall, silence) in [(0, 60), (3, 3), (30, 30), (900, 30)] {
-            let patience = Patience::of(stall);
-            assert_eq!(patience.silence(), seconds(silence));
-            assert!(patience.interval() * 10 <= patience.silence(), "{patience:?}");
-            assert!(patience.interval() <= seconds(2), "{patience:?}");
+            let limits = StallLimits::new(stall);
+            assert_eq!(limits.silence(), seconds(silence));
+            assert!(limits.interval() * 10 <= limits.silence(), "{limits:?}");
+            assert!(limits.interval() <= seconds(2), "{limits:?}");
         }
-        assert_eq!(Patience::of(1).interval(), Duration::from_millis(100));
+        assert_eq!(StallLimits::new(1).interval(), Duration::from_millis(100));
     }
 }

@@ -1,4 +1,4 @@
-//! Heartbeats: a small file of each rank in the run directory that says where the rank is and that it runs.
+//! Heartbeats: each rank writes a small file in the run directory that says where the rank is and that it runs.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -11,146 +11,144 @@ use crate::runtime::units::{LayerIndex, Rank};
 
 /// The folder of heartbeats in a run directory.
 const FOLDER: &str = "heartbeat";
-/// What the rank that ends a job for good has said; also what tells the others that it is said.
-const VERDICT: &str = "verdict.txt";
+/// The report of the rank that ends the job. The file also tells the other ranks that the report is printed.
+const REPORT: &str = "verdict.txt";
 
 /// One heartbeat of a rank.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-pub struct Beat {
+#[expect(missing_docs, reason = "the other fields' names say everything")]
+pub struct Heartbeat {
     /// The rank within the world.
     pub rank: Rank,
-    /// Its machine.
     pub host: String,
-    /// Its process on that machine.
     pub pid: u32,
-    /// Which job it is of: ranks of one job have the same number.
+    /// The same number on all ranks of a job, another in every job.
     pub job: u64,
-    /// The phase it is in.
     pub phase: Phase,
-    /// The layer, where the phase goes through layers.
+    /// `None` between layers.
     pub layer: Option<LayerIndex>,
-    /// Borders of phases and layers that it has passed.
+    /// Borders of phases and layers passed so far.
     pub borders: u64,
     /// Whether it waits for other ranks.
     pub waits: bool,
-    /// Whether it may wait for other ranks inside its GPU, which `waits` does not tell.
+    /// Whether it may wait for other ranks inside its GPU, which `waits` does not show.
     pub linked: bool,
-    /// Seconds since it passed the last border, without those in which the process did not run.
+    /// Seconds since the last border, without those in which the process did not run.
     pub seconds_here: f64,
-    /// Seconds that it may stay there.
+    /// Seconds that it may stay at its site.
     pub deadline_seconds: f64,
-    /// When it passed the last border, by its machine's clock (UTC).
+    /// Time of the last border, by its machine's clock (UTC).
     pub entered: String,
-    /// When this was written, by the same clock.
+    /// Time of writing, by the same clock.
     pub written: String,
     /// Heartbeats written before.
     pub count: u64,
 }
 
-impl Beat {
-    /// Where it is.
+impl Heartbeat {
+    /// The rank's site at the time of writing.
     #[must_use]
     pub fn site(&self) -> Site {
         Site { rank: self.rank, phase: self.phase, layer: self.layer }
     }
 }
 
-/// What is found in a rank's place.
+/// Result of reading a rank's file.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Heard {
-    /// Its last heartbeat.
-    Beat(Beat),
-    /// No file: it has ended, in order.
-    Gone,
-    /// Something that cannot be read, or is of another job: no news.
-    Unclear,
+pub enum Reading {
+    /// The last heartbeat of the rank.
+    Present(Heartbeat),
+    /// No file: the rank has ended in order.
+    Removed,
+    /// The file cannot be read, or belongs to another job: nothing is known.
+    Unreadable,
 }
 
-/// The folder of heartbeats of one job.
+/// The heartbeat files of one job.
 #[derive(Clone, Debug)]
-pub struct Hearts {
+pub struct HeartbeatFiles {
     folder: PathBuf,
     job: u64,
 }
 
-impl Hearts {
-    /// Heartbeats of the job with this number, in `run_dir`.
+impl HeartbeatFiles {
+    /// Files of the job with this number, in `run_dir`.
     #[must_use]
-    pub fn of(run_dir: &Path, job: u64) -> Hearts {
-        Hearts { folder: run_dir.join(FOLDER), job }
+    pub fn new(run_dir: &Path, job: u64) -> HeartbeatFiles {
+        HeartbeatFiles { folder: run_dir.join(FOLDER), job }
     }
 
-    /// The job's number.
+    /// The number of the job.
     #[must_use]
     pub fn job(&self) -> u64 {
         self.job
     }
 
-    /// Makes the folder, and removes what a job that did not end in order has left there: heartbeats, perhaps of ranks
-    /// that this one has not, and the verdict. Rank 0 does so, before any rank writes.
+    /// Creates the folder, and removes files that a crashed job has left there. Rank 0 calls this before any rank writes.
     ///
     /// # Errors
     /// When the folder cannot be written.
     pub fn prepare(&self) -> io::Result<()> {
         fs::create_dir_all(&self.folder)?;
-        fs::read_dir(&self.folder)?.try_for_each(|entry| absent(fs::remove_file(entry?.path())))
+        fs::read_dir(&self.folder)?.try_for_each(|entry| removed_or_absent(fs::remove_file(entry?.path())))
     }
 
-    /// A rank's file.
+    /// Path of a rank's heartbeat.
     #[must_use]
     pub fn file(&self, rank: Rank) -> PathBuf {
         self.folder.join(format!("rank_{rank}.json"))
     }
 
-    fn verdict_file(&self) -> PathBuf {
-        self.folder.join(VERDICT)
+    fn report_file(&self) -> PathBuf {
+        self.folder.join(REPORT)
     }
 
-    /// Writes a heartbeat, beside and renamed. Nothing is brought to the disk: it is to be seen, not to last.
+    /// Writes a heartbeat: a temporary file is renamed. The file is not synced, because it need not survive a crash.
     ///
     /// # Errors
     /// When the file cannot be written.
-    pub fn write(&self, beat: &Beat) -> io::Result<()> {
-        let beside = self.folder.join(format!(".rank_{}.json.new", beat.rank));
-        fs::write(&beside, serde_json::to_string(beat)? + "\n")?;
-        fs::rename(beside, self.file(beat.rank))
+    pub fn write(&self, heartbeat: &Heartbeat) -> io::Result<()> {
+        let temporary = self.folder.join(format!(".rank_{}.json.new", heartbeat.rank));
+        fs::write(&temporary, serde_json::to_string(heartbeat)? + "\n")?;
+        fs::rename(temporary, self.file(heartbeat.rank))
     }
 
-    /// What is found in a rank's place.
+    /// Reads a rank's heartbeat.
     #[must_use]
-    pub fn hear(&self, rank: Rank) -> Heard {
-        let read = fs::read(self.file(rank));
-        let beat = match &read {
-            Ok(text) => serde_json::from_slice::<Beat>(text).ok(),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Heard::Gone,
+    pub fn read(&self, rank: Rank) -> Reading {
+        let bytes = fs::read(self.file(rank));
+        let heartbeat = match &bytes {
+            Ok(text) => serde_json::from_slice::<Heartbeat>(text).ok(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Reading::Removed,
             Err(_) => None,
         };
-        beat.filter(|beat| beat.job == self.job && beat.rank == rank).map_or(Heard::Unclear, Heard::Beat)
+        let own = |heartbeat: &Heartbeat| heartbeat.job == self.job && heartbeat.rank == rank;
+        heartbeat.filter(own).map_or(Reading::Unreadable, Reading::Present)
     }
 
-    /// Leaves `words` as this job's verdict; `false` where another rank was first. Whoever cannot ask counts as the first:
-    /// said twice is better than not at all.
+    /// Stores `text` as the report of this job. Returns `false` if another rank was first. If the file cannot be created for
+    /// another reason, this rank counts as the first: a report printed twice is better than none.
     #[must_use]
-    pub fn first_to_say(&self, words: &str) -> bool {
-        let opened = OpenOptions::new().write(true).create_new(true).open(self.verdict_file());
+    pub fn claim_report(&self, text: &str) -> bool {
+        let opened = OpenOptions::new().write(true).create_new(true).open(self.report_file());
         match opened {
             Ok(mut file) => {
-                // The words stand on standard error and in a log as well.
-                let _ = writeln!(file, "{words}");
+                // The report is also on standard error and in the log.
+                let _ = writeln!(file, "{text}");
                 true
             }
             Err(error) => error.kind() != io::ErrorKind::AlreadyExists,
         }
     }
 
-    /// Removes a rank's file, and the folder with the last of them. What cannot be removed stays: it does no harm.
+    /// Removes a rank's file, and the folder if the file was the last. A file that cannot be removed does no harm.
     pub fn remove(&self, rank: Rank) {
-        let _ = absent(fs::remove_file(self.file(rank))).and_then(|()| fs::remove_dir(&self.folder));
+        let _ = removed_or_absent(fs::remove_file(self.file(rank))).and_then(|()| fs::remove_dir(&self.folder));
     }
 }
 
-/// What is not there is removed.
-fn absent(removed: io::Result<()>) -> io::Result<()> {
+/// A file that is not there counts as removed.
+fn removed_or_absent(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
@@ -161,8 +159,8 @@ fn absent(removed: io::Result<()>) -> io::Result<()> {
 pub(super) mod tests {
     use super::*;
 
-    pub(crate) fn beat(rank: usize, phase: Phase, layer: Option<usize>) -> Beat {
-        Beat {
+    pub(crate) fn heartbeat(rank: usize, phase: Phase, layer: Option<usize>) -> Heartbeat {
+        Heartbeat {
             rank: Rank(rank),
             host: "node".into(),
             pid: 100 + u32::try_from(rank).unwrap(),
@@ -181,36 +179,36 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_heartbeat_comes_back_as_it_was_written_and_only_to_its_own_job() {
+    fn a_heartbeat_is_read_as_written_and_only_by_its_own_job() {
         let run = tempfile::tempdir().unwrap();
-        let hearts = Hearts::of(run.path(), 7);
-        hearts.prepare().unwrap();
-        let beat = beat(2, Phase::Capture, Some(3));
-        hearts.write(&beat).unwrap();
-        assert_eq!(hearts.hear(Rank(2)), Heard::Beat(beat));
-        assert_eq!(Hearts::of(run.path(), 8).hear(Rank(2)), Heard::Unclear);
-        assert_eq!(hearts.hear(Rank(0)), Heard::Gone);
-        fs::write(hearts.file(Rank(1)), "{\"rank\": 1, ").unwrap();
-        assert_eq!(hearts.hear(Rank(1)), Heard::Unclear);
+        let files = HeartbeatFiles::new(run.path(), 7);
+        files.prepare().unwrap();
+        let beat = heartbeat(2, Phase::Capture, Some(3));
+        files.write(&beat).unwrap();
+        assert_eq!(files.read(Rank(2)), Reading::Present(beat));
+        assert_eq!(HeartbeatFiles::new(run.path(), 8).read(Rank(2)), Reading::Unreadable);
+        assert_eq!(files.read(Rank(0)), Reading::Removed);
+        fs::write(files.file(Rank(1)), "{\"rank\": 1, ").unwrap();
+        assert_eq!(files.read(Rank(1)), Reading::Unreadable);
     }
 
     #[test]
-    fn one_rank_speaks_and_the_last_one_removes_the_folder() {
+    fn one_rank_claims_the_report_and_the_last_one_removes_the_folder() {
         let run = tempfile::tempdir().unwrap();
-        let hearts = Hearts::of(run.path(), 7);
-        assert!(hearts.first_to_say("nowhere to ask"));
-        hearts.prepare().unwrap();
-        assert!(hearts.first_to_say("rank 1 lags"));
-        assert!(!hearts.first_to_say("rank 1 lags, says another"));
+        let files = HeartbeatFiles::new(run.path(), 7);
+        assert!(files.claim_report("no folder"));
+        files.prepare().unwrap();
+        assert!(files.claim_report("rank 1 lags"));
+        assert!(!files.claim_report("rank 1 lags, says another"));
         assert_eq!(fs::read_to_string(run.path().join("heartbeat/verdict.txt")).unwrap(), "rank 1 lags\n");
-        hearts.write(&beat(7, Phase::Start, None)).unwrap();
-        hearts.prepare().unwrap();
+        files.write(&heartbeat(7, Phase::Start, None)).unwrap();
+        files.prepare().unwrap();
         for rank in 0..2 {
-            hearts.write(&beat(rank, Phase::Start, None)).unwrap();
+            files.write(&heartbeat(rank, Phase::Start, None)).unwrap();
         }
-        hearts.remove(Rank(0));
-        assert!(hearts.file(Rank(1)).exists());
-        hearts.remove(Rank(1));
+        files.remove(Rank(0));
+        assert!(files.file(Rank(1)).exists());
+        files.remove(Rank(1));
         assert_eq!(fs::read_dir(run.path()).unwrap().count(), 0);
     }
 }

@@ -1,172 +1,183 @@
-//! What a rank hears of the others, and who lags when the job stands still.
+//! What a rank knows of the others from their heartbeats, and which rank has stalled.
 //!
-//! Times are this rank's own: a heartbeat is old when its file has not changed for so long while this rank looked, so
-//! clocks of other machines do not matter. Looks that took too long, or in which this rank did not see its own heartbeat,
-//! accuse nobody: then it is the file system that was slow or away.
+//! Times are measured by this rank: a heartbeat is old if its file has not changed while this rank read it, so clocks of
+//! other machines do not matter. A round of reading that took too long, or did not show this rank's own heartbeat, blames no
+//! rank: then the file system was slow or absent.
 
-use std::fmt;
 use std::time::Duration;
 
-use super::{Beat, Heard, Pace};
-use crate::runtime::failure::Site;
+use super::deadline::Progress;
+use super::heartbeat::{Heartbeat, Reading};
+use super::stall::{Process, Stall, StallCause};
 use crate::runtime::units::Rank;
+
+/// Minimum time without any heartbeat after which the file system counts as absent and not as slow.
+const BLIND_MIN: Duration = Duration::from_mins(10);
 
 /// What is known of one rank.
 #[derive(Clone, Debug, Default)]
 struct Peer {
-    beat: Option<Beat>,
+    heartbeat: Option<Heartbeat>,
     /// Time in which its heartbeat has not changed.
     silent: Duration,
     /// Time in which it has passed no border.
-    here: Duration,
-    gone: bool,
+    time_here: Duration,
+    /// It has ended in order.
+    ended: bool,
 }
 
 impl Peer {
-    fn present(&self) -> Option<&Beat> {
-        self.beat.as_ref().filter(|_| !self.gone)
+    fn present(&self) -> Option<&Heartbeat> {
+        self.heartbeat.as_ref().filter(|_| !self.ended)
+    }
+
+    fn rank(&self) -> Rank {
+        self.heartbeat.as_ref().map_or(Rank(0), |heartbeat| heartbeat.rank)
+    }
+
+    fn stall(&self, cause: StallCause) -> Option<Stall> {
+        let heartbeat = self.heartbeat.as_ref()?;
+        let process = Some(Process::new(heartbeat));
+        Some(Stall { site: heartbeat.site(), process, time_here: self.time_here, cause })
     }
 }
 
-/// All ranks of a job, as one of them hears them.
+/// All ranks of a job, as one of them sees them.
 #[derive(Clone, Debug)]
 pub struct Peers {
     own: Rank,
     all: Vec<Peer>,
+    /// After this time without a new heartbeat a rank counts as stopped.
     silence: Duration,
-    /// Time without a look that showed anything.
+    /// Time since the last round that showed any heartbeat.
     blind: Duration,
-    /// Time without a clear look.
-    unclear: Duration,
-    /// Whether the others' heartbeats can be heard at all.
-    listens: bool,
+    /// Time since the last [`Visibility::Current`] round.
+    outdated: Duration,
+    /// Whether the others' heartbeats can be read at all.
+    reads_others: bool,
 }
 
-/// The least time without heartbeats after which the file system counts as away and not as slow.
-const BLIND_MIN: Duration = Duration::from_mins(10);
-/// The most places of other ranks that a verdict lists.
-const SITES_MAX: usize = 8;
-
-/// What a look at all heartbeats is worth.
+/// How far one round of reading all heartbeats can be trusted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Sight {
-    /// It was quick and showed this rank's own last heartbeat.
-    Clear,
-    /// It took long, or showed an old heartbeat of this rank: what it shows may have changed.
+pub enum Visibility {
+    /// The round was quick and showed this rank's own last heartbeat.
+    Current,
+    /// The round was slow, or showed an old heartbeat of this rank: the files may have changed.
     Late,
     /// Not even this rank's own heartbeat could be read.
-    Nothing,
+    None,
 }
 
 impl Peers {
-    /// As rank `own` of `ranks` hears them; `silence` is how long a heartbeat may stay away.
+    /// As rank `own` of `ranks` sees them; `silence` is the permitted time between two heartbeats.
     #[must_use]
     pub fn new(own: Rank, ranks: usize, silence: Duration) -> Peers {
         let all = vec![Peer::default(); ranks];
-        Peers { own, all, silence, blind: Duration::ZERO, unclear: Duration::ZERO, listens: true }
+        Peers { own, all, silence, blind: Duration::ZERO, outdated: Duration::ZERO, reads_others: true }
     }
 
-    /// The others cannot be heard: from here on this rank judges itself alone.
-    pub fn ignore_others(&mut self) {
-        self.listens = false;
+    /// The others' heartbeats cannot be read: from here on this rank watches only itself.
+    pub fn watch_only_self(&mut self) {
+        self.reads_others = false;
     }
 
-    /// All heartbeats were read, in rank order, `elapsed` after the last look. After a look that is not clear every
-    /// silence begins anew.
-    pub fn look(&mut self, heard: Vec<Heard>, elapsed: Duration, sight: Sight) {
-        if sight != Sight::Nothing {
+    /// Takes in one round: readings in rank order, `elapsed` after the last round. After a round that is not current every
+    /// silence starts at 0.
+    pub fn record(&mut self, readings: Vec<Reading>, elapsed: Duration, visibility: Visibility) {
+        if visibility != Visibility::None {
             self.blind = Duration::ZERO;
         }
-        if sight != Sight::Clear {
+        if visibility != Visibility::Current {
             self.all.iter_mut().for_each(|peer| peer.silent = Duration::ZERO);
             return;
         }
-        self.unclear = Duration::ZERO;
-        for (peer, heard) in self.all.iter_mut().zip(heard) {
-            match heard {
-                Heard::Beat(beat) => {
-                    let same = |of: fn(&Beat) -> u64| peer.beat.as_ref().is_some_and(|last| of(last) == of(&beat));
-                    peer.silent = if same(|beat| beat.count) { peer.silent + elapsed } else { Duration::ZERO };
-                    peer.here = if same(|beat| beat.borders) { peer.here + elapsed } else { Duration::ZERO };
-                    (peer.beat, peer.gone) = (Some(beat), false);
+        self.outdated = Duration::ZERO;
+        for (peer, reading) in self.all.iter_mut().zip(readings) {
+            match reading {
+                Reading::Present(heartbeat) => {
+                    let last = peer.heartbeat.as_ref();
+                    let same_count = last.is_some_and(|last| last.count == heartbeat.count);
+                    let same_borders = last.is_some_and(|last| last.borders == heartbeat.borders);
+                    peer.silent = if same_count { peer.silent + elapsed } else { Duration::ZERO };
+                    peer.time_here = if same_borders { peer.time_here + elapsed } else { Duration::ZERO };
+                    peer.heartbeat = Some(heartbeat);
+                    peer.ended = false;
                 }
-                Heard::Gone => peer.gone = true,
-                Heard::Unclear => {}
+                Reading::Removed => peer.ended = true,
+                Reading::Unreadable => {}
             }
         }
     }
 
-    /// So much time has passed, with or without a look.
-    pub fn pass(&mut self, elapsed: Duration) {
+    /// Time passes, with or without a round.
+    pub fn advance(&mut self, elapsed: Duration) {
         self.blind += elapsed;
-        self.unclear += elapsed;
+        self.outdated += elapsed;
     }
 
-    /// Whether the job must end, as the rank with this pace sees it, and because of whom. A rank that moves, or that
-    /// waits for others who still compute within their own deadlines, finds nothing.
+    /// The stall that must end the job, as the rank with this progress sees it. A rank that moves finds none, and neither does
+    /// a rank that waits for others which compute within their own deadlines.
     #[must_use]
-    pub fn judge(&self, pace: &Pace) -> Option<Verdict> {
-        let moment = pace.moment();
-        if self.listens
-            && pace.here() >= self.silence
-            && let Some(verdict) = self.silent()
+    pub fn find_stall(&self, progress: &Progress) -> Option<Stall> {
+        let time_here = progress.time_here();
+        if self.reads_others
+            && time_here >= self.silence
+            && let Some(stall) = self.silent_rank()
         {
-            return Some(verdict);
+            return Some(stall);
         }
-        if pace.here() <= pace.deadline() {
+        let deadline = progress.deadline();
+        if time_here <= deadline {
             return None;
         }
-        let deadline = pace.deadline();
-        if !moment.waits {
-            let who = self.all[self.own.0].beat.as_ref().map(Who::of);
-            let why = self.stands(self.own, moment.linked, deadline);
-            return Some(Verdict { site: moment.site, who, here: pace.here(), why });
+        let snapshot = progress.snapshot();
+        if !snapshot.waits {
+            let process = self.all[self.own.0].heartbeat.as_ref().map(Process::new);
+            let cause = self.cause_without_wait(self.own, snapshot.linked, deadline);
+            return Some(Stall { site: snapshot.site, process, time_here, cause });
         }
-        if !self.listens {
+        if !self.reads_others {
             return None;
         }
         if self.blind > deadline.max(BLIND_MIN) {
-            return Some(Verdict { site: moment.site, who: None, here: pace.here(), why: Why::Blind(self.blind) });
+            return Some(Stall { site: snapshot.site, process: None, time_here, cause: StallCause::Blind(self.blind) });
         }
-        // What was seen longer ago may have changed since.
-        if self.unclear > self.silence { None } else { self.halted(pace) }
+        // Older readings may have changed since.
+        if self.outdated > self.silence { None } else { self.stalled_rank(progress) }
     }
 
-    /// Why a rank that waits in no call of the host does not move.
-    fn stands(&self, rank: Rank, linked: bool, deadline: Duration) -> Why {
+    /// Why a rank does not move that waits in no call of the host.
+    fn cause_without_wait(&self, rank: Rank, linked: bool, deadline: Duration) -> StallCause {
         if !linked {
-            return Why::Stuck { deadline };
+            return StallCause::Stuck { deadline };
         }
-        let others = self.all.iter().filter_map(Peer::present).filter(|beat| beat.rank != rank);
-        Why::Linked { deadline, others: others.map(Beat::site).collect() }
+        let others = self.all.iter().filter_map(Peer::present).filter(|heartbeat| heartbeat.rank != rank);
+        StallCause::GpuLink { deadline, others: others.map(Heartbeat::site).collect() }
     }
 
-    /// The rank that has been silent for longest, if any has been for too long.
-    fn silent(&self) -> Option<Verdict> {
-        let of = |peer: &Peer| peer.present().is_some() && peer.silent >= self.silence;
-        let silent: Vec<&Peer> = self.others().filter(|peer| of(peer)).collect();
-        let first =
-            silent.iter().max_by(|one, two| one.silent.cmp(&two.silent).then(two.number().cmp(&one.number())))?;
-        let also = silent.iter().map(|peer| peer.number()).filter(|&rank| rank != first.number()).collect();
-        first.verdict(Why::Silent { silent: first.silent, also })
+    /// The rank that has been silent for longest, if any has been silent for too long.
+    fn silent_rank(&self) -> Option<Stall> {
+        let is_silent = |peer: &&Peer| peer.present().is_some() && peer.silent >= self.silence;
+        let silent: Vec<&Peer> = self.others().filter(is_silent).collect();
+        let longest = silent.iter().max_by(|a, b| a.silent.cmp(&b.silent).then(b.rank().cmp(&a.rank())))?;
+        let also = silent.iter().map(|peer| peer.rank()).filter(|&rank| rank != longest.rank()).collect();
+        longest.stall(StallCause::Silent { silent: longest.silent, also })
     }
 
-    /// Every rank waits, or whoever does not has been at it for longer than its own watchdog should have allowed. Both are
-    /// found later than a silence could be, which says more.
-    fn halted(&self, pace: &Pace) -> Option<Verdict> {
-        let late = |here: Duration, deadline: Duration| here > deadline + 2 * self.silence;
-        let busy = self.others().filter(|peer| peer.present().is_some_and(|beat| !beat.waits));
-        if let Some(peer) = busy.max_by_key(|peer| peer.here) {
-            let deadline = peer.beat.as_ref().map_or(0.0, |beat| beat.deadline_seconds);
-            let deadline = Duration::try_from_secs_f64(deadline).unwrap_or(Duration::MAX / 4);
-            let linked = peer.beat.as_ref().is_some_and(|beat| beat.linked);
-            let why = || self.stands(peer.number(), linked, deadline);
-            return if late(peer.here, deadline) { peer.verdict(why()) } else { None };
+    /// The rank that computes beyond its deadline, or, if all ranks wait, the one that is furthest behind. Both are reported
+    /// later than a silence would be, because a silence says more.
+    fn stalled_rank(&self, progress: &Progress) -> Option<Stall> {
+        let is_late = |time_here: Duration, deadline: Duration| time_here > deadline + 2 * self.silence;
+        let busy = self.others().filter_map(|peer| Some((peer, peer.present().filter(|heartbeat| !heartbeat.waits)?)));
+        if let Some((peer, heartbeat)) = busy.max_by_key(|(peer, _)| peer.time_here) {
+            let deadline = Duration::try_from_secs_f64(heartbeat.deadline_seconds).unwrap_or(Duration::MAX / 4);
+            let cause = || self.cause_without_wait(peer.rank(), heartbeat.linked, deadline);
+            return if is_late(peer.time_here, deadline) { peer.stall(cause()) } else { None };
         }
-        // All that are there wait: the one that is furthest behind was the first to halt.
+        // All present ranks wait: the one with the fewest borders stopped first.
         let present = self.all.iter().filter(|peer| peer.present().is_some());
-        let first = present.min_by_key(|peer| peer.beat.as_ref().map(|beat| beat.borders))?;
-        if late(pace.here(), pace.deadline()) { first.verdict(Why::AllWait) } else { None }
+        let first = present.min_by_key(|peer| peer.heartbeat.as_ref().map(|heartbeat| heartbeat.borders))?;
+        if is_late(progress.time_here(), progress.deadline()) { first.stall(StallCause::AllWait) } else { None }
     }
 
     fn others(&self) -> impl Iterator<Item = &Peer> {
@@ -175,120 +186,13 @@ impl Peers {
     }
 }
 
-impl Peer {
-    fn number(&self) -> Rank {
-        self.beat.as_ref().map_or(Rank(0), |beat| beat.rank)
-    }
-
-    fn verdict(&self, why: Why) -> Option<Verdict> {
-        let beat = self.beat.as_ref()?;
-        Some(Verdict { site: beat.site(), who: Some(Who::of(beat)), here: self.here, why })
-    }
-}
-
-/// Whom to look for.
-#[derive(Clone, Debug, PartialEq)]
-struct Who {
-    host: String,
-    pid: u32,
-    entered: String,
-}
-
-impl Who {
-    fn of(beat: &Beat) -> Who {
-        Who { host: beat.host.clone(), pid: beat.pid, entered: beat.entered.clone() }
-    }
-}
-
-#[derive(Clone, Debug, PartialEq)]
-enum Why {
-    /// Its heart does not beat.
-    Silent { silent: Duration, also: Vec<Rank> },
-    /// Its heart beats, it waits for nobody, and it does not move.
-    Stuck { deadline: Duration },
-    /// Its heart beats and it does not move; it may wait for a message inside its GPU.
-    Linked { deadline: Duration, others: Vec<Site> },
-    /// Everybody waits for somebody.
-    AllWait,
-    /// Nothing was heard of the others.
-    Blind(Duration),
-}
-
-/// Why a job must end: who lags, and what is known of it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Verdict {
-    site: Site,
-    who: Option<Who>,
-    here: Duration,
-    why: Why,
-}
-
-impl Verdict {
-    /// The rank that lags, and where it is.
-    #[must_use]
-    pub fn site(&self) -> Site {
-        self.site
-    }
-}
-
-impl fmt::Display for Verdict {
-    /// One sentence: who, where, since when, and what it looks like.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let here = self.here.as_secs();
-        write!(f, "{}", self.site)?;
-        if let Some(Who { host, pid, entered }) = &self.who {
-            write!(f, " (host {host}, process {pid}) has not moved for {here} s, since {entered}")?;
-        } else {
-            write!(f, " has not moved for {here} s")?;
-        }
-        match &self.why {
-            Why::Silent { silent, also } => {
-                write!(
-                    f,
-                    "; its last heartbeat is {} s old: it is stopped or dead, or its machine is",
-                    silent.as_secs()
-                )?;
-                if !also.is_empty() {
-                    let ranks: Vec<String> = also.iter().map(ToString::to_string).collect();
-                    write!(f, "; the same is true of rank {}", ranks.join(", "))?;
-                }
-                Ok(())
-            }
-            Why::Stuck { deadline } => write!(
-                f,
-                "; {} s were allowed. It runs and waits for no other rank: its disk, its GPU or the machine holds it, or \
-                 run.stall_sec is too small",
-                deadline.as_secs()
-            ),
-            Why::Linked { deadline, others } => {
-                write!(
-                    f,
-                    "; {} s were allowed. It may wait for a message from another rank's GPU: it, one of the others, or the \
-                     link between their GPUs hangs, or run.stall_sec is too small",
-                    deadline.as_secs()
-                )?;
-                let sites: Vec<String> = others.iter().take(SITES_MAX).map(ToString::to_string).collect();
-                let more = if others.len() > SITES_MAX { "; …" } else { "" };
-                if sites.is_empty() { Ok(()) } else { write!(f, "; the others: {}{more}", sites.join("; ")) }
-            }
-            Why::AllWait => {
-                f.write_str("; every rank waits for the others, and this one came least far: look at the network")
-            }
-            Why::Blind(blind) => write!(
-                f,
-                ": it waits for others, and the run directory has shown no heartbeat of theirs for {} s",
-                blind.as_secs()
-            ),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::heartbeat::tests::beat;
-    use super::super::{Moment, Patience};
+    use super::super::deadline::StallLimits;
+    use super::super::heartbeat::tests::heartbeat;
+    use super::super::site::SiteSnapshot;
     use super::*;
-    use crate::runtime::failure::Phase;
+    use crate::runtime::failure::{Phase, Site};
     use crate::runtime::units::LayerIndex;
 
     const SILENCE: Duration = Duration::from_mins(1);
@@ -297,35 +201,34 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// Rank 0's pace after `here` in a layer of capture, of which it knows that they take a second.
-    fn pace(here: Duration, waits: bool) -> Pace {
-        let moment = |layer, borders| Moment {
+    /// Rank 0's progress after `here` in a layer of capture; earlier layers took a second.
+    fn progress(here: Duration, waits: bool) -> Progress {
+        let snapshot = |layer, borders| SiteSnapshot {
             site: Site { rank: Rank(0), phase: Phase::Capture, layer: Some(LayerIndex(layer)) },
             borders,
             waits,
             linked: false,
         };
-        let mut pace = Pace::new(Patience::of(0), moment(0, 1));
-        pace.see(moment(1, 2), seconds(1));
-        pace.see(moment(1, 2), here);
-        pace
+        let mut progress = Progress::new(StallLimits::new(0), snapshot(0, 1));
+        progress.observe(snapshot(1, 2), seconds(1));
+        progress.observe(snapshot(1, 2), here);
+        progress
     }
 
-    /// Heartbeats of three ranks in layer 1 of capture, as they are after `count` beats; rank 2's stay what they were
-    /// if it is `stopped`.
-    fn heard(count: u64, stopped: bool, waits: [bool; 3]) -> Vec<Heard> {
-        let heard = |rank: usize| {
+    /// Readings of three ranks in layer 1 of capture, `count` heartbeats later; rank 2 writes no more if it is `stopped`.
+    fn readings(count: u64, stopped: bool, waits: [bool; 3]) -> Vec<Reading> {
+        let reading = |rank: usize| {
             let count = if stopped && rank == 2 { 0 } else { count };
-            Heard::Beat(Beat { count, waits: waits[rank], ..beat(rank, Phase::Capture, Some(1)) })
+            Reading::Present(Heartbeat { count, waits: waits[rank], ..heartbeat(rank, Phase::Capture, Some(1)) })
         };
-        (0..3).map(heard).collect()
+        (0..3).map(reading).collect()
     }
 
-    /// What rank 0 knows after looks of two seconds each.
-    fn listened(looks: u64, stopped: bool, waits: [bool; 3]) -> Peers {
+    /// What rank 0 knows after rounds of two seconds each.
+    fn after_rounds(rounds: u64, stopped: bool, waits: [bool; 3]) -> Peers {
         let mut peers = Peers::new(Rank(0), 3, SILENCE);
-        for count in 0..=looks {
-            peers.look(heard(count, stopped, waits), seconds(2), Sight::Clear);
+        for count in 0..=rounds {
+            peers.record(readings(count, stopped, waits), seconds(2), Visibility::Current);
         }
         peers
     }
@@ -333,115 +236,123 @@ mod tests {
     const RANK_1_COMPUTES: [bool; 3] = [true, false, true];
 
     #[test]
-    fn a_rank_whose_heart_stops_is_named_by_those_who_wait_as_long() {
-        let peers = listened(32, true, RANK_1_COMPUTES);
-        assert_eq!(peers.judge(&pace(seconds(59), true)), None, "this rank moved a moment ago");
-        let words = peers.judge(&pace(seconds(61), true)).unwrap().to_string();
+    fn a_rank_without_new_heartbeats_is_named_by_those_who_have_waited_as_long() {
+        let peers = after_rounds(32, true, RANK_1_COMPUTES);
+        assert_eq!(peers.find_stall(&progress(seconds(59), true)), None, "this rank moved a moment ago");
+        let words = peers.find_stall(&progress(seconds(61), true)).unwrap().to_string();
         assert_eq!(
             words,
             "rank 2, capture, layer 1 (host node, process 102) has not moved for 64 s, since 2026-01-02T03:04:05Z; its \
              last heartbeat is 64 s old: it is stopped or dead, or its machine is"
         );
-        assert_eq!(listened(29, true, RANK_1_COMPUTES).judge(&pace(seconds(61), true)), None, "58 s are no silence");
-        assert_eq!(listened(99, false, RANK_1_COMPUTES).judge(&pace(seconds(500), true)), None, "all hearts beat");
+        assert_eq!(
+            after_rounds(29, true, RANK_1_COMPUTES).find_stall(&progress(seconds(61), true)),
+            None,
+            "58 s are no silence"
+        );
+        assert_eq!(
+            after_rounds(99, false, RANK_1_COMPUTES).find_stall(&progress(seconds(500), true)),
+            None,
+            "all files beat"
+        );
     }
 
     #[test]
-    fn a_look_that_took_too_long_accuses_nobody_and_begins_every_silence_anew() {
-        let mut peers = listened(29, true, RANK_1_COMPUTES);
-        peers.look(heard(0, false, RANK_1_COMPUTES), seconds(300), Sight::Late);
-        peers.look(heard(29, true, RANK_1_COMPUTES), seconds(2), Sight::Clear);
-        assert_eq!(peers.judge(&pace(seconds(61), true)), None);
+    fn a_slow_round_blames_no_rank_and_restarts_every_silence() {
+        let mut peers = after_rounds(29, true, RANK_1_COMPUTES);
+        peers.record(readings(0, false, RANK_1_COMPUTES), seconds(300), Visibility::Late);
+        peers.record(readings(29, true, RANK_1_COMPUTES), seconds(2), Visibility::Current);
+        assert_eq!(peers.find_stall(&progress(seconds(61), true)), None);
     }
 
     #[test]
     fn a_slow_file_system_ends_no_job_whose_ranks_rightly_wait() {
-        let mut peers = listened(1, false, [true; 3]);
+        let mut peers = after_rounds(1, false, [true; 3]);
         for count in 2..99 {
-            peers.pass(seconds(20));
-            peers.look(heard(count, false, [true; 3]), seconds(20), Sight::Late);
-            assert_eq!(peers.judge(&pace(seconds(20 * count), true)), None, "{count}");
+            peers.advance(seconds(20));
+            peers.record(readings(count, false, [true; 3]), seconds(20), Visibility::Late);
+            assert_eq!(peers.find_stall(&progress(seconds(20 * count), true)), None, "{count}");
         }
-        peers.pass(seconds(601));
-        assert_eq!(peers.judge(&pace(seconds(9000), true)).unwrap().why, Why::Blind(seconds(601)));
+        peers.advance(seconds(601));
+        assert_eq!(peers.find_stall(&progress(seconds(9000), true)).unwrap().cause, StallCause::Blind(seconds(601)));
     }
 
     #[test]
-    fn a_rank_that_hears_nobody_judges_itself_alone() {
-        let mut peers = listened(99, true, [true; 3]);
-        peers.ignore_others();
-        peers.pass(seconds(9000));
-        assert_eq!(peers.judge(&pace(seconds(9000), true)), None);
-        let verdict = peers.judge(&pace(seconds(601), false)).unwrap();
-        assert_eq!((verdict.site().rank, verdict.why), (Rank(0), Why::Stuck { deadline: seconds(600) }));
+    fn a_rank_that_reads_no_heartbeats_watches_only_itself() {
+        let mut peers = after_rounds(99, true, [true; 3]);
+        peers.watch_only_self();
+        peers.advance(seconds(9000));
+        assert_eq!(peers.find_stall(&progress(seconds(9000), true)), None);
+        let stall = peers.find_stall(&progress(seconds(601), false)).unwrap();
+        assert_eq!((stall.site().rank, stall.cause), (Rank(0), StallCause::Stuck { deadline: seconds(600) }));
     }
 
     #[test]
-    fn a_rank_whose_gpu_is_linked_names_nobody_for_sure() {
+    fn a_rank_with_a_linked_gpu_names_all_possible_causes() {
         let linked = |here| {
-            let mut pace = pace(here, false);
-            pace.see(Moment { linked: true, ..pace.moment() }, Duration::ZERO);
-            pace
+            let mut progress = progress(here, false);
+            progress.observe(SiteSnapshot { linked: true, ..progress.snapshot() }, Duration::ZERO);
+            progress
         };
-        let verdict = listened(310, false, RANK_1_COMPUTES).judge(&linked(seconds(601))).unwrap();
-        let words = verdict.to_string();
+        let stall = after_rounds(310, false, RANK_1_COMPUTES).find_stall(&linked(seconds(601))).unwrap();
+        let words = stall.to_string();
         assert!(words.contains("it, one of the others, or the link between their GPUs hangs"), "{words}");
         assert!(words.ends_with("; the others: rank 1, capture, layer 1; rank 2, capture, layer 1"), "{words}");
         assert!(!words.contains("waits for no other rank"), "{words}");
     }
 
     #[test]
-    fn heartbeats_that_were_seen_long_ago_accuse_nobody() {
-        let mut peers = listened(301, false, [true; 3]);
-        peers.pass(seconds(61));
-        assert_eq!(peers.judge(&pace(seconds(721), true)), None);
+    fn outdated_heartbeats_blame_no_rank() {
+        let mut peers = after_rounds(301, false, [true; 3]);
+        peers.advance(seconds(61));
+        assert_eq!(peers.find_stall(&progress(seconds(721), true)), None);
     }
 
     #[test]
     fn a_rank_that_has_ended_or_cannot_be_read_is_not_silent() {
-        for nothing in [Heard::Gone, Heard::Unclear] {
-            let mut peers = listened(1, true, RANK_1_COMPUTES);
+        for unknown in [Reading::Removed, Reading::Unreadable] {
+            let mut peers = after_rounds(1, true, RANK_1_COMPUTES);
             for count in 2..99 {
-                let mut all = heard(count, true, RANK_1_COMPUTES);
-                all[2] = nothing.clone();
-                peers.look(all, seconds(2), Sight::Clear);
+                let mut all = readings(count, true, RANK_1_COMPUTES);
+                all[2] = unknown.clone();
+                peers.record(all, seconds(2), Visibility::Current);
             }
-            assert_eq!(peers.judge(&pace(seconds(190), true)), None, "{nothing:?}");
+            assert_eq!(peers.find_stall(&progress(seconds(190), true)), None, "{unknown:?}");
         }
     }
 
     #[test]
     fn a_rank_past_its_deadline_names_itself_unless_it_waits_for_one_that_computes() {
-        let peers = listened(310, false, RANK_1_COMPUTES);
-        assert_eq!(peers.judge(&pace(seconds(599), false)), None);
-        let verdict = peers.judge(&pace(seconds(601), false)).unwrap();
-        assert_eq!((verdict.site().rank, verdict.why.clone()), (Rank(0), Why::Stuck { deadline: seconds(600) }));
-        assert!(verdict.to_string().contains("has not moved for 601 s"), "{verdict}");
-        assert_eq!(peers.judge(&pace(seconds(601), true)), None, "rank 1's own watchdog is not late yet");
-        let verdict = listened(361, false, RANK_1_COMPUTES).judge(&pace(seconds(730), true)).unwrap();
-        assert_eq!((verdict.site().rank, verdict.why), (Rank(1), Why::Stuck { deadline: seconds(600) }));
+        let peers = after_rounds(310, false, RANK_1_COMPUTES);
+        assert_eq!(peers.find_stall(&progress(seconds(599), false)), None);
+        let stall = peers.find_stall(&progress(seconds(601), false)).unwrap();
+        assert_eq!((stall.site().rank, stall.cause.clone()), (Rank(0), StallCause::Stuck { deadline: seconds(600) }));
+        assert!(stall.to_string().contains("has not moved for 601 s"), "{stall}");
+        assert_eq!(peers.find_stall(&progress(seconds(601), true)), None, "rank 1's own watchdog is not late yet");
+        let stall = after_rounds(361, false, RANK_1_COMPUTES).find_stall(&progress(seconds(730), true)).unwrap();
+        assert_eq!((stall.site().rank, stall.cause), (Rank(1), StallCause::Stuck { deadline: seconds(600) }));
     }
 
     #[test]
-    fn when_all_wait_the_one_that_came_least_far_is_named() {
-        let mut peers = listened(301, false, [true; 3]);
-        assert_eq!(peers.judge(&pace(seconds(720), true)), None, "a silence would have been noticed by then");
-        let mut all = heard(302, false, [true; 3]);
-        if let Heard::Beat(beat) = &mut all[1] {
+    fn if_all_wait_the_one_with_the_fewest_borders_is_named() {
+        let mut peers = after_rounds(301, false, [true; 3]);
+        assert_eq!(peers.find_stall(&progress(seconds(720), true)), None, "a silence would have been noticed by then");
+        let mut all = readings(302, false, [true; 3]);
+        if let Reading::Present(beat) = &mut all[1] {
             beat.borders = 4;
         }
-        peers.look(all, seconds(2), Sight::Clear);
-        let verdict = peers.judge(&pace(seconds(721), true)).unwrap();
-        assert_eq!((verdict.site().rank, verdict.why), (Rank(1), Why::AllWait));
+        peers.record(all, seconds(2), Visibility::Current);
+        let stall = peers.find_stall(&progress(seconds(721), true)).unwrap();
+        assert_eq!((stall.site().rank, stall.cause), (Rank(1), StallCause::AllWait));
     }
 
     #[test]
-    fn without_a_look_for_longer_than_its_deadline_a_rank_that_waits_gives_up() {
-        let mut peers = listened(1, false, RANK_1_COMPUTES);
-        peers.pass(seconds(599));
-        assert_eq!(peers.judge(&pace(seconds(900), true)), None);
-        peers.pass(seconds(2));
-        let verdict = peers.judge(&pace(seconds(901), true)).unwrap();
-        assert_eq!(verdict.why, Why::Blind(seconds(601)));
+    fn a_waiting_rank_gives_up_after_its_deadline_without_any_heartbeat() {
+        let mut peers = after_rounds(1, false, RANK_1_COMPUTES);
+        peers.advance(seconds(599));
+        assert_eq!(peers.find_stall(&progress(seconds(900), true)), None);
+        peers.advance(seconds(2));
+        let stall = peers.find_stall(&progress(seconds(901), true)).unwrap();
+        assert_eq!(stall.cause, StallCause::Blind(seconds(601)));
     }
 }

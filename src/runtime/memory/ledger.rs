@@ -1,21 +1,21 @@
-//! The ledger: bytes by kind and by memory space, now and at the most, beside what the allocator says.
+//! The ledger: bytes by purpose and memory space, now and at the peak, next to the allocator's numbers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::runtime::units::Bytes;
 
-/// Which memory bytes are counted in. Without a GPU both are the machine's own, and only the memory spaces keep them apart.
+/// The memory in which bytes are counted. Without a GPU both spaces are the machine's memory, and only the count separates them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum MemorySpace {
-    /// Graphs, scratch, stages, weights: what lies on the device.
+    /// Graphs, scratch, stages, weights: bytes on the device.
     Device = 0,
-    /// What waits in host memory: pages, saved hidden states.
+    /// Pages and saved hidden states: bytes that wait in host memory.
     Host = 1,
 }
 
 impl MemorySpace {
-    /// Both.
+    /// Both memory spaces.
     pub const ALL: [MemorySpace; 2] = [MemorySpace::Device, MemorySpace::Host];
 
     /// The name in reports.
@@ -28,7 +28,7 @@ impl MemorySpace {
     }
 }
 
-/// What the ledger tells apart.
+/// What bytes are used for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
     /// The checkpoint's tensors.
@@ -39,21 +39,20 @@ pub enum Purpose {
     Optimizer,
     /// Hidden states: prompt rows on the device, answers that wait for their next layer.
     Hidden,
-    /// Page slabs.
+    /// Slabs of pages of this rank.
     Pages,
-    /// State of answers that are being drawn.
+    /// State of answers that are being sampled.
     Answers,
-    /// What lies on the device for one layer: its pages while they are made, and copies of pages and hidden states that
-    /// wait in host memory.
+    /// Device memory of one layer: its pages while they are made, and copies of pages and hidden states from host memory.
     Stage,
-    /// What was saved of the tail for its way back: block inputs, and attention outputs.
+    /// Block inputs and attention outputs of the tail, saved for backward.
     Checkpoints,
-    /// Page runs of other ranks that are on their way round the ring, and the sums of gradients that travel with them.
+    /// Page runs of other ranks that pass round the ring, and the gradient sums passed with them.
     Foreign,
 }
 
 impl Purpose {
-    /// All of them.
+    /// In the order of declaration, as `as usize` counts.
     pub const ALL: [Purpose; 9] = [
         Purpose::Weights,
         Purpose::Adapters,
@@ -83,18 +82,18 @@ impl Purpose {
     }
 }
 
-/// What an allocator says of one memory space.
+/// The numbers of an allocator for one memory space.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Measured {
     /// Bytes alive now.
     pub live: Bytes,
-    /// The most that were alive since peaks were last forgotten.
+    /// Maximum of live bytes since peaks were reset.
     pub peak: Bytes,
-    /// What it has taken from the system; known of a GPU, whose memory is apart from the host's.
+    /// Bytes taken from the system; known for a GPU, which has its own memory.
     pub reserved: Option<Bytes>,
 }
 
-/// Asks the allocator. The ledger stands above the tensor library, so it is told whom to ask.
+/// Reads the allocator's numbers. A function, because the ledger is below the tensor library.
 pub type Meter = fn(MemorySpace) -> Measured;
 
 #[derive(Debug, Default)]
@@ -134,12 +133,12 @@ struct Counts {
     meter: OnceLock<Meter>,
 }
 
-/// Bytes by purpose and memory space, now and at the most; clones share the same counts, also across threads.
+/// Bytes by purpose and memory space, now and at the peak; clones share the same counts, also across threads.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger(Arc<Counts>);
 
 impl Ledger {
-    /// Counts bytes in; they are counted out when the entry is dropped.
+    /// Adds bytes to the count, until the entry is dropped.
     #[must_use]
     pub fn hold(&self, purpose: Purpose, space: MemorySpace, bytes: Bytes) -> Held {
         self.of(purpose, space).add(bytes);
@@ -151,9 +150,9 @@ impl Ledger {
         &self.0.kinds[purpose as usize][space as usize]
     }
 
-    /// Whom to ask what is alive; the first answer to that stays.
+    /// Sets the meter; only the first one is kept.
     pub fn measure_with(&self, meter: Meter) {
-        // Another run in this process asks the same allocator.
+        // Another run in this process has the same allocator.
         let _ = self.0.meter.set(meter);
     }
 
@@ -163,37 +162,36 @@ impl Ledger {
         MemorySpace::ALL.into_iter().map(|space| self.of(purpose, space).now()).sum()
     }
 
-    /// The most that was held since the last [`Ledger::forget_peaks`], in each memory space, added up.
+    /// Sum of the peaks of both memory spaces since [`Ledger::forget_peaks`].
     #[must_use]
     pub fn peak(&self, purpose: Purpose) -> Bytes {
         MemorySpace::ALL.into_iter().map(|space| self.peak_in(purpose, space)).sum()
     }
 
-    /// The most that was held in one memory space since the last [`Ledger::forget_peaks`].
+    /// Maximum in one memory space since [`Ledger::forget_peaks`].
     #[must_use]
     pub fn peak_in(&self, purpose: Purpose, space: MemorySpace) -> Bytes {
         self.of(purpose, space).most()
     }
 
-    /// The most that all kinds held together in one memory space since the last [`Ledger::forget_peaks`].
+    /// Maximum of the sum over all purposes in one memory space since [`Ledger::forget_peaks`].
     #[must_use]
     pub fn peak_of_all(&self, space: MemorySpace) -> Bytes {
         self.0.all[space as usize].most()
     }
 
-    /// Starts peaks anew from what is held now.
+    /// Resets peaks to the bytes that are held now.
     pub fn forget_peaks(&self) {
         self.0.kinds.iter().flatten().chain(&self.0.all).for_each(Count::forget);
     }
 
-    /// What is held at this moment.
+    /// The bytes that are held now.
     #[must_use]
     pub fn holdings(&self) -> Holdings {
         self.listed(Count::now, |measured| measured.live)
     }
 
-    /// The most that was held since the last [`Ledger::forget_peaks`]: what a phase had taken when it failed, for those
-    /// who hear of it after all was let go.
+    /// The peaks since [`Ledger::forget_peaks`]: what a failed phase had taken, for a report after its memory has been freed.
     #[must_use]
     pub fn holdings_at_most(&self) -> Holdings {
         self.listed(Count::most, |measured| measured.peak)
@@ -216,12 +214,12 @@ impl Ledger {
     }
 }
 
-/// A kind of the ledger, or what the allocator has handed out beyond the ledger.
+/// A purpose of the ledger, or the bytes that the allocator counts beyond the ledger.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Part {
-    /// What the ledger holds.
+    /// Bytes in the ledger.
     Kind(Purpose),
-    /// Graphs and intermediates: alive, and no kind of the ledger's.
+    /// Graphs and intermediates: alive and not in the ledger.
     Scratch,
 }
 
@@ -238,27 +236,25 @@ impl Part {
 
 /// Bytes of one part in one memory space.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "the fields' names say everything")]
 pub struct Holding {
-    /// What.
     pub part: Part,
-    /// Where.
     pub space: MemorySpace,
-    /// How much.
     pub bytes: Bytes,
 }
 
-/// All that is held, from the largest part down.
+/// All held bytes, largest part first.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Holdings {
     /// Parts that are not empty.
     pub parts: Vec<Holding>,
     /// Bytes alive on the device.
     pub live: Bytes,
-    /// What the device's allocator has taken from it; `None` where the device is the machine itself.
+    /// Bytes that the device's allocator has reserved; `None` if the device is the CPU.
     pub reserved: Option<Bytes>,
 }
 
-/// Bytes counted in a ledger for as long as this lives.
+/// Bytes counted in a ledger as long as this exists.
 #[derive(Debug)]
 pub struct Held {
     ledger: Ledger,
@@ -279,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ledger_counts_out_what_is_dropped_and_remembers_the_peak() {
+    fn the_ledger_subtracts_what_is_dropped_and_keeps_the_peak() {
         let ledger = Ledger::default();
         let first = ledger.hold(Purpose::Foreign, MemorySpace::Device, Bytes(3));
         let second = ledger.hold(Purpose::Foreign, MemorySpace::Device, Bytes(4));
@@ -291,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn purses_are_counted_apart_and_the_peak_of_all_is_not_the_sum_of_peaks() {
+    fn memory_spaces_are_counted_separately_and_the_peak_of_all_is_not_the_sum_of_peaks() {
         let ledger = Ledger::default();
         drop(ledger.hold(Purpose::Stage, MemorySpace::Device, Bytes(10)));
         let pages = ledger.hold(Purpose::Pages, MemorySpace::Device, Bytes(7));

@@ -1,4 +1,4 @@
-//! Memory: the ledger of bytes by kind, what this machine can still give, and what to report when there is none left.
+//! Memory: the ledger of bytes by purpose, the machine's free memory, and the report when memory has run out.
 
 mod cgroup;
 mod ledger;

@@ -1,17 +1,16 @@
-//! Memory has run out: what was asked, what was free, what is held, and which setting to change.
+//! The report when memory has run out: bytes requested, free and held, and which setting to change.
 //!
-//! libtorch's allocators say in words what they could not give; the ledger says who has the rest. The setting is that of
-//! the largest part which a setting can move.
+//! libtorch's allocators state the request in their error messages; the ledger knows what uses the rest. The report suggests
+//! the setting of the largest part.
 
 use std::fmt::Write as _;
 
 use super::cgroup::job_memory;
 use super::ledger::{Holding, Holdings, MemorySpace, Part, Purpose};
 use crate::runtime::failure::{Phase, Site};
-use crate::runtime::liveness::Place;
 use crate::runtime::units::Bytes;
 
-/// Memory that this machine can still give to this process's job, if it says so.
+/// Free host memory of this machine, at most what this job's control group may still take; `None` if the system does not say.
 #[must_use]
 pub fn available_memory() -> Option<Bytes> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
@@ -21,23 +20,23 @@ pub fn available_memory() -> Option<Bytes> {
     Some(job_memory().map_or(machine, |job| job.min(machine)))
 }
 
-/// What an allocator's words say.
+/// The request that an allocator's message is about.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-struct Asked {
+struct Request {
     bytes: Option<Bytes>,
     free: Option<Bytes>,
     capacity: Option<Bytes>,
 }
 
-impl Asked {
-    /// Of "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free" (CUDA), "you
+impl Request {
+    /// Reads "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free" (CUDA), "you
     /// tried to allocate 4096 bytes" (CPU), or "gives no 4096 bytes of host memory" (pinned).
-    fn of(words: &str) -> Asked {
-        let behind = |mark: &str| words.split_once(mark).and_then(|(_, rest)| amount(rest));
-        Asked {
-            bytes: behind("ried to allocate ").or_else(|| behind("gives no ")),
-            free: behind(" of which ").filter(|_| words.contains(" is free")),
-            capacity: behind("total capacity of "),
+    fn parse(message: &str) -> Request {
+        let after = |mark: &str| message.split_once(mark).and_then(|(_, rest)| amount(rest));
+        Request {
+            bytes: after("ried to allocate ").or_else(|| after("gives no ")),
+            free: after(" of which ").filter(|_| message.contains(" is free")),
+            capacity: after("total capacity of "),
         }
     }
 }
@@ -57,56 +56,57 @@ fn amount(text: &str) -> Option<Bytes> {
     let (whole, part) = number.split_once('.').unwrap_or((number, "0"));
     let hundredths: u64 = format!("{part:0<2}").get(..2)?.parse().ok()?;
     let all = u128::from(whole.parse::<u64>().ok()?) * 100 + u128::from(hundredths);
-    // Rounded up, so that it is written again as it was read.
+    // Rounded up, so that it is printed as it was read.
     u64::try_from((all << shift).div_ceil(100)).ok().map(Bytes)
 }
 
-/// One rank that got no memory.
+/// A rank that did not get the memory it requested.
 #[derive(Clone, Debug)]
 pub struct Shortage {
     site: Site,
     in_top_layer: bool,
-    asked: Asked,
-    /// Whether the device's memory is another than the host's.
-    apart: bool,
-    /// Which memory has run out.
+    request: Request,
+    /// Whether the device has its own memory.
+    gpu: bool,
+    /// The memory that has run out.
     space: MemorySpace,
     held: Holdings,
 }
 
 impl Shortage {
-    /// The allocator said `words` when the rank was at `place` and held `held`.
+    /// For the message of an allocator, when the rank was at `site` and had `held`. The head runs after the model's last layer,
+    /// `in_top_layer`.
     #[must_use]
-    pub fn of(words: &str, place: &Place, held: Holdings) -> Shortage {
-        let mut asked = Asked::of(words);
-        let of_host = ["can't allocate memory", "host memory"].iter().any(|told| words.contains(told));
-        let apart = held.reserved.is_some() || words.contains("CUDA");
-        let space = if of_host || !apart { MemorySpace::Host } else { MemorySpace::Device };
+    pub fn new(message: &str, site: Site, in_top_layer: bool, held: Holdings) -> Shortage {
+        let mut request = Request::parse(message);
+        let of_host = ["can't allocate memory", "host memory"].iter().any(|words| message.contains(words));
+        let gpu = held.reserved.is_some() || message.contains("CUDA");
+        let space = if of_host || !gpu { MemorySpace::Host } else { MemorySpace::Device };
         if space == MemorySpace::Host {
-            asked.free = asked.free.or_else(available_memory);
+            request.free = request.free.or_else(available_memory);
         }
-        Shortage { site: place.site(), in_top_layer: place.in_top_layer(), asked, apart, space, held }
+        Shortage { site, in_top_layer, request, gpu, space, held }
     }
 
-    /// The largest part in the memory that has run out. What was being asked for is scratch, as far as anybody knows.
+    /// The largest part in the memory that has run out. The requested bytes count as scratch.
     fn largest(&self) -> Holding {
-        let asked = self.asked.bytes.unwrap_or_default();
-        let space = if self.apart { self.space } else { MemorySpace::Device };
-        let scratch = Holding { part: Part::Scratch, space, bytes: asked };
-        let here = |holding: &&Holding| !self.apart || holding.space == self.space;
+        let requested = self.request.bytes.unwrap_or_default();
+        let space = if self.gpu { self.space } else { MemorySpace::Device };
+        let scratch = Holding { part: Part::Scratch, space, bytes: requested };
+        let here = |holding: &&Holding| !self.gpu || holding.space == self.space;
         let parts = self.held.parts.iter().filter(here).copied();
         let parts = parts.map(|holding| match holding.part {
-            Part::Scratch if holding.space == space => Holding { bytes: holding.bytes + asked, ..holding },
+            Part::Scratch if holding.space == space => Holding { bytes: holding.bytes + requested, ..holding },
             _ => holding,
         });
         parts.chain([scratch]).max_by_key(|holding| holding.bytes).unwrap_or(scratch)
     }
 
-    /// The setting that makes a part smaller, or moves it.
+    /// The setting that makes a part smaller, or moves it to the host.
     fn setting(&self, holding: &Holding) -> &'static str {
         const MODEL: &str = "model.dtype = \"bfloat16\", or a smaller model";
         const RANKS: &str = "more ranks to a prompt (parallel.cp_size)";
-        let movable = self.apart && holding.space == MemorySpace::Device;
+        let movable = self.gpu && holding.space == MemorySpace::Device;
         match holding.part {
             Part::Kind(Purpose::Weights) => MODEL,
             Part::Kind(Purpose::Adapters | Purpose::Optimizer) => "lora.rank smaller",
@@ -125,20 +125,21 @@ impl Shortage {
         }
     }
 
-    /// What the device's allocator keeps and no tensor holds, if that would have been enough, or is much.
+    /// Bytes that the device's allocator has reserved and no tensor uses, if they would have been enough or are many.
     fn idle(&self) -> Option<Bytes> {
         let reserved = self.held.reserved?;
         let idle = Bytes(reserved.0.saturating_sub(self.held.live.0));
-        let enough = self.asked.bytes.is_some_and(|asked| idle >= asked);
+        let enough = self.request.bytes.is_some_and(|requested| idle >= requested);
         (self.space == MemorySpace::Device && (enough || idle.0 > reserved.0 / 8)).then_some(idle)
     }
 
-    /// Several lines; the first says all that one line can.
+    /// Several lines; the first one is a complete message.
     #[must_use]
     pub fn report(&self) -> String {
-        let Asked { bytes, free, capacity } = self.asked;
-        let memory = if self.apart { self.space.name() } else { "host" };
-        let asked = bytes.map_or_else(|| "more was asked for than there is".into(), |b| format!("{b} were asked for"));
+        let Request { bytes, free, capacity } = self.request;
+        let memory = if self.gpu { self.space.name() } else { "host" };
+        let requested =
+            bytes.map_or_else(|| "more was requested than is free".into(), |b| format!("{b} were requested"));
         let free = match (free, capacity) {
             (Some(free), Some(capacity)) => format!(", {free} of {capacity} were free"),
             (Some(free), None) => format!(", the system says that {free} were free"),
@@ -146,7 +147,7 @@ impl Shortage {
         };
         let largest = self.largest();
         let mut text = format!(
-            "{}: out of {memory} memory: {asked}{free}; largest is {}: set {}",
+            "{}: out of {memory} memory: {requested}{free}; largest is {}: set {}",
             self.site,
             largest.part.name(),
             self.setting(&largest)
@@ -154,7 +155,7 @@ impl Shortage {
         if let Some(idle) = self.idle() {
             let _ = write!(
                 text,
-                "; {idle} are reserved and hold nothing: set the variable PYTORCH_ALLOC_CONF=expandable_segments:True"
+                "; {idle} are reserved and unused: set the variable PYTORCH_ALLOC_CONF=expandable_segments:True"
             );
         }
         for Holding { part, space, bytes } in &self.held.parts {
@@ -175,7 +176,6 @@ impl Shortage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::liveness::Tracker;
     use crate::runtime::units::{LayerIndex, Rank};
 
     const CUDA: &str = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of \
@@ -192,37 +192,34 @@ mod tests {
         Holdings { parts, live, reserved: reserved.map(|gib| Bytes(gib * GIB)) }
     }
 
-    fn at(phase: Phase, layer: usize) -> Tracker {
-        let tracker = Tracker::default();
-        tracker.set_rank(Rank(3));
-        tracker.set_layers(8);
-        tracker.enter(phase);
-        tracker.layer(LayerIndex(layer)).expect("nothing is asked");
-        tracker
+    /// A shortage of rank 3 in one of eight layers.
+    fn shortage(message: &str, phase: Phase, layer: usize, held: Holdings) -> Shortage {
+        let site = Site { rank: Rank(3), phase, layer: Some(LayerIndex(layer)) };
+        Shortage::new(message, site, layer == 7, held)
     }
 
     /// The report of a GPU on which `part` is by far the largest.
     fn of(part: Part, space: MemorySpace, phase: Phase, layer: usize) -> String {
         let words = if space == MemorySpace::Device { CUDA } else { "out of memory: pinning host memory" };
-        Shortage::of(words, at(phase, layer).place(), held(&[(part, space, 90)], Some(90))).report()
+        shortage(words, phase, layer, held(&[(part, space, 90)], Some(90))).report()
     }
 
     #[test]
-    fn a_gpu_is_known_by_its_allocators_words_too() {
+    fn a_gpu_is_recognized_by_its_allocators_message_too() {
         let held = held(&[(Part::Kind(Purpose::Pages), MemorySpace::Device, 90)], None);
-        let report = Shortage::of(CUDA, at(Phase::Score, 2).place(), held).report();
+        let report = shortage(CUDA, Phase::Score, 2, held).report();
         assert!(report.contains("out of device memory") && report.contains("memory.cpu_offload_pages"), "{report}");
     }
 
     #[test]
-    fn the_allocators_words_are_read() {
-        let asked = Asked::of(CUDA);
-        assert_eq!(asked.bytes, Some(Bytes(2 * GIB)));
-        assert_eq!(asked.free, Some(Bytes(GIB + GIB / 4)));
-        assert_eq!(asked.capacity, Some(Bytes((13980 * GIB).div_ceil(100))));
-        assert_eq!(Asked::of(CPU), Asked { bytes: Some(Bytes(GIB / 2)), ..Asked::default() });
-        assert_eq!(Asked::of("the machine gives no 4096 bytes of host memory").bytes, Some(Bytes(4096)));
-        assert_eq!(Asked::of("CUDA out of memory."), Asked::default());
+    fn the_allocators_message_is_parsed() {
+        let request = Request::parse(CUDA);
+        assert_eq!(request.bytes, Some(Bytes(2 * GIB)));
+        assert_eq!(request.free, Some(Bytes(GIB + GIB / 4)));
+        assert_eq!(request.capacity, Some(Bytes((13980 * GIB).div_ceil(100))));
+        assert_eq!(Request::parse(CPU), Request { bytes: Some(Bytes(GIB / 2)), ..Request::default() });
+        assert_eq!(Request::parse("the machine gives no 4096 bytes of host memory").bytes, Some(Bytes(4096)));
+        assert_eq!(Request::parse("CUDA out of memory."), Request::default());
         assert_eq!(amount("512 bytes. GPU"), Some(Bytes(512)));
         assert_eq!((amount("1.5 MiB"), amount("many"), amount("3 apples")), (Some(Bytes(3 << 19)), None, None));
     }
@@ -266,18 +263,18 @@ mod tests {
     }
 
     #[test]
-    fn the_report_names_rank_phase_layer_the_bytes_and_who_holds_the_rest() {
+    fn the_report_names_rank_phase_layer_the_request_and_all_held_parts() {
         let (weights, pages) = (Part::Kind(Purpose::Weights), Part::Kind(Purpose::Pages));
         let parts = [
             (pages, MemorySpace::Host, 300),
             (Part::Scratch, MemorySpace::Device, 100),
             (weights, MemorySpace::Device, 15),
         ];
-        let report = Shortage::of(CUDA, at(Phase::Sweep, 4).place(), held(&parts, Some(138))).report();
+        let report = shortage(CUDA, Phase::Sweep, 4, held(&parts, Some(138))).report();
         assert_eq!(
             report,
-            "rank 3, sweep, layer 4: out of device memory: 2.00 GiB were asked for, 1.25 GiB of 139.80 GiB were free; \
-             largest is scratch: set memory.micro_block smaller; 23.00 GiB are reserved and hold nothing: set the \
+            "rank 3, sweep, layer 4: out of device memory: 2.00 GiB were requested, 1.25 GiB of 139.80 GiB were free; \
+             largest is scratch: set memory.micro_block smaller; 23.00 GiB are reserved and unused: set the \
              variable PYTORCH_ALLOC_CONF=expandable_segments:True\n\
              \x20   300.00 GiB  pages        host\n\
              \x20   100.00 GiB  scratch      device\n\
@@ -287,9 +284,9 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_that_has_run_out_is_the_gpus_unless_the_words_name_the_hosts() {
+    fn the_gpus_memory_has_run_out_unless_the_message_names_the_hosts() {
         let pages = (Part::Kind(Purpose::Pages), MemorySpace::Host, 90);
-        let said = |words| Shortage::of(words, at(Phase::Replay, 0).place(), held(&[pages], Some(8))).report();
+        let said = |words| shortage(words, Phase::Replay, 0, held(&[pages], Some(8))).report();
         assert!(said("CUDA error: out of memory").contains("out of device memory"));
         assert!(said(CUDA).contains("out of device memory"));
         assert!(said(CPU).contains("out of host memory") && said(CPU).contains("largest is pages"));
@@ -297,15 +294,15 @@ mod tests {
     }
 
     #[test]
-    fn without_a_gpu_all_that_is_held_is_the_machines_and_what_was_asked_counts_as_scratch() {
+    fn without_a_gpu_all_parts_are_host_memory_and_the_request_counts_as_scratch() {
         let pages = (Part::Kind(Purpose::Pages), MemorySpace::Host, 2);
-        let report = Shortage::of(CPU, at(Phase::Capture, 0).place(), held(&[pages], None)).report();
+        let report = shortage(CPU, Phase::Capture, 0, held(&[pages], None)).report();
         assert!(
-            report.starts_with("rank 3, capture, layer 0: out of host memory: 512.00 MiB were asked for"),
+            report.starts_with("rank 3, capture, layer 0: out of host memory: 512.00 MiB were requested"),
             "{report}"
         );
         assert!(report.contains("largest is pages: set more ranks to a prompt"), "{report}");
-        let report = Shortage::of(CPU, at(Phase::Capture, 0).place(), Holdings::default()).report();
+        let report = shortage(CPU, Phase::Capture, 0, Holdings::default()).report();
         assert!(report.contains("largest is scratch: set memory.micro_block smaller"), "{report}");
     }
 }

@@ -260,7 +260,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
     let decoder = spec.family.decoder(&spec, weights.clone(), options.kind);
-    world.same("the attention kernel", decoder.kernel().name())?;
+    world.require_equal("the attention kernel", decoder.kernel().name())?;
     let two = Spec { layers: spec.layers.min(2), window: spec.window[..spec.layers.min(2)].to_vec(), ..spec.clone() };
     let short = spec.family.decoder(&two, weights, options.kind);
     let acc = accumulation(options.kind);
@@ -330,7 +330,13 @@ impl Meter {
         gpu::empty_cache();
         forget_peaks();
         let waited = gpu::stage_wait_seconds();
-        Ok(Meter { on, start: Instant::now(), device: counted(MemorySpace::Device).live, waited, moved: gpu::moved() })
+        Ok(Meter {
+            on,
+            start: Instant::now(),
+            device: counted(MemorySpace::Device).live,
+            waited,
+            moved: gpu::copied_bytes(),
+        })
     }
 
     /// Since the start, with all that was asked of the device done.
@@ -341,7 +347,7 @@ impl Meter {
 
     /// Bytes copied in and out.
     fn moved(&self) -> [Bytes; 2] {
-        let (into, out) = gpu::moved();
+        let (into, out) = gpu::copied_bytes();
         [Bytes(into.0 - self.moved.0.0), Bytes(out.0 - self.moved.1.0)]
     }
 

@@ -1,18 +1,16 @@
-//! GGUF's stored types and how their blocks become float32.
+//! GGUF's stored types, and how their blocks become float32.
 //!
-//! A block is a run of values of one row that share scales. Legacy blocks hold 32 values, K blocks 256. All sums and
-//! products are float32 in the order of the format's reference, so that the values equal other readers' bit for bit.
+//! A block is a run of values of one row that share scales. Legacy blocks have 32 values, K blocks 256. All sums and
+//! products are float32 in the order of llama.cpp's reference code, so that the values equal other readers' bit for bit.
 
 use half::{bf16, f16};
 
 use crate::runtime::units::as_index;
 
 /// A stored type that can be read.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Quant {
-    /// float32.
     F32,
-    /// float16.
     F16,
     /// 4 bits, scale.
     Q4_0,
@@ -30,26 +28,38 @@ pub(super) enum Quant {
     Q5K,
     /// 6 bits, 16 sub-blocks with 8-bit scales.
     Q6K,
-    /// bfloat16.
     Bf16,
 }
 
-/// Type number, name, values of a block, bytes of a block.
-const READABLE: [(Quant, u32, &str, u64, u64); 11] = [
-    (Quant::F32, 0, "F32", 1, 4),
-    (Quant::F16, 1, "F16", 1, 2),
-    (Quant::Bf16, 30, "BF16", 1, 2),
-    (Quant::Q4_0, 2, "Q4_0", 32, 18),
-    (Quant::Q4_1, 3, "Q4_1", 32, 20),
-    (Quant::Q5_0, 6, "Q5_0", 32, 22),
-    (Quant::Q5_1, 7, "Q5_1", 32, 24),
-    (Quant::Q8_0, 8, "Q8_0", 32, 34),
-    (Quant::Q4K, 12, "Q4_K", 256, 144),
-    (Quant::Q5K, 13, "Q5_K", 256, 176),
-    (Quant::Q6K, 14, "Q6_K", 256, 210),
+/// One row of the table of readable types.
+struct Layout {
+    quant: Quant,
+    /// The type's number in a GGUF file.
+    number: u32,
+    name: &'static str,
+    block_values: u64,
+    block_bytes: u64,
+}
+
+const fn layout(quant: Quant, number: u32, name: &'static str, block_values: u64, block_bytes: u64) -> Layout {
+    Layout { quant, number, name, block_values, block_bytes }
+}
+
+const READABLE: [Layout; 11] = [
+    layout(Quant::F32, 0, "F32", 1, 4),
+    layout(Quant::F16, 1, "F16", 1, 2),
+    layout(Quant::Bf16, 30, "BF16", 1, 2),
+    layout(Quant::Q4_0, 2, "Q4_0", 32, 18),
+    layout(Quant::Q4_1, 3, "Q4_1", 32, 20),
+    layout(Quant::Q5_0, 6, "Q5_0", 32, 22),
+    layout(Quant::Q5_1, 7, "Q5_1", 32, 24),
+    layout(Quant::Q8_0, 8, "Q8_0", 32, 34),
+    layout(Quant::Q4K, 12, "Q4_K", 256, 144),
+    layout(Quant::Q5K, 13, "Q5_K", 256, 176),
+    layout(Quant::Q6K, 14, "Q6_K", 256, 210),
 ];
 
-/// Names of types that are refused, so that the message can say which it is.
+/// Types that cannot be read, named in the refusal.
 const REFUSED: [(u32, &str); 19] = [
     (9, "Q8_1"),
     (10, "Q2_K"),
@@ -73,12 +83,12 @@ const REFUSED: [(u32, &str); 19] = [
 ];
 
 impl Quant {
-    /// The type with this number, or the name of the one that cannot be read.
-    pub(super) fn of(number: u32) -> Result<Quant, String> {
-        if let Some(row) = READABLE.iter().find(|row| row.1 == number) {
-            return Ok(row.0);
+    /// The type with this number in a GGUF file, or the name of a type that cannot be read.
+    pub(super) fn from_number(number: u32) -> Result<Quant, String> {
+        if let Some(layout) = READABLE.iter().find(|layout| layout.number == number) {
+            return Ok(layout.quant);
         }
-        Err(match REFUSED.iter().find(|row| row.0 == number) {
+        Err(match REFUSED.iter().find(|refused| refused.0 == number) {
             Some((_, name)) => (*name).to_owned(),
             None => format!("unknown type {number}"),
         })
@@ -86,26 +96,24 @@ impl Quant {
 
     /// All readable names, for messages.
     pub(super) fn names() -> String {
-        READABLE.map(|row| row.2).join(", ")
+        READABLE.map(|layout| layout.name).join(", ")
     }
 
-    /// The name llama.cpp uses.
+    /// The name in llama.cpp.
     pub(super) fn name(self) -> &'static str {
-        self.row().2
+        self.layout().name
     }
 
-    /// Values in a block.
     pub(super) fn block_values(self) -> u64 {
-        self.row().3
+        self.layout().block_values
     }
 
-    /// Bytes of a block.
     pub(super) fn block_bytes(self) -> u64 {
-        self.row().4
+        self.layout().block_bytes
     }
 
-    fn row(self) -> &'static (Quant, u32, &'static str, u64, u64) {
-        READABLE.iter().find(|row| row.0 == self).expect("every type stands in the table")
+    fn layout(self) -> &'static Layout {
+        READABLE.iter().find(|layout| layout.quant == self).expect("every type is in the table")
     }
 
     /// The values of whole blocks.
@@ -149,7 +157,7 @@ fn word(block: &[u8], at: usize) -> [u8; 4] {
     [block[at], block[at + 1], block[at + 2], block[at + 3]]
 }
 
-/// 32 values: first the low nibbles of 16 bytes, then the high ones, each with its fifth bit from `fifth`.
+/// 32 values: the low nibbles of 16 bytes, then their high ones, each with its fifth bit from `fifth`.
 fn nibbles(packed: &[u8], fifth: [u8; 4], value: impl Fn(f32) -> f32, out: &mut Vec<f32>) {
     for index in 0..32 {
         let byte = packed[index % 16];
@@ -175,8 +183,8 @@ fn k_nibbles(block: &[u8], fifth: Option<&[u8]>, packed: &[u8], out: &mut Vec<f3
     }
 }
 
-/// The 6-bit scale and minimum of one of 8 sub-blocks, out of 12 bytes: the first four pairs lie whole in the low six
-/// bits of bytes 0–3 and 4–7; the last four have their low four bits in bytes 8–11 and their top two above the first.
+/// The 6-bit scale and minimum of one of 8 sub-blocks, from 12 bytes. Sub-blocks 0–3: the low six bits of bytes 0–3 and
+/// 4–7. Sub-blocks 4–7: the low four bits are in bytes 8–11, the top two in the top bits of bytes 0–3 and 4–7.
 fn k_scale(packed: &[u8], sub: usize) -> (u8, u8) {
     if sub < 4 {
         return (packed[sub] & 0x3f, packed[sub + 4] & 0x3f);

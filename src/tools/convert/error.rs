@@ -1,243 +1,79 @@
 //! What can be wrong with a GGUF file or its destination.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
 use crate::runtime::failure::{Classified, Exit};
 
-/// Why a GGUF file was not converted. Nothing of the destination was changed.
+/// Why a GGUF file was not converted. The destination is unchanged.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages say what each variant and field means")]
 pub enum Error {
-    /// The operating system refused.
     #[error("{file}: cannot {action}: {source}")]
-    Io {
-        /// The file or folder.
-        file: PathBuf,
-        /// What was tried.
-        action: &'static str,
-        /// The system's reason.
-        source: io::Error,
-    },
-    /// The first four bytes are not `GGUF`.
+    Io { file: PathBuf, action: &'static str, source: io::Error },
     #[error(
         "{file}: not a GGUF file: it starts with bytes {found:02x?}, not with \"GGUF\"; give the .gguf file itself"
     )]
-    Magic {
-        /// The file.
-        file: PathBuf,
-        /// Its first four bytes.
-        found: [u8; 4],
-    },
-    /// Neither version 2 nor 3.
+    Magic { file: PathBuf, found: [u8; 4] },
     #[error("{file}: GGUF version {version} cannot be read, only 2 and 3; convert it anew with a current llama.cpp")]
-    Version {
-        /// The file.
-        file: PathBuf,
-        /// The version it states.
-        version: u32,
-    },
-    /// The file ends inside something.
+    Version { file: PathBuf, version: u32 },
     #[error(
         "{file}: truncated: {what} at byte {offset} needs {needed} bytes, but the file ends after {bytes}; \
          fetch it again"
     )]
-    Truncated {
-        /// The file.
-        file: PathBuf,
-        /// What was being read.
-        what: String,
-        /// Where it starts.
-        offset: u64,
-        /// How many bytes it needs.
-        needed: u64,
-        /// Length of the file.
-        bytes: u64,
-    },
-    /// A tensor's bytes do not lie within the file.
+    Truncated { file: PathBuf, what: String, offset: u64, needed: u64, bytes: u64 },
     #[error(
         "{file}: tensor {tensor} lies outside the file: bytes {start} to {end} of {bytes}; the file is truncated or \
          damaged, fetch it again"
     )]
-    Outside {
-        /// The file.
-        file: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Its first byte.
-        start: u64,
-        /// One past its last byte.
-        end: u64,
-        /// Length of the file.
-        bytes: u64,
-    },
-    /// A text in the header is not UTF-8.
+    Outside { file: PathBuf, tensor: String, start: u64, end: u64, bytes: u64 },
     #[error("{file}: {what} at byte {offset} is not UTF-8; the file is damaged, fetch it again")]
-    Text {
-        /// The file.
-        file: PathBuf,
-        /// What was being read.
-        what: String,
-        /// Where it starts.
-        offset: u64,
-    },
-    /// A header field has a value that the format does not allow.
-    #[error("{file}: {what} is {found}, which GGUF does not allow ({allowed}); the file is damaged, fetch it again")]
-    Header {
-        /// The file.
-        file: PathBuf,
-        /// The field.
-        what: String,
-        /// Its value.
-        found: u64,
-        /// What it may be.
-        allowed: &'static str,
-    },
-    /// A key or tensor name stands twice.
-    #[error("{file}: {name} stands twice in the header; the file is damaged, fetch it again")]
-    Twice {
-        /// The file.
-        file: PathBuf,
-        /// The key or tensor name.
-        name: String,
-    },
-    /// A key that the conversion needs is absent.
+    Text { file: PathBuf, what: String, offset: u64 },
+    #[error("{file}: {what} is {found}, GGUF allows {allowed}; the file is damaged, fetch it again")]
+    Header { file: PathBuf, what: String, found: u64, allowed: &'static str },
+    #[error("{file}: {name} appears twice in the header; the file is damaged, fetch it again")]
+    Twice { file: PathBuf, name: String },
     #[error("{file}: key {key} is missing; the file was written by an incomplete converter")]
-    KeyMissing {
-        /// The file.
-        file: PathBuf,
-        /// The key.
-        key: String,
-    },
-    /// A key has a value that the conversion cannot use.
+    KeyMissing { file: PathBuf, key: String },
     #[error("{file}: key {key} is {found}, wanted {wanted}")]
-    Key {
-        /// The file.
-        file: PathBuf,
-        /// The key.
-        key: String,
-        /// Its value.
-        found: String,
-        /// What can be converted.
-        wanted: String,
-    },
-    /// A quantisation without a formula here.
+    Key { file: PathBuf, key: String, found: String, wanted: String },
     #[error(
         "{file}: tensor {tensor} is stored as {found}; convertible are {known}; quantise it anew, for example to Q8_0"
     )]
-    Quantisation {
-        /// The file.
-        file: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Name or number of the stored type.
-        found: String,
-        /// The types that can be read.
-        known: String,
-    },
-    /// A row is not a whole number of blocks.
+    Quantisation { file: PathBuf, tensor: String, found: String, known: String },
     #[error("{file}: tensor {tensor} has rows of {row} values, no multiple of the {block} values of a {kind} block")]
-    Blocks {
-        /// The file.
-        file: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Values in a row.
-        row: u64,
-        /// Values in a block.
-        block: u64,
-        /// The quantisation.
-        kind: &'static str,
-    },
-    /// A tensor of the architecture is absent.
+    Blocks { file: PathBuf, tensor: String, row: u64, block: u64, kind: &'static str },
     #[error("{file}: tensor {tensor} is missing: {layers} layers of llama need it")]
-    TensorMissing {
-        /// The file.
-        file: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Layers that the header states.
-        layers: u64,
-    },
-    /// A tensor that llama does not have.
+    TensorMissing { file: PathBuf, tensor: String, layers: u64 },
     #[error("{file}: tensor {tensor} has no place in a llama model of {layers} layers; it would be lost")]
-    TensorUnknown {
-        /// The file.
-        file: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Layers that the header states.
-        layers: u64,
-    },
-    /// A tensor has another shape than the header's numbers imply.
+    TensorUnknown { file: PathBuf, tensor: String, layers: u64 },
     #[error("{file}: tensor {tensor} has shape {found:?}, the header's numbers imply {wanted:?} (innermost first)")]
-    Shape {
-        /// The file.
-        file: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Its dimensions, innermost first.
-        found: Vec<u64>,
-        /// The implied dimensions, innermost first.
-        wanted: Vec<u64>,
-    },
-    /// A weight is NaN or infinite.
-    #[error("{file}: tensor {tensor} holds {value} at element {index}; the file is damaged, fetch it again")]
-    NotFinite {
-        /// The file.
-        file: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// The element, row-major as stored.
-        index: u64,
-        /// NaN or an infinity.
-        value: f32,
-    },
-    /// Long-context factors that are not the known llama3 rule.
+    Shape { file: PathBuf, tensor: String, found: Vec<u64>, wanted: Vec<u64> },
+    #[error("{file}: tensor {tensor} has {value} at element {index}; the file is damaged, fetch it again")]
+    NotFinite { file: PathBuf, tensor: String, index: u64, value: f32 },
     #[error(
         "{file}: tensor rope_freqs.weight is not the llama3 rule: entry {index} is {found}, factor {factor} implies \
          {wanted}"
     )]
-    RopeFactors {
-        /// The file.
-        file: PathBuf,
-        /// The first entry that differs.
-        index: usize,
-        /// Its value.
-        found: f32,
-        /// The value of the rule.
-        wanted: f32,
-        /// The largest entry, taken as the rule's factor.
-        factor: f32,
-    },
-    /// A merge rule is not two pieces, or names a piece that the vocabulary lacks.
+    RopeFactors { file: PathBuf, index: usize, found: f32, wanted: f32, factor: f32 },
     #[error("{file}: tokenizer.ggml.merges[{index}] is {merge:?}, not two tokens whose union is a token")]
-    Merge {
-        /// The file.
-        file: PathBuf,
-        /// Which rule.
-        index: usize,
-        /// Its text.
-        merge: String,
-    },
-    /// The written tokenizer does not load.
+    Merge { file: PathBuf, index: usize, merge: String },
     #[error("{file}: its tokenizer cannot be used: {reason}")]
-    Tokenizer {
-        /// The GGUF file.
-        file: PathBuf,
-        /// The tokenizer library's reason.
-        reason: String,
-    },
-    /// The destination holds something that is not ours to replace.
+    Tokenizer { file: PathBuf, reason: String },
     #[error(
         "{destination} exists and is not an earlier conversion; name another folder, or replace it with --force \
          (everything in it will be lost)"
     )]
-    Exists {
-        /// The destination.
-        destination: PathBuf,
-    },
+    Exists { destination: PathBuf },
+}
+
+impl Error {
+    /// Adds file and action to an I/O error.
+    pub(super) fn io(file: &Path, action: &'static str) -> impl Fn(io::Error) -> Error {
+        move |source| Error::Io { file: file.to_owned(), action, source }
+    }
 }
 
 impl Classified for Error {

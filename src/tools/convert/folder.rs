@@ -8,54 +8,51 @@ use tempfile::TempDir;
 
 use super::error::Error;
 
-/// The file by which a folder is known as an earlier conversion.
+/// The file that marks a folder as a conversion.
 pub(super) const MARK: &str = "conversion.json";
 
-/// A folder under construction beside its destination; dropped unfinished, it leaves nothing.
+/// A folder under construction next to its destination; removed on drop unless it was published.
 #[derive(Debug)]
 pub(super) struct Folder {
     destination: PathBuf,
     force: bool,
-    room: TempDir,
+    temporary: TempDir,
 }
 
 impl Folder {
-    /// Opens a folder beside `destination`, which must be free, an earlier conversion, or given up by `force`.
+    /// Creates a folder next to `destination`, which must be absent, an earlier conversion, or overwritten by `force`.
     pub(super) fn beside(destination: &Path, force: bool) -> Result<Folder, Error> {
-        may_replace(destination, force)?;
+        check_replaceable(destination, force)?;
         let parent = match destination.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
-        let io = |action| move |source| Error::Io { file: parent.to_owned(), action, source };
-        fs::create_dir_all(parent).map_err(io("make the folder"))?;
-        let room = tempfile::Builder::new()
-            .prefix(".convert-")
-            .tempdir_in(parent)
-            .map_err(io("make a temporary folder in it"))?;
-        let folder = Folder { destination: destination.to_owned(), force, room };
-        fs::create_dir(folder.path()).map_err(io("make a temporary folder in it"))?;
+        fs::create_dir_all(parent).map_err(Error::io(parent, "create the folder"))?;
+        let failed = Error::io(parent, "create a temporary folder in it");
+        let temporary = tempfile::Builder::new().prefix(".convert-").tempdir_in(parent).map_err(&failed)?;
+        let folder = Folder { destination: destination.to_owned(), force, temporary };
+        fs::create_dir(folder.path()).map_err(&failed)?;
         Ok(folder)
     }
 
-    /// Where files go until [`Folder::put`].
+    /// Holds the files until [`Folder::publish`].
     pub(super) fn path(&self) -> PathBuf {
-        self.room.path().join("new")
+        self.temporary.path().join("new")
     }
 
-    /// Writes one JSON file, indented except for tokenizer.json's size.
+    /// Writes one JSON file, indented unless it is tokenizer.json, which is large.
     pub(super) fn write(&self, name: &str, json: &Json) -> Result<(), Error> {
         let file = self.path().join(name);
         let text = if name == "tokenizer.json" { json.to_string() } else { format!("{json:#}\n") };
-        fs::write(&file, text).map_err(|source| Error::Io { file, action: "write it", source })
+        fs::write(&file, text).map_err(Error::io(&file, "write it"))
     }
 
-    /// Puts the folder in its place; what stood there is deleted afterwards.
-    pub(super) fn put(self) -> Result<(), Error> {
+    /// Renames the folder to its destination; deletes an earlier folder afterwards.
+    pub(super) fn publish(self) -> Result<(), Error> {
         let target = self.destination.as_path();
-        let io = |action| move |source| Error::Io { file: target.to_owned(), action, source };
-        may_replace(target, self.force)?;
-        let old = self.room.path().join("old");
+        let io = |action| Error::io(target, action);
+        check_replaceable(target, self.force)?;
+        let old = self.temporary.path().join("old");
         let replaces = target.symlink_metadata().is_ok();
         if replaces {
             fs::rename(target, &old).map_err(io("move the earlier folder aside"))?;
@@ -64,14 +61,13 @@ impl Folder {
             if replaces {
                 fs::rename(&old, target).map_err(io("move the earlier folder back"))?;
             }
-            return Err(io("put the new folder in place")(cause));
+            return Err(io("rename the new folder to it")(cause));
         }
         Ok(())
     }
 }
 
-/// Whether `destination` is free, or may be replaced.
-fn may_replace(destination: &Path, force: bool) -> Result<(), Error> {
+fn check_replaceable(destination: &Path, force: bool) -> Result<(), Error> {
     let taken = destination.symlink_metadata().is_ok();
     if taken && !force && !destination.join(MARK).is_file() {
         return Err(Error::Exists { destination: destination.to_owned() });

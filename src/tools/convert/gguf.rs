@@ -1,8 +1,10 @@
-//! The GGUF container: header keys, tensor table, and tensor bytes on demand.
+//! The GGUF container: header keys, tensor table, and tensor bytes on demand. Why no crate reads it:
+//! `docs/decisions/0026-gguf.md`.
 //!
-//! Tensor bytes come by positioned reads, a band of rows at a time, not by a memory map: a file that is cut short while
-//! it is read gives an error instead of a signal, and memory stays bounded by the band.
+//! Tensors are read by offset, a band of rows at a time, and not through a memory map: a file that is truncated while it
+//! is read gives an error instead of a signal, and memory stays bounded by the band.
 
+use std::fmt;
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::os::unix::fs::FileExt;
@@ -14,81 +16,80 @@ use super::blocks::Quant;
 use super::error::Error;
 use crate::runtime::units::{as_index, from_index};
 
-/// Most keys or tensors a header may state; real files have a few thousand.
+/// Most keys or tensors of a header; real files have a few thousand.
 const ENTRIES_MAX: u64 = 1 << 20;
-/// Most dimensions of a tensor.
 const DIMENSIONS_MAX: u64 = 4;
 
-/// A header value. Numbers keep 64 bits.
+/// A header value; integers of all widths become 64 bits.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Value {
-    /// Any unsigned integer.
     Unsigned(u64),
-    /// Any signed integer.
     Signed(i64),
-    /// float32, as the shortest decimal that reads back to it, or float64.
+    /// float64, or the shortest decimal that reads back to the stored float32.
     Float(f64),
-    /// A truth value.
     Bool(bool),
-    /// A text.
     Text(String),
-    /// A list of any of these.
     List(Vec<Value>),
 }
 
-/// Where one tensor lies and how it is stored.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Value::Unsigned(number) => number.fmt(f),
+            Value::Signed(number) => number.fmt(f),
+            Value::Float(number) => number.fmt(f),
+            Value::Bool(flag) => flag.fmt(f),
+            Value::Text(text) => write!(f, "the text {text:?}"),
+            Value::List(items) => write!(f, "a list of {}", items.len()),
+        }
+    }
+}
+
+/// One tensor of the file.
 #[derive(Clone, Debug)]
-pub(super) struct Info {
-    /// Name in the file.
+pub(super) struct StoredTensor {
     pub(super) name: String,
     /// Dimensions, innermost first, at least one.
     pub(super) dims: Vec<u64>,
-    /// The stored type.
-    pub(super) quant: Quant,
-    /// First byte in the file.
+    quant: Quant,
+    /// Offset of the first byte in the file.
     start: u64,
 }
 
-impl Info {
+impl StoredTensor {
     /// Values in a row.
     pub(super) fn width(&self) -> u64 {
         self.dims[0]
     }
 
-    /// How many rows.
     pub(super) fn rows(&self) -> u64 {
         self.dims[1..].iter().product()
     }
 
-    /// Bytes of a row.
     fn row_bytes(&self) -> u64 {
         self.width() / self.quant.block_values() * self.quant.block_bytes()
     }
 }
 
-/// An open GGUF file whose header has been read and whose tensors all lie within it.
+/// An open GGUF file. Its header has been read, and all its tensors are inside the file.
 #[derive(Debug)]
 pub(super) struct Gguf {
-    /// The path, as errors name it.
     pub(super) path: PathBuf,
-    /// Length of the file in bytes.
+    /// Length of the file.
     pub(super) bytes: u64,
-    /// Header keys in file order.
-    pub(super) keys: IndexMap<String, Value>,
-    /// Tensors in file order.
-    pub(super) tensors: IndexMap<String, Info>,
+    keys: IndexMap<String, Value>,
+    pub(super) tensors: IndexMap<String, StoredTensor>,
     file: File,
 }
 
 impl Gguf {
-    /// Reads the header of `path`, checks every tensor's place, and leaves the file open.
+    /// Opens `path`, reads its header, and checks that every tensor is inside the file.
     pub(super) fn open(path: &Path) -> Result<Gguf, Error> {
-        let io = |action| move |source| Error::Io { file: path.to_owned(), action, source };
-        let file = File::open(path).map_err(io("open it"))?;
-        let bytes = file.metadata().map_err(io("ask its length"))?.len();
-        let reader = BufReader::new(file.try_clone().map_err(io("open it twice"))?);
+        let file = File::open(path).map_err(Error::io(path, "open it"))?;
+        let bytes = file.metadata().map_err(Error::io(path, "read its length"))?.len();
+        let reader = BufReader::new(file.try_clone().map_err(Error::io(path, "open it twice"))?);
         let mut header = Header { path, reader, at: 0, bytes };
-        header.opening()?;
+        header.magic_and_version()?;
         let tensors_count = header.count("tensor count")?;
         let keys_count = header.count("key count")?;
         let keys = header.keys(keys_count)?;
@@ -96,106 +97,100 @@ impl Gguf {
         let alignment = match keys.get("general.alignment") {
             None => 32,
             Some(Value::Unsigned(alignment)) if alignment.is_power_of_two() => *alignment,
-            Some(other) => return Err(wrong(path, "general.alignment", other, "a power of two")),
+            Some(other) => {
+                let (file, key) = (path.to_owned(), "general.alignment".to_owned());
+                return Err(Error::Key { file, key, found: other.to_string(), wanted: "a power of two".to_owned() });
+            }
         };
         let data_start = header.at.next_multiple_of(alignment);
-        for info in tensors.values_mut() {
-            let start = data_start.checked_add(info.start);
-            let size = info.rows().checked_mul(info.row_bytes());
-            let end = start.zip(size).and_then(|(start, size)| start.checked_add(size));
-            info.start = start.unwrap_or(u64::MAX);
-            if end.is_none_or(|end| end > bytes) {
-                return Err(Error::Outside {
-                    file: path.to_owned(),
-                    tensor: info.name.clone(),
-                    start: info.start,
-                    end: end.unwrap_or(u64::MAX),
-                    bytes,
-                });
+        for tensor in tensors.values_mut() {
+            let size = tensor.rows().saturating_mul(tensor.row_bytes());
+            tensor.start = data_start.saturating_add(tensor.start);
+            let end = tensor.start.saturating_add(size);
+            if end > bytes {
+                let (file, tensor, start) = (path.to_owned(), tensor.name.clone(), tensor.start);
+                return Err(Error::Outside { file, tensor, start, end, bytes });
             }
         }
         Ok(Gguf { path: path.to_owned(), bytes, keys, tensors, file })
     }
 
-    /// The values of `count` rows from row `first`, float32, row-major; all finite.
-    pub(super) fn rows(&self, info: &Info, first: u64, count: u64) -> Result<Vec<f32>, Error> {
-        let mut stored = vec![0; as_index(count * info.row_bytes())];
-        let offset = info.start + first * info.row_bytes();
-        self.file.read_exact_at(&mut stored, offset).map_err(|source| Error::Io {
-            file: self.path.clone(),
-            action: "read a tensor",
-            source,
-        })?;
-        let values = info.quant.values(&stored);
+    /// Reads `count` rows from row `first`, as float32, row-major, all finite.
+    pub(super) fn rows(&self, tensor: &StoredTensor, first: u64, count: u64) -> Result<Vec<f32>, Error> {
+        let mut stored = vec![0; as_index(count * tensor.row_bytes())];
+        let offset = tensor.start + first * tensor.row_bytes();
+        self.file.read_exact_at(&mut stored, offset).map_err(Error::io(&self.path, "read a tensor"))?;
+        let values = tensor.quant.values(&stored);
         match values.iter().position(|value| !value.is_finite()) {
             None => Ok(values),
             Some(at) => Err(Error::NotFinite {
                 file: self.path.clone(),
-                tensor: info.name.clone(),
-                index: first * info.width() + from_index(at),
+                tensor: tensor.name.clone(),
+                index: first * tensor.width() + from_index(at),
                 value: values[at],
             }),
         }
     }
 
-    /// The value of `key`, if it stands in the header.
-    pub(super) fn get(&self, key: &str) -> Option<&Value> {
-        self.keys.get(key)
-    }
-
-    /// A non-negative integer.
     pub(super) fn unsigned(&self, key: &str) -> Result<Option<u64>, Error> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Unsigned(number)) => Ok(Some(*number)),
-            Some(Value::Signed(number)) if *number >= 0 => Ok(Some(number.unsigned_abs())),
-            Some(other) => Err(wrong(&self.path, key, other, "a non-negative integer")),
-        }
+        self.optional(key, "a non-negative integer", |value| match value {
+            Value::Unsigned(number) => Some(*number),
+            Value::Signed(number) => u64::try_from(*number).ok(),
+            _ => None,
+        })
     }
 
-    /// A floating-point number.
     pub(super) fn float(&self, key: &str) -> Result<Option<f64>, Error> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Float(number)) if number.is_finite() => Ok(Some(*number)),
-            Some(other) => Err(wrong(&self.path, key, other, "a finite number")),
-        }
+        self.optional(key, "a finite number", |value| match value {
+            Value::Float(number) if number.is_finite() => Some(*number),
+            _ => None,
+        })
     }
 
-    /// A truth value; absent is false.
+    /// A boolean; absent means false.
     pub(super) fn flag(&self, key: &str) -> Result<bool, Error> {
-        match self.get(key) {
-            None => Ok(false),
-            Some(Value::Bool(flag)) => Ok(*flag),
-            Some(other) => Err(wrong(&self.path, key, other, "true or false")),
-        }
+        let flag = self.optional(key, "true or false", |value| match value {
+            Value::Bool(flag) => Some(*flag),
+            _ => None,
+        });
+        Ok(flag?.unwrap_or(false))
     }
 
-    /// A text.
     pub(super) fn text(&self, key: &str) -> Result<Option<&str>, Error> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Text(text)) => Ok(Some(text)),
-            Some(other) => Err(wrong(&self.path, key, other, "a text")),
-        }
+        self.optional(key, "a text", |value| match value {
+            Value::Text(text) => Some(text.as_str()),
+            _ => None,
+        })
     }
 
-    /// A list.
     pub(super) fn list(&self, key: &str) -> Result<Option<&[Value]>, Error> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::List(items)) => Ok(Some(items)),
-            Some(other) => Err(wrong(&self.path, key, other, "a list")),
-        }
+        self.optional(key, "a list", |value| match value {
+            Value::List(items) => Some(items.as_slice()),
+            _ => None,
+        })
     }
 
-    /// The value, or an error that names the key.
-    pub(super) fn needed<T>(&self, key: &str, value: Option<T>) -> Result<T, Error> {
-        value.ok_or_else(|| Error::KeyMissing { file: self.path.clone(), key: key.to_owned() })
+    fn optional<'a, T>(
+        &'a self,
+        key: &str,
+        wanted: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        let Some(value) = self.keys.get(key) else { return Ok(None) };
+        read(value).map(Some).ok_or_else(|| self.wrong(key, value, wanted))
+    }
+
+    /// The value that one of the functions above reads, or an error that names the missing key.
+    pub(super) fn required<'a, T>(
+        &'a self,
+        key: &str,
+        read: impl Fn(&'a Gguf, &str) -> Result<Option<T>, Error>,
+    ) -> Result<T, Error> {
+        read(self, key)?.ok_or_else(|| Error::KeyMissing { file: self.path.clone(), key: key.to_owned() })
     }
 
     /// The error for a key whose value cannot be used.
-    #[expect(clippy::needless_pass_by_value, reason = "an error path: callers hand over texts and numbers alike")]
+    #[expect(clippy::needless_pass_by_value, reason = "an error path: callers pass texts and numbers alike")]
     pub(super) fn wrong(&self, key: &str, found: impl ToString, wanted: impl ToString) -> Error {
         Error::Key {
             file: self.path.clone(),
@@ -204,31 +199,29 @@ impl Gguf {
             wanted: wanted.to_string(),
         }
     }
+
+    /// The error for a tensor whose dimensions (innermost first) are not the wanted ones.
+    pub(super) fn check_dims(&self, tensor: &StoredTensor, wanted: Vec<u64>) -> Result<(), Error> {
+        if tensor.dims == wanted {
+            return Ok(());
+        }
+        let (file, found) = (self.path.clone(), tensor.dims.clone());
+        Err(Error::Shape { file, tensor: tensor.name.clone(), found, wanted })
+    }
 }
 
-/// The error for a key of the wrong type.
-fn wrong(path: &Path, key: &str, found: &Value, wanted: &str) -> Error {
-    let found = match found {
-        Value::Unsigned(number) => number.to_string(),
-        Value::Signed(number) => number.to_string(),
-        Value::Float(number) => number.to_string(),
-        Value::Bool(flag) => flag.to_string(),
-        Value::Text(text) => format!("the text {text:?}"),
-        Value::List(items) => format!("a list of {}", items.len()),
-    };
-    Error::Key { file: path.to_owned(), key: key.to_owned(), found, wanted: wanted.to_owned() }
-}
-
-/// A reader that knows its offset and never asks for more than the file holds.
+/// Reads a header; checks every length against the rest of the file before it allocates.
 struct Header<'path> {
     path: &'path Path,
     reader: BufReader<File>,
+    /// Offset of the reader.
     at: u64,
+    /// Length of the file.
     bytes: u64,
 }
 
 impl Header<'_> {
-    fn opening(&mut self) -> Result<(), Error> {
+    fn magic_and_version(&mut self) -> Result<(), Error> {
         let found = self.array("the magic")?;
         if &found != b"GGUF" {
             return Err(Error::Magic { file: self.path.to_owned(), found });
@@ -254,20 +247,20 @@ impl Header<'_> {
         Ok(keys)
     }
 
-    /// The tensor table; `start` is still relative to the data.
-    fn tensors(&mut self, count: u64) -> Result<IndexMap<String, Info>, Error> {
+    /// The tensor table; `start` is still relative to the first byte of the tensor data.
+    fn tensors(&mut self, count: u64) -> Result<IndexMap<String, StoredTensor>, Error> {
         let mut tensors = IndexMap::new();
         for index in 0..count {
             let name = self.text(&format!("the name of tensor {index} of {count}"))?;
             let dims_count = u64::from(u32::from_le_bytes(self.array(&name)?));
             if !(1..=DIMENSIONS_MAX).contains(&dims_count) {
-                return Err(self.header(format!("dimension count of tensor {name}"), dims_count, "1 to 4"));
+                return Err(self.header(format!("dimension count of tensor {name}"), dims_count, "only 1 to 4"));
             }
             let mut dims = Vec::new();
             for _ in 0..dims_count {
                 let dim = u64::from_le_bytes(self.array(&name)?);
                 if !(1..1 << 40).contains(&dim) {
-                    return Err(self.header(format!("a dimension of tensor {name}"), dim, "1 to 2^40"));
+                    return Err(self.header(format!("a dimension of tensor {name}"), dim, "only 1 to 2^40"));
                 }
                 dims.push(dim);
             }
@@ -276,7 +269,7 @@ impl Header<'_> {
             }
             let kind = u32::from_le_bytes(self.array(&name)?);
             let start = u64::from_le_bytes(self.array(&name)?);
-            let quant = Quant::of(kind).map_err(|found| Error::Quantisation {
+            let quant = Quant::from_number(kind).map_err(|found| Error::Quantisation {
                 file: self.path.to_owned(),
                 tensor: name.clone(),
                 found,
@@ -291,11 +284,10 @@ impl Header<'_> {
                     kind: quant.name(),
                 });
             }
-            let info = Info { name: name.clone(), dims, quant, start };
-            if tensors.insert(name, info).is_some() {
-                let name = tensors.pop().map(|(name, _)| name).unwrap_or_default();
+            if tensors.contains_key(&name) {
                 return Err(Error::Twice { file: self.path.to_owned(), name });
             }
+            tensors.insert(name.clone(), StoredTensor { name, dims, quant, start });
         }
         Ok(tensors)
     }
@@ -327,7 +319,13 @@ impl Header<'_> {
             10 => Value::Unsigned(u64::from_le_bytes(self.array(key)?)),
             11 => Value::Signed(i64::from_le_bytes(self.array(key)?)),
             12 => Value::Float(f64::from_le_bytes(self.array(key)?)),
-            _ => return Err(self.header(format!("value type of {key}"), kind.into(), "0 to 12, lists of scalars")),
+            _ => {
+                return Err(self.header(
+                    format!("value type of {key}"),
+                    kind.into(),
+                    "only 0 to 12, and lists of scalars",
+                ));
+            }
         })
     }
 
@@ -356,16 +354,12 @@ impl Header<'_> {
     }
 
     fn fill(&mut self, target: &mut [u8]) -> Result<(), Error> {
-        self.reader.read_exact(target).map_err(|source| Error::Io {
-            file: self.path.to_owned(),
-            action: "read its header",
-            source,
-        })?;
+        self.reader.read_exact(target).map_err(Error::io(self.path, "read its header"))?;
         self.at += from_index(target.len());
         Ok(())
     }
 
-    /// At least `needed` more bytes are there.
+    /// Checks that the rest of the file has at least `needed` bytes.
     fn check(&self, what: &str, needed: u64) -> Result<(), Error> {
         if needed <= self.bytes - self.at {
             return Ok(());

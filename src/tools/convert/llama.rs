@@ -1,16 +1,16 @@
-//! The llama architecture: header keys → config.json, tensor names, and the order of q and k rows.
+//! The llama architecture: config.json from header keys, tensor names, and the order of q and k rows.
 
 use serde_json::{Value as Json, json};
 
-use super::Weights;
 use super::error::Error;
-use super::gguf::{Gguf, Info};
+use super::gguf::{Gguf, StoredTensor};
+use super::options::Weights;
 use crate::runtime::units::{as_index, from_index};
 
-/// The header's numbers under their config.json meaning.
+/// The header's numbers.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
-    layers: u64,
+    pub(super) layers: u64,
     width: u64,
     ffn_width: u64,
     heads: u64,
@@ -23,30 +23,30 @@ pub(super) struct Shape {
     rope_scaling: Option<Json>,
 }
 
-/// One tensor on its way: where it comes from, what it is called, and its shape, outermost first.
+/// A tensor of model.safetensors, and the stored tensor with its values.
 #[derive(Debug)]
-pub(super) struct Move<'gguf> {
-    /// The stored tensor.
-    pub(super) info: &'gguf Info,
-    /// Its name in model.safetensors.
+pub(super) struct MappedTensor<'gguf> {
+    pub(super) stored: &'gguf StoredTensor,
+    /// Name in model.safetensors.
     pub(super) name: String,
-    /// Its shape, outermost first.
+    /// Shape, outermost first.
     pub(super) shape: Vec<u64>,
-    /// Rows of a head whose halves are interleaved in the file; `None` where rows stay.
+    /// Rows of a head, if the file interleaves the two halves of each head; `None` if rows keep their order.
     pub(super) interleaved: Option<u64>,
 }
 
 impl Shape {
     /// Reads and checks the header's numbers.
     pub(super) fn read(gguf: &Gguf) -> Result<Shape, Error> {
-        let architecture = gguf.needed("general.architecture", gguf.text("general.architecture")?)?;
+        let architecture = gguf.required("general.architecture", Gguf::text)?;
         if architecture != "llama" {
             return Err(gguf.wrong("general.architecture", architecture, "llama, the only one that convert knows"));
         }
         let optional = |key: &str| gguf.unsigned(&format!("llama.{key}"));
         let number = |key: &str| {
-            let value = gguf.needed(&format!("llama.{key}"), optional(key)?)?;
-            if value == 0 { Err(gguf.wrong(&format!("llama.{key}"), 0, "more than 0")) } else { Ok(value) }
+            let key = format!("llama.{key}");
+            let value = gguf.required(&key, Gguf::unsigned)?;
+            if value == 0 { Err(gguf.wrong(&key, 0, "more than 0")) } else { Ok(value) }
         };
         let (width, heads) = (number("embedding_length")?, number("attention.head_count")?);
         let kv_heads = optional("attention.head_count_kv")?.unwrap_or(heads);
@@ -69,8 +69,7 @@ impl Shape {
         if let Some(experts) = optional("expert_count")?.filter(|experts| *experts > 0) {
             return Err(gguf.wrong("llama.expert_count", experts, "0: a model with experts is not a llama"));
         }
-        let epsilon_key = "llama.attention.layer_norm_rms_epsilon";
-        let tokens = gguf.needed("tokenizer.ggml.tokens", gguf.list("tokenizer.ggml.tokens")?)?;
+        let tokens = gguf.required("tokenizer.ggml.tokens", Gguf::list)?;
         let rope_theta = gguf.float("llama.rope.freq_base")?.unwrap_or(10_000.0);
         Ok(Shape {
             layers: number("block_count")?,
@@ -81,15 +80,10 @@ impl Shape {
             head_dim,
             vocabulary: from_index(tokens.len()),
             positions_max: number("context_length")?,
-            norm_eps: gguf.needed(epsilon_key, gguf.float(epsilon_key)?)?,
+            norm_eps: gguf.required("llama.attention.layer_norm_rms_epsilon", Gguf::float)?,
             rope_theta,
             rope_scaling: rope_scaling(gguf, rope_theta, head_dim)?,
         })
-    }
-
-    /// Layers of the model.
-    pub(super) fn layers(&self) -> u64 {
-        self.layers
     }
 
     /// config.json of `model_type` llama.
@@ -128,22 +122,18 @@ impl Shape {
         Ok(config)
     }
 
-    /// Every tensor of the model, in the order of their new names; each stored tensor is used exactly once.
-    pub(super) fn moves<'gguf>(&self, gguf: &'gguf Gguf) -> Result<Vec<Move<'gguf>>, Error> {
-        let mut moves = Vec::new();
+    /// Every tensor of the model in the order of their new names; each stored tensor is used exactly once.
+    pub(super) fn tensors<'gguf>(&self, gguf: &'gguf Gguf) -> Result<Vec<MappedTensor<'gguf>>, Error> {
+        let mut tensors = Vec::new();
         let (width, ffn) = (self.width, self.ffn_width);
         let (q_width, kv_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let mut add = |old: String, name: String, shape: Vec<u64>, interleaved: Option<u64>, needed: bool| {
-            let Some(info) = gguf.tensors.get(&old) else {
+            let Some(stored) = gguf.tensors.get(&old) else {
                 let (file, layers) = (gguf.path.clone(), self.layers);
                 return if needed { Err(Error::TensorMissing { file, tensor: old, layers }) } else { Ok(()) };
             };
-            let wanted: Vec<u64> = shape.iter().rev().copied().collect();
-            if info.dims != wanted {
-                let (file, found) = (gguf.path.clone(), info.dims.clone());
-                return Err(Error::Shape { file, tensor: old, found, wanted });
-            }
-            moves.push(Move { info, name, shape, interleaved });
+            gguf.check_dims(stored, shape.iter().rev().copied().collect())?;
+            tensors.push(MappedTensor { stored, name, shape, interleaved });
             Ok(())
         };
         let vocabulary = vec![self.vocabulary, width];
@@ -173,17 +163,17 @@ impl Shape {
                 add(old, new, vec![width], None, true)?;
             }
         }
-        let known = |name: &String| name == ROPE_FACTORS || moves.iter().any(|entry| entry.info.name == *name);
+        let known = |name: &String| name == ROPE_FACTORS || tensors.iter().any(|tensor| tensor.stored.name == *name);
         if let Some(tensor) = gguf.tensors.keys().find(|name| !known(name)) {
             let (file, layers) = (gguf.path.clone(), self.layers);
             return Err(Error::TensorUnknown { file, tensor: tensor.clone(), layers });
         }
-        moves.sort_by(|one, other| one.name.cmp(&other.name));
-        Ok(moves)
+        tensors.sort_by(|one, other| one.name.cmp(&other.name));
+        Ok(tensors)
     }
 }
 
-/// The tensor in which llama.cpp keeps the llama3 rule's factors, one for each pair of a head's dimensions.
+/// llama.cpp's tensor of the llama3 rule's factors, one for each pair of a head's dimensions.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// A token id of the header, checked against the vocabulary.
@@ -195,25 +185,20 @@ pub(super) fn token_id(gguf: &Gguf, key: &str) -> Result<Option<u64>, Error> {
     }
 }
 
-/// The `rope_scaling` object of config.json, if positions are scaled at all.
+/// The `rope_scaling` object of config.json; `None` if positions are not scaled.
 fn rope_scaling(gguf: &Gguf, theta: f64, head_dim: u64) -> Result<Option<Json>, Error> {
-    if let Some(info) = gguf.tensors.get(ROPE_FACTORS) {
-        return llama3_scaling(gguf, info, theta, head_dim).map(Some);
+    if let Some(factors) = gguf.tensors.get(ROPE_FACTORS) {
+        return llama3_scaling(gguf, factors, theta, head_dim).map(Some);
     }
-    let original = gguf.unsigned("llama.rope.scaling.original_context_length")?;
-    let factor = gguf.float("llama.rope.scaling.factor")?;
+    let factor = || gguf.required("llama.rope.scaling.factor", Gguf::float);
     let legacy = gguf.float("llama.rope.scale_linear")?.filter(|factor| (factor - 1.0).abs() > f64::EPSILON);
     match gguf.text("llama.rope.scaling.type")? {
         None | Some("none") => Ok(legacy.map(|factor| json!({ "rope_type": "linear", "factor": factor }))),
-        Some("linear") => {
-            let factor = gguf.needed("llama.rope.scaling.factor", factor)?;
-            Ok(Some(json!({ "rope_type": "linear", "factor": factor })))
-        }
+        Some("linear") => Ok(Some(json!({ "rope_type": "linear", "factor": factor()? }))),
         Some("yarn") => {
-            let factor = gguf.needed("llama.rope.scaling.factor", factor)?;
-            let original = gguf.needed("llama.rope.scaling.original_context_length", original)?;
+            let original = gguf.required("llama.rope.scaling.original_context_length", Gguf::unsigned);
             Ok(Some(json!({
-                "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original
+                "rope_type": "yarn", "factor": factor()?, "original_max_position_embeddings": original?
             })))
         }
         Some(other) => Err(gguf.wrong("llama.rope.scaling.type", other, "none, linear or yarn")),
@@ -222,17 +207,13 @@ fn rope_scaling(gguf: &Gguf, theta: f64, head_dim: u64) -> Result<Option<Json>, 
 
 /// Recovers the llama3 rule from its factors.
 ///
-/// The file keeps only the factors. Every published llama3 model uses low factor 1, high factor 4 and 8,192 original
-/// positions; with these, the largest entry is the rule's factor and all others follow. They are checked, not assumed:
-/// a wave shorter than 8192/4 positions keeps factor 1, one longer than 8192 takes the whole factor, and those between
-/// are blended.
-fn llama3_scaling(gguf: &Gguf, info: &Info, theta: f64, head_dim: u64) -> Result<Json, Error> {
-    let wanted = vec![head_dim / 2];
-    if info.dims != wanted {
-        let (file, found) = (gguf.path.clone(), info.dims.clone());
-        return Err(Error::Shape { file, tensor: info.name.clone(), found, wanted });
-    }
-    let factors = gguf.rows(info, 0, 1)?;
+/// The file has only the factors. Every published llama3 model uses low factor 1, high factor 4 and 8,192 original
+/// positions; then the largest entry is the rule's factor, and all others follow from it. Each entry is checked:
+/// a wave shorter than 8192/4 positions has factor 1, one longer than 8192 the whole factor, and those between are
+/// interpolated.
+fn llama3_scaling(gguf: &Gguf, stored: &StoredTensor, theta: f64, head_dim: u64) -> Result<Json, Error> {
+    gguf.check_dims(stored, vec![head_dim / 2])?;
+    let factors = gguf.rows(stored, 0, 1)?;
     let largest = factors.iter().copied().fold(1.0, f32::max);
     let (factor, original, low, high) = (f64::from(largest), 8192.0, 1.0, 4.0);
     let mut exponent = 0.0;

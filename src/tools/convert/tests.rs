@@ -1,7 +1,7 @@
-//! A small llama GGUF made here, with one tensor of every readable type, and what broken files are told.
+//! A small llama GGUF with one tensor of every readable type, and the errors for broken files.
 //!
-//! Blocks are packed from chosen integers and scales, bit by bit from the format's description; expected values are the
-//! plain formula over those integers. Scales are short binary fractions, so that all products are exact in float32.
+//! Blocks are packed from chosen integers and scales, bit by bit from the format's description; expected values follow
+//! from the plain formula over those integers. Scales are short binary fractions, so all products are exact in float32.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::runtime::failure::{Classified, Exit};
 const WIDTH: usize = 256;
 const HEAD: usize = 64;
 const VOCABULARY: usize = 260;
-/// Types in the order in which the tensors below take them: number, bits as the layout needs.
+/// Type numbers in the order in which the tensors below take them.
 const TYPES: [u32; 11] = [0, 1, 30, 2, 3, 6, 7, 8, 12, 13, 14];
 
 /// A sequence of small integers.
@@ -434,9 +434,9 @@ fn every_broken_file_is_refused_with_file_tensor_and_numbers() {
         all.push(Made { name: "blk.2.attn_norm.weight".into(), dims: vec![WIDTH], kind: 0, bytes, values });
     };
     refused(&with_tensors(&further), "tensor blk.2.attn_norm.weight has no place in a llama model of 2 layers");
-    refused(&with_tensors(&|all| all[1].name = all[0].name.clone()), "token_embd.weight stands twice");
+    refused(&with_tensors(&|all| all[1].name = all[0].name.clone()), "token_embd.weight appears twice");
     let infinite = |all: &mut Vec<Made>| all[1].bytes[12..16].copy_from_slice(&f32::INFINITY.to_le_bytes());
-    refused(&with_tensors(&infinite), "tensor output_norm.weight holds inf at element 3");
+    refused(&with_tensors(&infinite), "tensor output_norm.weight has inf at element 3");
 }
 
 #[test]

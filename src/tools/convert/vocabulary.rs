@@ -1,44 +1,39 @@
 //! The tokenizer of a GGUF file as tokenizer.json and its companions.
 //!
-//! The file keeps tokens, merges, token types and the *name* of the rule that cuts text before merging; the rule itself
-//! is a fact of the model family and stands here. Only byte-level BPE (`gpt2`) is written.
+//! The file has tokens, merges, token types and the *name* of the pre-tokenizer, the rule that splits text before merging.
+//! The rules themselves are defined here, by model family. Only byte-level BPE (`gpt2`) can be converted.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::Splits;
 use super::error::Error;
 use super::gguf::{Gguf, Value};
 use super::llama::token_id;
+use super::options::Splits;
 
 /// Token types of the format that become added tokens.
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 
-/// GPT-2's rule in llama3's form: contractions in any case, letters with one leading sign, up to three digits.
+/// GPT-2's rule in llama3's form: contractions in any case, letters with one leading character, up to three digits.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The same with single digits.
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// The files besides config.json that describe text.
+/// The tokenizer's files, and `generation_config.json`.
 #[derive(Debug)]
 pub(super) struct Files {
-    /// tokenizer.json.
     pub(super) tokenizer: Json,
-    /// `tokenizer_config.json`.
     pub(super) tokenizer_config: Json,
-    /// `special_tokens_map.json`.
     pub(super) special_tokens: Json,
-    /// `generation_config.json`.
     pub(super) generation: Json,
 }
 
 impl Files {
-    /// Reads the tokenizer of `gguf`.
     pub(super) fn read(gguf: &Gguf, splits: Splits) -> Result<Files, Error> {
-        let kind = gguf.needed("tokenizer.ggml.model", gguf.text("tokenizer.ggml.model")?)?;
+        let kind = gguf.required("tokenizer.ggml.model", Gguf::text)?;
         if kind != "gpt2" {
             return Err(gguf.wrong("tokenizer.ggml.model", kind, "gpt2 (byte-level BPE)"));
         }
@@ -79,7 +74,6 @@ impl Files {
     }
 }
 
-/// tokenizer.json.
 fn tokenizer(
     gguf: &Gguf,
     splits: Splits,
@@ -116,7 +110,6 @@ fn tokenizer(
     }))
 }
 
-/// The rule that cuts text before merging.
 fn pre_tokenizer(gguf: &Gguf, pre: &str, splits: Splits) -> Result<Json, Error> {
     let pattern = match pre {
         "default" | "gpt-2" => return Ok(byte_level(true)),
@@ -138,24 +131,23 @@ fn pre_tokenizer(gguf: &Gguf, pre: &str, splits: Splits) -> Result<Json, Error> 
     Ok(json!({ "type": "Sequence", "pretokenizers": [split, byte_level(false)] }))
 }
 
-/// Bytes as printable characters; with `use_regex` also GPT-2's own cutting rule.
+/// Bytes as printable characters; with `use_regex` also GPT-2's own splitting rule.
 fn byte_level(use_regex: bool) -> Json {
     json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex })
 }
 
-/// Start and end tokens around an encoded text, where the file asks for them.
+/// Start and end tokens around an encoded text, if the file has the flags for them.
 fn post_processor(gguf: &Gguf, vocabulary: &BTreeMap<&str, usize>, special: &Map<String, Json>) -> Result<Json, Error> {
-    let mut around = [None, None];
-    for (place, (flag, field)) in
-        around.iter_mut().zip([("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")])
-    {
-        let key = format!("tokenizer.ggml.{flag}");
-        if gguf.flag(&key)? {
-            let token = special.get(field).and_then(Json::as_str);
-            *place = Some(token.ok_or_else(|| gguf.wrong(&key, "true", format!("a {field}_id besides")))?);
+    let token_if_flag = |field: &str| {
+        let key = format!("tokenizer.ggml.add_{field}");
+        if !gguf.flag(&key)? {
+            return Ok(None);
         }
-    }
-    let [start, end] = around;
+        let token = special.get(field).and_then(Json::as_str);
+        token.map(Some).ok_or_else(|| gguf.wrong(&key, "true", format!("a {field}_id as well")))
+    };
+    let start = token_if_flag("bos_token")?;
+    let end = token_if_flag("eos_token")?;
     if start.is_none() && end.is_none() {
         return Ok(Json::Null);
     }
@@ -188,10 +180,10 @@ fn merges(gguf: &Gguf, vocabulary: &BTreeMap<&str, usize>) -> Result<Vec<[String
     merges.iter().enumerate().map(pair).collect()
 }
 
-/// Control tokens as special, user-defined ones as plain added tokens.
+/// Control tokens become special added tokens, user-defined ones plain added tokens.
 fn added_tokens(gguf: &Gguf, tokens: &[&str]) -> Result<Vec<Json>, Error> {
     let key = "tokenizer.ggml.token_type";
-    let types = gguf.needed(key, gguf.list(key)?)?;
+    let types = gguf.required(key, Gguf::list)?;
     if types.len() != tokens.len() {
         return Err(gguf.wrong(key, format!("a list of {}", types.len()), format!("one for each of {}", tokens.len())));
     }
@@ -237,9 +229,8 @@ fn tokenizer_config(gguf: &Gguf, added: &[Json], special: &Map<String, Json>) ->
     Ok(config)
 }
 
-/// A list of texts.
 fn texts<'gguf>(gguf: &'gguf Gguf, key: &str) -> Result<Vec<&'gguf str>, Error> {
-    let items = gguf.needed(key, gguf.list(key)?)?;
+    let items = gguf.required(key, Gguf::list)?;
     let text = |item: &'gguf Value| match item {
         Value::Text(text) => Ok(text.as_str()),
         _ => Err(gguf.wrong(key, "a list of other things", "a list of texts")),

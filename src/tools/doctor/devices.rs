@@ -1,31 +1,31 @@
-//! The GPU of a rank: whether its libraries open, which one it is, and whether memory can be pinned for it.
+//! The GPU of a rank: whether its libraries load, which GPU it is, and whether memory can be pinned for it.
 
 use tch::{Device, Kind, Tensor};
 
-use super::Finding;
+use super::finding::Finding;
 use crate::config::DeviceChoice;
 use crate::runtime::failure::{Exit, Failure};
 use crate::runtime::units::Bytes;
 use crate::tensor::{gpu, link};
 use crate::world::devices::{driver, libraries};
 
-/// Bytes that are pinned to see whether it can be done.
+/// Bytes that are pinned as a trial.
 const PIN_BYTES: i64 = 1 << 20;
 
-/// The GPU that a rank would drive.
+/// The GPU that a rank would use.
 #[derive(Clone, Debug)]
 pub(super) struct Gpu {
-    /// Its place on the bus.
+    /// Address on the bus.
     pub(super) address: String,
-    /// What it can still give.
+    /// Free memory.
     pub(super) free: Bytes,
-    /// Whether NCCL is there.
+    /// Whether NCCL is available.
     pub(super) nccl: bool,
 }
 
-/// Opens the GPU that the rank with this index on its machine would drive. A run with `device = "auto"` takes the CPU
-/// where there is none.
-pub(super) fn look(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option<Gpu>) {
+/// Checks the GPU that the rank with this index on its machine would use. With `device = "auto"` a run takes the CPU where
+/// there is no GPU.
+pub(super) fn check(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option<Gpu>) {
     let absent = |detail: String, fix: &str| match wanted {
         DeviceChoice::Cuda => vec![Finding::fail("device", Exit::Config, detail, fix)],
         _ => vec![Finding::warn("device", format!("{detail}; the CPU computes"), fix)],
@@ -49,7 +49,7 @@ pub(super) fn look(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option<
         }
     };
     let index = index % visible;
-    if let Err(error) = gpu::drive(index, false) {
+    if let Err(error) = gpu::select(index, false) {
         return (vec![Finding::failed("device", &Failure::from(error))], None);
     }
     let address = gpu::identity(index).unwrap_or_else(|| format!("GPU {index}"));
@@ -65,10 +65,10 @@ pub(super) fn look(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option<
         let fix = "pages need pinned host memory: raise the locked-memory limit (ulimit -l), or the job's memory";
         findings.push(Finding::fail("pinning", Exit::DoesNotFit, error.to_string(), fix));
     }
-    (findings, Some(Gpu { address, free, nccl: link::there() }))
+    (findings, Some(Gpu { address, free, nccl: link::nccl_available() }))
 }
 
-/// The GPU's name, as its driver tells it.
+/// The GPU's name as its driver reports it.
 fn model(address: &str) -> Option<String> {
     let file = format!("/proc/driver/nvidia/gpus/{}/information", address.trim_matches('\0').to_lowercase());
     let text = std::fs::read_to_string(file).ok()?;

@@ -1,4 +1,4 @@
-//! One thing that was looked at.
+//! Findings: one line each.
 
 use std::fmt;
 
@@ -6,30 +6,30 @@ use serde::{Deserialize, Serialize};
 
 use crate::runtime::failure::{Exit, Failure};
 
-/// What to think of it.
+/// How serious a finding is.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// As it should be.
+    /// Nothing to do.
     Ok,
-    /// A run would go, slower than it could or not in every case.
+    /// A run would work, but slower than it could, or not in every case.
     Warn,
-    /// A run would end in this.
+    /// A run would fail.
     Fail,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// What was checked.
     pub name: String,
-    /// What to think of it.
+    /// How serious it is.
     pub verdict: Verdict,
-    /// What was found.
+    /// What was found, on one line.
     pub detail: String,
-    /// What to do; empty where there is nothing to do, or where the detail says it.
+    /// What to do; empty where there is nothing to do, or where `detail` says it.
     pub fix: String,
-    /// The exit code that a failure leads to; 0 otherwise.
+    /// Exit code of a run that fails in this way; 0 for no failure.
     pub exit: i32,
 }
 
@@ -38,12 +38,10 @@ impl Finding {
         Finding { name: name.into(), verdict, detail: on_one_line(&detail.into()), fix: fix.into(), exit: exit.code() }
     }
 
-    /// All is well.
     pub(super) fn ok(name: &str, detail: impl Into<String>) -> Finding {
         Finding::new(name, Verdict::Ok, Exit::Done, detail, "")
     }
 
-    /// Not as it could be.
     pub(super) fn warn(name: &str, detail: impl Into<String>, fix: &str) -> Finding {
         Finding::new(name, Verdict::Warn, Exit::Done, detail, fix)
     }
@@ -53,13 +51,13 @@ impl Finding {
         Finding::new(name, Verdict::Fail, exit, detail, fix)
     }
 
-    /// A failure that a run would end in; its words say what to do.
+    /// A failure of a run, whose message says what to do.
     pub(super) fn failed(name: &str, failure: &Failure) -> Finding {
         Finding::fail(name, failure.exit(), failure.to_string(), "")
     }
 
     pub(super) fn exit(&self) -> Exit {
-        Exit::of_code(self.exit)
+        Exit::from_code(self.exit)
     }
 }
 
@@ -76,7 +74,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Refusals may be lists.
+/// A refusal may be a list of lines.
 fn on_one_line(text: &str) -> String {
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     lines.join(" ")
@@ -87,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_finding_is_one_line_with_what_to_do() {
+    fn a_finding_is_one_line_with_its_fix() {
         assert_eq!(Finding::ok("mpi", "Open MPI v4.1.4").to_string(), "ok    mpi             Open MPI v4.1.4");
         let list = Finding::fail("configuration", Exit::Config, "2 problems:\n  1. a\n  2. b", "");
         assert_eq!(list.to_string(), "FAIL  configuration   2 problems: 1. a 2. b");

@@ -1,10 +1,11 @@
-//! What a run reads and where it writes: configuration, model, memory for it, run directory, key.
+//! A run's inputs and outputs: configuration, model, memory, run directory, key.
 
 use std::io;
 use std::path::Path;
 
 use super::devices::Gpu;
-use super::{CpGroup, Finding};
+use super::facts::RankCounts;
+use super::finding::Finding;
 use crate::config::{Environment, Error, Loaded, RunConfig, When};
 use crate::model::shards::Checkpoint;
 use crate::model::spec::Spec;
@@ -13,10 +14,10 @@ use crate::runtime::failure::{Exit, Failure};
 use crate::runtime::memory::available_memory;
 use crate::runtime::units::Bytes;
 
-/// Less than this free on a disk is worth a word: a checkpoint of a small run has some hundred MiB.
+/// Less free disk space than this is a warning: a checkpoint of a small run has a few hundred MiB.
 const DISK_BYTES_MIN: u64 = 1 << 30;
 
-/// The configuration, as a job of `ranks` would take it.
+/// The configuration in a job of `ranks` ranks.
 pub(super) fn configuration(loaded: Result<&Loaded, &Error>, ranks: u64) -> Finding {
     let loaded = match loaded {
         Ok(loaded) => loaded,
@@ -30,10 +31,10 @@ pub(super) fn configuration(loaded: Result<&Loaded, &Error>, ranks: u64) -> Find
     Finding::ok("configuration", sources.join(", "))
 }
 
-/// The model's folder, as far as it is read without its weights' values; and what the model is.
+/// The model's folder without the values of its weights, and the model's spec.
 pub(super) fn model(loaded: &Loaded) -> (Finding, Option<Spec>) {
     let run = &loaded.run;
-    // Nobody has chosen a model yet: the built-in run names one that `make run` brings.
+    // The built-in run names a model that only `make run` downloads.
     if let Err(absent) = loaded.check_laptop_model() {
         return (Finding::warn("model", absent.to_string(), ""), None);
     }
@@ -55,7 +56,7 @@ pub(super) fn model(loaded: &Loaded) -> (Finding, Option<Spec>) {
     (finding, Some(spec))
 }
 
-/// What the machine can give, where nothing says what is needed.
+/// The machine's memory, where there is no plan to compare it with.
 pub(super) fn memory_alone() -> Finding {
     match available_memory() {
         Some(free) => Finding::ok("memory", format!("{free} of host memory for this job")),
@@ -63,41 +64,44 @@ pub(super) fn memory_alone() -> Finding {
     }
 }
 
-/// What the plan needs beside what there is.
-pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, cp_group: CpGroup) -> Finding {
+/// The plan's memory against the machine's.
+pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, ranks: RankCounts) -> Finding {
     let run = &loaded.run;
-    let Some(spec) = spec.filter(|_| run.check(Some(cp_group.ranks)).is_empty()) else { return memory_alone() };
+    let Some(spec) = spec.filter(|_| run.check(Some(ranks.world)).is_empty()) else { return memory_alone() };
     let host = available_memory();
     let device = gpu.map(|gpu| {
-        // As a run reckons: some goes to what libraries load later, and to the gaps between tensors.
-        Bytes((gpu.free.0 - gpu.free.0 / 32) / cp_group.sharers)
+        // As in a run: a part is left to libraries that load later and to gaps between tensors.
+        Bytes((gpu.free.0 - gpu.free.0 / 32) / ranks.gpu)
     });
-    let room = Room { ranks_here: cp_group.here, device, host_only: gpu.is_none(), host };
+    let room = Room { ranks_here: ranks.machine, device, host_only: gpu.is_none(), host };
     let mut run = run.clone();
-    // Messages take host memory where a run will find no transport from GPU to GPU.
-    if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || cp_group.sharers > 1) {
+    // Messages take host memory if a run finds no transport from GPU to GPU.
+    if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || ranks.gpu > 1) {
         run.run.direct = When::Never;
     }
-    let plan = plan::of(&run, cp_group.ranks, Some(spec), &room);
+    let plan = plan::of(&run, ranks.world, Some(spec), &room);
     if let Err(error) = plan.refuse(&room) {
         return Finding::failed("memory", &Failure::from(error));
     }
     let there = host.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
-    let (on_device, on_host) = (plan.sum(Place::Device), plan.sum(Place::Host));
-    let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(cp_group.here));
-    let (host, here) = (if device.is_none() { all(on_device + on_host) } else { all(on_host) }, cp_group.here);
+    let on_device = plan.sum(Place::Device);
+    let on_host = plan.sum(Place::Host);
+    let all = |bytes: Bytes| Bytes(bytes.0.saturating_mul(ranks.machine));
+    let host = if device.is_none() { all(on_device + on_host) } else { all(on_host) };
+    let here = ranks.machine;
     let device = device.map(|free| format!("{on_device} of {free} on each device, ")).unwrap_or_default();
     let detail = format!("{device}{host} of {there} of host memory; ranks on this machine: {here}");
     Finding::ok("memory", format!("the plan takes {detail}"))
 }
 
-/// Whether a run could write there; nothing is left behind.
+/// Whether a run could write to the run directory. The check leaves no file.
 pub(super) fn run_folder(folder: &Path) -> Finding {
-    let (name, exit) = ("run directory", Exit::Data);
+    let name = "run directory";
+    let exit = Exit::Data;
     let fix = "choose another place with --run-dir, or --set run.dir=FOLDER";
     let shown = folder.display();
     let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.to_path_buf());
-    // What does not exist is made when a run starts, in the folder that does.
+    // A run makes the missing folders in the first one that exists.
     let Some(there) = absolute.ancestors().find(|path| path.exists()) else {
         return Finding::fail(name, exit, format!("{shown}: no part of it exists"), fix);
     };
@@ -119,11 +123,11 @@ pub(super) fn run_folder(folder: &Path) -> Finding {
                 Finding::ok(name, detail)
             }
         }
-        Err(error) => Finding::warn(name, format!("{shown} can be written; what is free is not told: {error}"), ""),
+        Err(error) => Finding::warn(name, format!("{shown} can be written; its free space is unknown: {error}"), ""),
     }
 }
 
-/// Whether the endpoint's key is set, where an endpoint is; the key is not shown.
+/// Whether the endpoint's key is set, if an endpoint is configured. The key is never shown.
 pub(super) fn key(run: &RunConfig, environment: &Environment) -> Finding {
     let variable = &run.endpoint.api_key_env;
     match (run.api_base(), environment.api_key(&run.endpoint)) {

@@ -1,27 +1,28 @@
-//! What a machine says of itself.
+//! Facts and findings about a machine.
 
 use std::fs;
 
-use super::Finding;
+use super::facts::Cores;
+use super::finding::Finding;
 use crate::runtime::units::{Bytes, from_index};
 use crate::tensor::boundary::torch_version;
 use crate::world::devices::libraries;
 
-/// The library that computes.
+/// Version and folder of libtorch.
 pub(super) fn libtorch() -> Finding {
     let (version, folder) = (torch_version(), libraries());
     Finding::ok("libtorch", format!("{version} at {}", folder.display()))
 }
 
-/// The cores that this process may use, as the system lists them, and how many they are.
-pub(super) fn cores() -> (String, u64) {
+/// The cores that this process may use.
+pub(super) fn cores() -> Cores {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
     let count = std::thread::available_parallelism().map_or(1, |count| from_index(count.get()));
-    (list.unwrap_or_default().trim().to_owned(), count)
+    Cores { list: list.unwrap_or_default().trim().to_owned(), count }
 }
 
-/// Memory that this process may lock in its place; none where there is no limit.
+/// The limit of locked memory of this process; `None` for no limit.
 pub(super) fn locked_memory() -> Option<Bytes> {
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
     locked(&limits)
@@ -32,7 +33,7 @@ fn locked(limits: &str) -> Option<Bytes> {
     line.split_whitespace().next()?.parse().ok().map(Bytes)
 }
 
-/// What a limit on locked memory means with a GPU and without.
+/// The finding about a limit of locked memory.
 pub(super) fn pinned(with_gpu: bool, limit: Option<Bytes>) -> Finding {
     match (limit, with_gpu) {
         (None, _) => Finding::ok("locked memory", "no limit"),

@@ -1,16 +1,18 @@
-//! What all ranks found, side by side.
+//! Compares the facts of all ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Facts, Finding, Verdict, messages};
+use super::facts::Facts;
+use super::finding::{Finding, Verdict};
+use super::messages;
 use crate::runtime::failure::{Exit, Failure};
 use crate::runtime::units::from_index;
 use crate::world::devices;
 
-/// Clocks that are further apart make logs of different machines hard to read together, and certificates fail.
+/// Clocks with a larger difference make logs hard to compare, and certificates fail.
 const CLOCK_MS_MAX: u64 = 2000;
 
-/// Of all ranks, in the order of a run.
+/// The findings of all ranks, in the order in which a run would meet them.
 pub(super) fn findings(all: &[Facts]) -> Vec<Finding> {
     let mut found = vec![mpi(all), hosts(all), cores(all)];
     found.extend(sharing(all));
@@ -24,11 +26,11 @@ pub(super) fn findings(all: &[Facts]) -> Vec<Finding> {
     found
 }
 
-/// The worst of a thing's findings, with the ranks that have it where others have not.
+/// The worst finding called `name`, with its ranks where other ranks have a better one.
 fn merged(all: &[Facts], name: &str) -> Option<Finding> {
-    let of = |facts: &Facts| facts.findings.iter().find(|finding| finding.name == name).cloned();
+    let own = |facts: &Facts| facts.findings.iter().find(|finding| finding.name == name).cloned();
     let each: Vec<(usize, Finding)> =
-        all.iter().enumerate().filter_map(|(rank, facts)| Some((rank, of(facts)?))).collect();
+        all.iter().enumerate().filter_map(|(rank, facts)| Some((rank, own(facts)?))).collect();
     let worst = each.iter().map(|(_, finding)| finding.verdict).max()?;
     let with: Vec<usize> = each.iter().filter(|(_, finding)| finding.verdict == worst).map(|(rank, _)| *rank).collect();
     let mut first = each.into_iter().find(|(_, finding)| finding.verdict == worst)?.1;
@@ -41,7 +43,7 @@ fn merged(all: &[Facts], name: &str) -> Option<Finding> {
     Some(first)
 }
 
-/// MPI's world beside the launcher's word.
+/// MPI's world against the launcher's number of ranks.
 fn mpi(all: &[Facts]) -> Finding {
     let ranks = from_index(all.len());
     let library = all.first().map_or("", |facts| facts.library.as_str());
@@ -51,8 +53,7 @@ fn mpi(all: &[Facts]) -> Finding {
         return Finding::fail("mpi", Exit::Disagree, detail, "give all nodes one MPI");
     }
     let word = if ranks == 1 { "rank" } else { "ranks" };
-    let said = all.iter().find_map(|facts| facts.launcher.as_ref());
-    match said {
+    match all.iter().find_map(|facts| facts.launcher.as_ref()) {
         Some((variable, tasks)) if *tasks != ranks => Finding::fail(
             "mpi",
             Exit::Disagree,
@@ -84,29 +85,35 @@ fn hosts(all: &[Facts]) -> Finding {
     Finding::ok("machines", names)
 }
 
-/// Threads beside the cores that they run on.
+/// Threads against the cores that they run on.
 fn cores(all: &[Facts]) -> Finding {
     let word = |count: u64, one: &str| if count == 1 { format!("1 {one}") } else { format!("{count} {one}s") };
-    let mut machines: BTreeMap<(&str, &str), (u64, u64, u64)> = BTreeMap::new();
-    for Facts { host, cores, threads, .. } in all {
-        let here = machines.entry((host, &cores.0)).or_insert((0, 0, cores.1));
-        here.0 += 1;
-        here.1 += threads;
+    #[derive(Default)]
+    struct Use {
+        ranks: u64,
+        threads: u64,
+        cores: u64,
     }
+    let mut machines: BTreeMap<(&str, &str), Use> = BTreeMap::new();
+    for Facts { host, cores, threads, .. } in all {
+        let here = machines.entry((host, &cores.list)).or_default();
+        here.ranks += 1;
+        here.threads += threads;
+        here.cores = cores.count;
+    }
+    let counts =
+        |Use { ranks, threads, cores }: &Use| [word(*threads, "thread"), word(*ranks, "rank"), word(*cores, "core")];
     let fix = "set OMP_NUM_THREADS to cores / ranks, ask Slurm for more with --cpus-per-task, and keep mpirun from \
                putting a rank on one core (--bind-to none)";
-    let crowded = machines.iter().find(|(_, (_, threads, cores))| threads > cores);
-    if let Some(((host, list), (ranks, threads, cores))) = crowded {
-        let (ranks, threads, cores) = (word(*ranks, "rank"), word(*threads, "thread"), word(*cores, "core"));
+    if let Some(((host, list), crowded)) = machines.iter().find(|(_, here)| here.threads > here.cores) {
+        let [threads, ranks, cores] = counts(crowded);
         return Finding::warn("cores", format!("{host}: {threads} of {ranks} share {cores} ({list})"), fix);
     }
-    let first = machines.iter().next();
-    let (ranks, threads, cores) = first.map_or((0, 0, 0), |(_, counts)| *counts);
-    let (ranks, threads, cores) = (word(ranks, "rank"), word(threads, "thread"), word(cores, "core"));
+    let [threads, ranks, cores] = counts(machines.values().next().unwrap_or(&Use::default()));
     Finding::ok("cores", format!("{threads} of {ranks} on {cores}"))
 }
 
-/// Ranks of one machine that drive one GPU, and ranks without one among ranks with.
+/// Ranks of one machine that use one GPU, and ranks without a GPU among ranks with one.
 fn sharing(all: &[Facts]) -> Option<Finding> {
     let with = all.iter().filter(|facts| facts.gpu.is_some()).count();
     if with == 0 {
@@ -116,18 +123,18 @@ fn sharing(all: &[Facts]) -> Option<Finding> {
         let error = devices::Error::Uneven { with, ranks: all.len() };
         return Some(Finding::failed("gpus", &Failure::from(error)));
     }
-    let mut drivers: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+    let mut users: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     for (second, facts) in all.iter().enumerate().filter(|(_, facts)| !facts.share_device) {
         let gpu = facts.gpu.clone().unwrap_or_default();
-        if let Some(&first) = drivers.get(&(facts.host.as_str(), gpu.as_str())) {
+        if let Some(&first) = users.get(&(facts.host.as_str(), gpu.as_str())) {
             return Some(Finding::failed("gpus", &Failure::from(devices::Error::Shared { first, second, gpu })));
         }
-        drivers.insert((&facts.host, facts.gpu.as_deref().unwrap_or_default()), second);
+        users.insert((&facts.host, facts.gpu.as_deref().unwrap_or_default()), second);
     }
     Some(Finding::ok("gpus", format!("{with} ranks have one each")))
 }
 
-/// Ranks that read other files.
+/// Two ranks with different configurations.
 fn digests(all: &[Facts]) -> Option<Finding> {
     let mut read = all.iter().enumerate().filter_map(|(rank, facts)| Some((rank, facts.digest.as_ref()?)));
     let (first, digest) = read.next()?;
@@ -140,6 +147,7 @@ fn digests(all: &[Facts]) -> Option<Finding> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::tools::doctor::facts::Cores;
 
     pub(in crate::tools::doctor) fn rank(host: &str, gpu: Option<&str>) -> Facts {
         Facts {
@@ -147,7 +155,7 @@ pub(super) mod tests {
             clock_ms: 1000,
             library: "Open MPI v4.1.4".into(),
             launcher: None,
-            cores: ("0-3".into(), 4),
+            cores: Cores { list: "0-3".into(), count: 4 },
             threads: 2,
             digest: Some("a".into()),
             gpu: gpu.map(Into::into),
@@ -163,7 +171,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn ranks_that_are_alike_give_one_line_each() {
+    fn equal_ranks_give_one_line_for_each_check() {
         let all = [rank("a", Some("0000:01")), rank("a", Some("0000:02"))];
         let found = findings(&all);
         let names: Vec<&str> = found.iter().map(|finding| finding.name.as_str()).collect();
@@ -173,7 +181,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_one_rank_lacks_is_told_with_its_number() {
+    fn a_failure_on_one_rank_names_the_rank() {
         let mut all = [rank("a", None), rank("a", None), rank("b", None)];
         all[2].findings = vec![Finding::fail("model", Exit::Data, "not there", "fetch it")];
         assert_eq!(line(&all, "model"), "FAIL  model           rank 2: not there: fetch it");
@@ -183,7 +191,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn two_ranks_on_one_gpu_are_named_unless_they_may() {
+    fn two_ranks_on_one_gpu_are_named_unless_they_may_share_it() {
         let mut all = [rank("a", Some("01")), rank("b", Some("01")), rank("a", Some("01"))];
         assert!(line(&all, "gpus").starts_with("FAIL  gpus            ranks 0 and 2"), "{}", line(&all, "gpus"));
         for facts in &mut all {
@@ -195,7 +203,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn clocks_and_cores_and_the_launchers_word_are_compared() {
+    fn clocks_cores_and_the_launchers_ranks_are_compared() {
         let mut all = [rank("a", None), rank("b", None)];
         all[1].clock_ms = 5000;
         assert!(line(&all, "machines").contains("4000 ms apart"));

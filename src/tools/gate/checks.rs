@@ -1,4 +1,4 @@
-//! The checks that one run's receipt is held to, each on one number or one list of it.
+//! The checks of one run's receipt, each on one number or one list of it.
 
 use serde_json::{Value, json};
 
@@ -15,11 +15,11 @@ pub(super) struct Expected {
     pub(super) pages: Pages,
     /// Bytes of one page over all layers.
     pub(super) page_bytes: Bytes,
-    /// Advantages of the answers, where the gate is about them.
+    /// Advantages of the answers, where the gate judges them.
     pub(super) advantages: Option<Vec<f64>>,
 }
 
-/// The check's name that a later gate asks for.
+/// The check that a later gate looks for in this gate's receipt.
 pub(super) const AS_NAMED: &str = "as_named";
 
 /// A check from its parts.
@@ -27,7 +27,12 @@ pub(super) fn check(name: &str, value: Value, limit: impl Into<String>, passed: 
     Check { name: name.into(), value, limit: limit.into(), passed, means: means.into() }
 }
 
-/// All of them, but for memory.
+/// The checks that one of a gate's runs carries in front of their names.
+pub(super) fn prefixed(run: &str, check: Check) -> Check {
+    Check { name: format!("{run}.{}", check.name), ..check }
+}
+
+/// All checks of a run but those of memory.
 pub(super) fn of_run(receipt: &Receipt, expected: &Expected) -> Vec<Check> {
     let mut checks = vec![
         ended(receipt),
@@ -46,9 +51,9 @@ pub(super) fn of_run(receipt: &Receipt, expected: &Expected) -> Vec<Check> {
     checks
 }
 
-/// Whether the run was what the gate's name says: flags and the environment go before a gate's values. Only gate7's length
-/// is the user's.
-pub(super) fn as_named(receipt: &Receipt, gate: Gate) -> Check {
+/// Whether the run was what the gate's name says: flags and variables override a gate's values. The length may be another
+/// one where the gate's file allows it.
+pub(super) fn as_named(receipt: &Receipt, gate: &Gate) -> Check {
     let full = |tokens: Tokens| Tokens(tokens.0 * receipt.scale.max(1));
     let own = gate.own();
     let mut wanted = own;
@@ -59,22 +64,22 @@ pub(super) fn as_named(receipt: &Receipt, gate: Gate) -> Check {
         group_size: receipt.group_size,
         steps: receipt.steps,
     };
-    if gate == Gate::Online {
+    if gate.has_any_length() {
         (wanted.positions, wanted.prompt_len) = (found.positions, found.prompt_len);
     }
-    let told = |own: &Own| {
+    let shown = |own: &Own| {
         json!({"positions": own.positions, "prompt_len": own.prompt_len, "answer_len": own.answer_len,
                "group_size": own.group_size, "steps": own.steps})
     };
     let means = "a flag or a variable of the environment has made another run of this gate, which says nothing about the one \
                  of its name: leave context, grpo.group_size and run.steps to the gate";
-    let limit = format!("exactly {}, lengths times gate.scale", told(&wanted));
-    check(AS_NAMED, told(&found), limit, found == wanted, means)
+    let limit = format!("exactly {}, lengths times gate.scale", shown(&wanted));
+    check(AS_NAMED, shown(&found), limit, found == wanted, means)
 }
 
 fn sampled(gap: f64, most: f64) -> Check {
-    let means = "tokens were drawn from another distribution than the one that they are scored under: the answers' own state \
-                 or their positions are wrong while they are drawn, or pages are stale";
+    let means = "tokens were sampled from another distribution than the one that they are scored under: the answers' own state \
+                 or their positions are wrong while they are sampled, or pages are stale";
     check("sampled_gap", json!(gap), format!("at most {most:e} nats (rollout.gap_warn)"), gap <= most, means)
 }
 
@@ -104,7 +109,7 @@ fn gradient(receipt: &Receipt) -> Check {
 
 fn moved(receipt: &Receipt) -> Check {
     let still = &receipt.lora_b_unmoved;
-    let means = "these adapters have learnt nothing: no gradient has come down to their layers, or optimizer.lr is 0";
+    let means = "these adapters have learnt nothing: no gradient has reached their layers, or optimizer.lr is 0";
     check("lora_b_moved", json!(still), "no lora_B left as it was", still.is_empty(), means)
 }
 
@@ -119,7 +124,8 @@ fn equal(receipt: &Receipt) -> Check {
 
 fn updates(receipt: &Receipt, expected: &Expected) -> Check {
     let (calls, wanted) = (receipt.optimizer_calls, expected.updates);
-    let means = "the optimizer was not called exactly once for each update: adapters stand where no curve has led them";
+    let means =
+        "the optimizer was not called exactly once for each update, so the adapters are not those of the loss curve";
     check("optimizer_calls", json!(calls), format!("exactly {wanted}"), calls == wanted, means)
 }
 
@@ -135,8 +141,8 @@ fn layers(receipt: &Receipt) -> Check {
     check("layers", json!(receipt.layers_by_phase), limit, all && wanted > 0, means)
 }
 
-/// Pages of each rank as zigzag dealing has it: `2 · ranks` chunks of whole pages, the first ones a page longer where
-/// they do not come out even; rank r has chunk r and the r-th from the end. Written a second time, by counting.
+/// Pages of each rank by zigzag dealing: `2 · ranks` chunks of whole pages, of which the first ones are a page longer where
+/// the division leaves a rest. Rank r has chunk r and the r-th chunk from the end. This counts independently of `layout`.
 fn dealt(pages: u64, ranks: usize) -> Vec<Pages> {
     let chunks = 2 * from_index(ranks);
     let of_chunk = |chunk: u64| pages / chunks + u64::from(chunk < pages % chunks);
@@ -165,56 +171,15 @@ fn advantages(receipt: &Receipt, wanted: &[f64]) -> Check {
     // To the bit: rewards 0 and 1 have the mean 1/2 and the deviation 1/2, which divide without rounding.
     let same = |(found, wanted): (&Option<f64>, &f64)| found.is_some_and(|found| found.to_bits() == wanted.to_bits());
     let held = receipt.advantages.len() == wanted.len() && receipt.advantages.iter().zip(wanted).all(same);
-    let means = "rewards have not become the advantages that they should: check grpo.reward_fn, grpo.normalize_adv and \
+    let means = "rewards have not become the expected advantages: check grpo.reward_fn, grpo.normalize_adv and \
                  grpo.group_size";
     check("advantages", json!(receipt.advantages), format!("exactly {}", json!(wanted)), held, means)
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
+    use super::super::fixture::{expected, failed, gate, good};
     use super::*;
-
-    const PAGE: Bytes = Bytes(1000);
-
-    pub(in crate::tools::gate) fn expected() -> Expected {
-        Expected { updates: 1, pages: Pages(7), page_bytes: PAGE, advantages: Some(vec![-1.0, 1.0]) }
-    }
-
-    /// A receipt of two ranks on a prompt of 7 pages, to which nothing can be objected.
-    pub(in crate::tools::gate) fn good() -> Receipt {
-        Receipt {
-            passed: true,
-            ranks: 2,
-            cp_size: 2,
-            scale: 1,
-            gradient: "response".into(),
-            positions: Tokens(512),
-            prompt_len: Tokens(384),
-            answer_len: Tokens(128),
-            group_size: 2,
-            steps: 1,
-            optimizer_calls: 1,
-            layers: 3,
-            layers_by_phase: ["capture", "score", "replay", "sweep", "finalize"].map(|phase| (phase, 3)).into(),
-            pages_per_rank: vec![Pages(3), Pages(4)],
-            page_bytes_per_rank: vec![Bytes(3000), Bytes(4000)],
-            loss_first: 0.0,
-            loss: 0.5,
-            grad_norm: 0.1,
-            ratio_first: Some([1.0, 1.0]),
-            sampled_gap: Some(1e-6),
-            gap_warn: 1e-4,
-            rewards: vec![Some(0.0), Some(1.0)],
-            advantages: vec![Some(-1.0), Some(1.0)],
-            adapter_digest: vec!["ab".into(), "ab".into()],
-            ..Receipt::default()
-        }
-    }
-
-    /// Names of the checks that do not hold.
-    pub(in crate::tools::gate) fn failed(checks: &[Check]) -> Vec<&str> {
-        checks.iter().filter(|check| !check.passed).map(|check| check.name.as_str()).collect()
-    }
 
     #[test]
     fn a_good_receipt_passes_every_check() {
@@ -287,10 +252,10 @@ pub(super) mod tests {
             (|r| r.steps = 0, false, false),
         ];
         for (index, (change, short, online)) in rows.into_iter().enumerate() {
-            for (gate, held) in [(Gate::Short, short), (Gate::Online, online)] {
+            for (gate, held) in [(gate("gate2_32k"), short), (gate("gate7_online"), online)] {
                 let mut receipt = Receipt { scale: 64, steps: gate.own().steps, ..good() };
                 change(&mut receipt);
-                assert_eq!(as_named(&receipt, gate).passed, held, "row {index}, {}", gate.name());
+                assert_eq!(as_named(&receipt, &gate).passed, held, "row {index}, {}", gate.name());
                 // Nothing but this check sees a changed length.
                 assert_eq!(failed(&of_run(&receipt, &expected())), Vec::<&str>::new());
             }

@@ -1,4 +1,4 @@
-//! Checks on memory: what was measured against the plan, and against the gate before.
+//! Checks of memory: measured bytes against the plan, and against the receipt of an earlier gate.
 //!
 //! Measured bytes are the allocators' own peaks, the plan is a sum of formulas, and what a position or an answer adds is
 //! a difference of two runs: three numbers that share no code.
@@ -10,18 +10,18 @@ use super::order::Earlier;
 use crate::report::{Check, Receipt};
 use crate::runtime::units::{Bytes, float, from_index};
 
-/// A peak may lie this much above the plan: gaps between tensors, and small ones that no addend names.
+/// A peak may be this factor of the plan: gaps between tensors, and small tensors that no addend names.
 const ABOVE_PLAN: f64 = 1.05;
-/// And not further below it than this: a plan that promises twice what is needed would refuse what fits.
+/// And not below this factor: a plan of twice what is needed would refuse what fits.
 const BELOW_PLAN: f64 = 0.5;
 /// Device bytes that are no part of a comparison: small tensors and gaps of any run, which decide only where a gate is
-/// scaled down. Seen on a CPU: up to 260,000 beside the plan, where another phase becomes the largest.
+/// scaled down. Seen on a CPU: up to 260,000 away from the plan, where another phase becomes the largest.
 const SMALL_CPU: f64 = 524_288.0;
 /// On a GPU libraries take their workspace from the same allocator.
 const SMALL_GPU: f64 = 33_554_432.0;
 /// The same for host memory, of which the plan is a formula of few factors.
 const SMALL_HOST: f64 = 65_536.0;
-/// How far the bytes that a position adds may lie from the plan's.
+/// How far, as a share, the bytes that a position adds may differ from the plan's.
 const GROWTH: f64 = 0.10;
 /// Bytes that six further answers may add at full length.
 const FURTHER_ANSWERS_BYTES: f64 = 0.21e9;
@@ -149,22 +149,22 @@ pub(super) fn group_host(receipt: &Receipt, earlier: &Earlier) -> Check {
     check("group_host_memory", json!(measured), limit, inside, means)
 }
 
-/// Capture's share and what a further answer costs, beside what the users' guide tells of its run of 2,097,152 positions.
-pub(super) fn beside_the_guide(receipt: &Receipt) -> String {
-    let told = |value: Option<f64>, unit: f64| value.map_or("unknown".into(), |value| format!("{:.3}", value / unit));
+/// Capture's share and the cost of a further answer, next to the users' guide's numbers at 2,097,152 positions.
+pub(super) fn compared_with_guide(receipt: &Receipt) -> String {
+    let shown = |value: Option<f64>, unit: f64| value.map_or("unknown".into(), |value| format!("{:.3}", value / unit));
     format!(
         "capture {:.1} % of the time (guide: about 90 %); a further answer: {} s (guide: about 265 s), {} GB on the device \
          (guide: tenths of a GB for six), on {} ranks",
         100.0 * receipt.capture_share,
-        told(receipt.seconds_per_further_answer, 1.0),
-        told(receipt.device_bytes_per_further_answer, 1e9),
+        shown(receipt.seconds_per_further_answer, 1.0),
+        shown(receipt.device_bytes_per_further_answer, 1e9),
         from_index(receipt.ranks)
     )
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::checks::tests::{failed, good};
+    use super::super::fixture::{failed, good};
     use super::*;
     use crate::runtime::units::Tokens;
 
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn peaks_beside_the_plan_fail_and_near_it_pass() {
+    fn peaks_far_from_the_plan_fail_and_near_it_pass() {
         assert_eq!(failed(&against_plan(&measured())), Vec::<&str>::new());
         let rows: [Planted; 4] = [
             ("device_memory", |r| r.peak_device_bytes[1] = Bytes(330 * MB)),
@@ -303,11 +303,11 @@ mod tests {
     }
 
     #[test]
-    fn a_further_answer_is_told_beside_the_guide() {
+    fn a_further_answer_is_compared_with_the_guide() {
         let (mut eight, two) = groups();
         let _ = group(&mut eight, &two).expect("comparable");
         eight.capture_share = 0.875;
-        let words = beside_the_guide(&eight);
+        let words = compared_with_guide(&eight);
         for part in ["capture 87.5 %", "about 90 %", "a further answer: 1.000 s", "about 265 s", "0.000 GB"] {
             assert!(words.contains(part), "{words}");
         }

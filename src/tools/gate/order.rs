@@ -1,5 +1,5 @@
-//! The order of gates: each one asks for the receipt of the one below, for the same model, ranks, adapters, scale, number
-//! format, kind of device and attention kernel, and not older than the receipts below it.
+//! The order of gates: each gate needs a passed receipt of the gate before it, for the same model, ranks, adapters, scale,
+//! number format, kind of device and attention kernel, and not older than the receipts before that one.
 
 use std::fs;
 use std::io;
@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::Error;
 use super::checks::AS_NAMED;
+use super::error::Error;
 use crate::config::Gate;
 use crate::report::{AdapterForm, Receipt};
 use crate::runtime::units::{Bytes, Tokens};
@@ -57,7 +57,7 @@ pub(super) struct EarlierSeconds {
     pub(super) total: f64,
 }
 
-/// What a gate that runs now is compared by, as far as it is known.
+/// What the earlier receipt is compared with, as far as it is known.
 #[derive(Clone, Debug)]
 pub(super) struct Now {
     pub(super) ranks: usize,
@@ -75,12 +75,12 @@ pub(super) struct Opened {
     pub(super) adapter: AdapterForm,
     /// Where rank 0 computes, as receipts say it.
     pub(super) device: String,
-    /// What computes attention; `None` where the gate itself asks for another one.
+    /// What computes attention; `None` where the gate has its own kernels.
     pub(super) kernel: Option<String>,
 }
 
-/// The receipt file of a gate beside the folder of another.
-pub(super) fn beside(dir: &Path, gate: Gate) -> PathBuf {
+/// The receipt file of `gate`, for a gate that writes into `dir`: their folders stand side by side.
+pub(super) fn receipt_of(gate: &Gate, dir: &Path) -> PathBuf {
     // "runs/x/" and "runs/x" have the same parent; a bare name has the working directory.
     dir.parent().unwrap_or(Path::new("")).join(gate.name()).join("receipt.json")
 }
@@ -97,8 +97,8 @@ pub(super) fn read(file: &Path) -> Result<Option<Earlier>, Error> {
 }
 
 impl Earlier {
-    /// Everything in which this receipt is none of a passed `gate` for the same thing as `now`.
-    pub(super) fn against(&self, gate: Gate, now: &Now) -> Vec<String> {
+    /// Every reason why this is no receipt of a passed `gate` for the same thing as `now`.
+    pub(super) fn against(&self, gate: &Gate, now: &Now) -> Vec<String> {
         let mut reasons = Vec::new();
         if self.gate.as_deref() != Some(gate.name()) {
             reasons.push(format!("it is of {}", self.gate.as_deref().unwrap_or("a training run")));
@@ -110,7 +110,7 @@ impl Earlier {
             reasons.push(format!("it has not passed ({failed})"));
         }
         // The endpoint's answer has neither ranks nor a model.
-        if gate == Gate::Key {
+        if gate.is_endpoint() {
             return reasons;
         }
         let mut named = self.checks.iter().filter(|check| check.name == AS_NAMED).peekable();
@@ -123,7 +123,7 @@ impl Earlier {
         reasons
     }
 
-    /// In what this receipt is of another run than `now`.
+    /// Every difference between the run of this receipt and `now`.
     pub(super) fn other_run(&self, now: &Now) -> Vec<String> {
         let mut reasons = Vec::new();
         let mut differs = |what: &str, earlier: String, now: String| {
@@ -137,7 +137,7 @@ impl Earlier {
         differs("model.dtype was", self.dtype.clone(), now.dtype.clone());
         if let Some(Opened { digest, adapter, device, kernel }) = &now.model {
             differs("model's digest was", self.model_digest.clone(), digest.clone());
-            differs("adapters were", told(&self.adapter), told(adapter));
+            differs("adapters were", adapter_words(&self.adapter), adapter_words(adapter));
             differs("device was", device_kind(&self.device), device_kind(device));
             if let Some(kernel) = kernel {
                 differs("attention kernel was", self.attention_kernel.clone(), kernel.clone());
@@ -146,7 +146,7 @@ impl Earlier {
         reasons
     }
 
-    /// Whether its numbers can be set against those of `receipt`, which differs in length or in group alone.
+    /// Every reason why its numbers cannot be compared with those of `receipt`, which may differ in length or group.
     pub(super) fn comparable(&self, receipt: &Receipt) -> Vec<String> {
         let now = Now {
             ranks: receipt.ranks,
@@ -165,9 +165,9 @@ impl Earlier {
             reasons.push(format!("its gradient was {}, here {}", self.gradient, receipt.gradient));
         }
         if self.micro_blocks != receipt.micro_blocks {
-            let [one, two] =
-                [self.micro_blocks, receipt.micro_blocks].map(|[block, head]| format!("{block} and {head}"));
-            reasons.push(format!("its micro-blocks were {one}, here {two}"));
+            let words = |[block, head]: [Tokens; 2]| format!("{block} and {head}");
+            let (earlier, here) = (words(self.micro_blocks), words(receipt.micro_blocks));
+            reasons.push(format!("its micro-blocks were {earlier}, here {here}"));
         }
         reasons
     }
@@ -178,39 +178,40 @@ fn device_kind(device: &str) -> String {
     device.split('(').next().unwrap_or_default().to_owned()
 }
 
-fn told(adapter: &AdapterForm) -> String {
+fn adapter_words(adapter: &AdapterForm) -> String {
     format!("rank {}, alpha {}, on {}", adapter.rank, adapter.alpha, adapter.targets.join(" "))
 }
 
 /// Whether `gate` may run in `dir`.
 ///
 /// # Errors
-/// [`Error::Order`] with everything that stands against it.
-pub(super) fn check(gate: Gate, dir: &Path, now: &Now) -> Result<Option<Earlier>, Error> {
-    let Some(below) = gate.below() else { return Ok(None) };
-    let file = beside(dir, below);
+/// [`Error::Order`] with everything that is wrong with the receipt of the gate before.
+pub(super) fn check(gate: &Gate, dir: &Path, now: &Now) -> Result<Option<Earlier>, Error> {
+    let Some(before) = gate.after() else { return Ok(None) };
+    let file = receipt_of(&before, dir);
     let earlier = read(&file)?;
     let mut reasons =
-        earlier.as_ref().map_or_else(|| vec!["it is not there".into()], |found| found.against(below, now));
+        earlier.as_ref().map_or_else(|| vec!["it is not there".into()], |found| found.against(&before, now));
     if let Some(found) = &earlier {
-        reasons.extend(older(dir, below, found)?);
+        reasons.extend(older(dir, &before, found)?);
     }
     if reasons.is_empty() {
         return Ok(earlier);
     }
-    Err(Error::Order { gate: gate.name(), below: below.name(), file, reasons })
+    Err(Error::Order { gate: gate.name(), before: before.name(), file, reasons })
 }
 
-/// The receipts below `gate` that are newer than its own: what it stands on has been run again since. The first gate asks
-/// the endpoint, which says nothing about runs, so a key that is tried again makes nothing old.
-fn older(dir: &Path, gate: Gate, receipt: &Earlier) -> Result<Vec<String>, Error> {
+/// The receipts before `gate` that are newer than its own `receipt`: what it stands on has been run again since. The
+/// endpoint's answer says nothing about runs, so a key that is tried again makes no receipt old. A gate that stands beside
+/// these makes none old either.
+fn older(dir: &Path, gate: &Gate, receipt: &Earlier) -> Result<Vec<String>, Error> {
     let mut reasons = Vec::new();
-    for lower in Gate::ALL.into_iter().filter(|lower| *lower > Gate::Key && *lower < gate) {
-        let Some(under) = read(&beside(dir, lower))? else { continue };
+    for lower in gate.all_before().iter().rev().filter(|lower| !lower.is_endpoint()) {
+        let Some(under) = read(&receipt_of(lower, dir))? else { continue };
         // All times are UTC in one form, so their order is that of their texts.
         if receipt.finished < under.finished {
-            let (own, its, name) = (&receipt.finished, &under.finished, lower.name());
-            reasons.push(format!("it is of {own}, older than that of {name}, {its}"));
+            let (own, newer, name) = (&receipt.finished, &under.finished, lower.name());
+            reasons.push(format!("it is of {own}, older than that of {name}, {newer}"));
         }
     }
     Ok(reasons)
@@ -218,6 +219,7 @@ fn older(dir: &Path, gate: Gate, receipt: &Earlier) -> Result<Vec<String>, Error
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::gate;
     use super::*;
 
     fn form() -> AdapterForm {
@@ -253,10 +255,10 @@ mod tests {
 
     #[test]
     fn a_passed_receipt_of_the_same_thing_lets_the_next_gate_run() {
-        assert_eq!(earlier().against(Gate::One, &now()), Vec::<String>::new());
+        assert_eq!(earlier().against(&gate("gate4_g1"), &now()), Vec::<String>::new());
     }
 
-    /// A difference, and the words that stand against it.
+    /// A difference, and the words of the reason.
     type Different = (fn(&mut Earlier), &'static str);
 
     #[test]
@@ -278,7 +280,7 @@ mod tests {
         for (change, words) in rows {
             let mut other = earlier();
             change(&mut other);
-            let reasons = other.against(Gate::One, &now());
+            let reasons = other.against(&gate("gate4_g1"), &now());
             assert!(reasons.len() == 1 && reasons[0].starts_with(words), "{reasons:?} for {words}");
         }
     }
@@ -291,23 +293,23 @@ mod tests {
             checks: vec![named(true), check("finite", true), check("pages", false)],
             ..earlier()
         };
-        assert_eq!(failed.against(Gate::One, &now()), ["it has not passed (pages)"]);
+        assert_eq!(failed.against(&gate("gate4_g1"), &now()), ["it has not passed (pages)"]);
     }
 
     #[test]
     fn a_receipt_older_than_one_below_it_does_not_count_and_the_endpoints_makes_none_old() {
         let folder = tempfile::tempdir().expect("a folder");
         let dir = folder.path().join("gate4_g1");
-        let write = |gate: &str, second: u64| {
-            let receipt = folder.path().join(gate);
+        let write = |name: &str, second: u64| {
+            let receipt = folder.path().join(name);
             fs::create_dir_all(&receipt).expect("a folder");
             let text = format!("{{\"finished\": \"2026-01-02T03:04:{second:02}Z\"}}");
             fs::write(receipt.join("receipt.json"), text).expect("written");
         };
         let top = Earlier { finished: "2026-01-02T03:04:30Z".into(), ..earlier() };
-        let reasons = || older(&dir, Gate::M2, &top).expect("read");
-        for (gate, second) in [("gate1_key", 50), ("gate2_32k", 30), ("gate3_1m", 29), ("gate4_g1", 40)] {
-            write(gate, second);
+        let reasons = || older(&dir, &gate("gate3_2m"), &top).expect("read");
+        for (name, second) in [("gate1_key", 50), ("gate2_32k", 30), ("gate3_1m", 29), ("gate4_g1", 40)] {
+            write(name, second);
         }
         assert_eq!(reasons(), Vec::<String>::new());
         write("gate3_128k", 31);
@@ -315,19 +317,19 @@ mod tests {
     }
 
     #[test]
-    fn gate7_asks_for_kernels_of_its_own() {
+    fn a_gate_with_kernels_of_its_own_is_not_compared_by_them() {
         let mut online = now();
         online.model.as_mut().expect("it is there").kernel = None;
         let flash = Earlier { attention_kernel: "flash".into(), ..earlier() };
-        assert_eq!(flash.against(Gate::One, &online), Vec::<String>::new());
-        assert_eq!(flash.against(Gate::One, &now()).len(), 1);
+        assert_eq!(flash.against(&gate("gate4_g1"), &online), Vec::<String>::new());
+        assert_eq!(flash.against(&gate("gate4_g1"), &now()).len(), 1);
     }
 
     #[test]
     fn the_refusal_names_the_file_and_both_ways_on() {
         let folder = tempfile::tempdir().expect("a folder");
         let dir = folder.path().join("gate5_g2");
-        let refused = |now: &Now| check(Gate::Two, &dir, now).expect_err("refused").to_string();
+        let refused = |now: &Now| check(&gate("gate5_g2"), &dir, now).expect_err("refused").to_string();
         let words = refused(&now());
         for part in ["gate5_g2 runs after gate4_g1", "gate4_g1/receipt.json: it is not there", "make gates", "--force"]
         {
@@ -337,6 +339,6 @@ mod tests {
         fs::write(folder.path().join("gate4_g1/receipt.json"), "{\"gate\": \"gate4_g1\"}").expect("written");
         let words = refused(&now());
         assert!(words.contains("it has not passed") && words.contains("LONGSTRAW_FORCE=1"), "{words}");
-        assert_eq!(check(Gate::Key, &dir, &now()).expect("the first gate asks for nothing"), None);
+        assert_eq!(check(&Gate::endpoint(), &dir, &now()).expect("the first gate asks for nothing"), None);
     }
 }

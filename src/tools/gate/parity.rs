@@ -13,8 +13,8 @@ use std::rc::Rc;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-use super::Error;
 use super::checks::check;
+use super::error::Error;
 use crate::config::{Gradient, RunConfig};
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
@@ -86,7 +86,7 @@ pub(super) fn checks(session: &Session, config: &RunConfig, world: &World) -> Re
         let outcome = world.agree(judged)?;
         checks.extend(outcome.map(|outcome| verdict(&outcome, case.kind, case.extent)));
     }
-    world.tracker().rest();
+    world.tracker().end_step();
     Ok(checks)
 }
 

@@ -1,8 +1,8 @@
-//! What has come so far: the state file, from which a rerun goes on, and the data set that follows it.
+//! The state file, from which a rerun continues, and the data set.
 //!
-//! The state file holds a line of options and then a line for each finished chunk, in the order in which they were
-//! finished, each on the disk before the next request of its thread. The data set has its records in the order of the
-//! chunks: it is made anew from the state at the start, and grows while no earlier chunk is missing.
+//! The state file has one line of options, then one line for each finished chunk in the order of completion. Each line is on
+//! the disk before its thread sends the next request. The data set has its records in the order of the chunks: it is
+//! rewritten from the state at the start, and grows as long as no earlier chunk is missing.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -12,34 +12,33 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::error::Error;
-use super::questions::{Exercise, Unusable, record};
+use super::error::{Error, Unusable};
+use super::questions::{Exercise, record};
 use super::texts::Chunk;
 use crate::runtime::units::from_index;
 
-/// A chunk that is finished.
+/// The result of a finished chunk.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct Outcome {
-    /// Its index.
+    /// Index of the chunk.
     pub(super) chunk: usize,
-    /// None where it gave none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) questions: Vec<Exercise>,
-    /// Why it gave none.
+    /// Why there are no questions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) unusable: Option<Unusable>,
 }
 
-/// Options and outcomes as they stand in a state file.
+/// The content of a state file.
 #[derive(Debug, Default)]
-pub(super) struct Stand {
+pub(super) struct SavedState {
     /// By chunk.
     pub(super) outcomes: BTreeMap<usize, Outcome>,
-    /// Bytes of whole lines; what follows was being written when the process ended.
+    /// Bytes of whole lines; a process that was killed may leave part of a line after them.
     bytes: u64,
 }
 
-/// Both files of a run that goes on.
+/// Both files, open for a run.
 #[derive(Debug)]
 pub(super) struct Journal<'a> {
     chunks: &'a [Chunk],
@@ -47,86 +46,82 @@ pub(super) struct Journal<'a> {
     state: File,
     out: File,
     outcomes: BTreeMap<usize, Outcome>,
-    /// Chunks whose records stand in the data set: all before this one.
+    /// The data set has the records of all chunks before this one.
     written: usize,
 }
 
-/// Where the two files lie.
+/// Paths of the two files.
 #[derive(Clone, Debug)]
 pub(super) struct Paths {
     out: PathBuf,
     state: PathBuf,
 }
 
-fn io(file: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
-    move |source| Error::Io { file: file.to_owned(), action, source }
-}
-
 impl Paths {
-    /// `out`, and its state file beside it.
-    pub(super) fn of(out: &Path) -> Paths {
+    /// `out`, and `out` with `.state` appended.
+    pub(super) fn new(out: &Path) -> Paths {
         let mut state = out.as_os_str().to_owned();
         state.push(".state");
         Paths { out: out.to_owned(), state: state.into() }
     }
 
-    /// What stands there, without a change to it.
+    /// Reads the state file without changing it; default if there is none.
     ///
     /// # Errors
-    /// When it was begun with other options, or is no state.
-    pub(super) fn stand(&self, options: &Map<String, Value>, chunks: usize) -> Result<Stand, Error> {
+    /// When its options differ, or it is not a state.
+    pub(super) fn saved_state(&self, options: &Map<String, Value>, chunks: usize) -> Result<SavedState, Error> {
         match fs::read(&self.state) {
-            Ok(bytes) => self.read(&bytes, options, chunks),
+            Ok(bytes) => self.parse(&bytes, options, chunks),
             Err(source) if source.kind() == std::io::ErrorKind::NotFound => {
-                self.no_stranger()?;
-                Ok(Stand::default())
+                self.refuse_output_without_state()?;
+                Ok(SavedState::default())
             }
-            Err(source) => Err(io(&self.state, "read it")(source)),
+            Err(source) => Err(Error::io(&self.state, "read it")(source)),
         }
     }
 
-    /// A data set without a state is somebody else's.
-    fn no_stranger(&self) -> Result<(), Error> {
+    /// A data set without a state belongs to somebody else.
+    fn refuse_output_without_state(&self) -> Result<(), Error> {
         if self.out.exists() {
             return Err(Error::NoState { out: self.out.clone(), state: self.state.clone() });
         }
         Ok(())
     }
 
-    fn read(&self, bytes: &[u8], options: &Map<String, Value>, chunks: usize) -> Result<Stand, Error> {
-        let mut stand = Stand::default();
+    fn parse(&self, bytes: &[u8], options: &Map<String, Value>, chunks: usize) -> Result<SavedState, Error> {
+        let mut saved = SavedState::default();
         let wrong = |line| Error::NotState { state: self.state.clone(), line };
         let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
         let mut lines = bytes[..whole].split_inclusive(|&byte| byte == b'\n').enumerate().peekable();
         while let Some((index, line)) = lines.next() {
             if index == 0 {
-                let Header { options: begun } = serde_json::from_slice(line).map_err(|_| wrong(1))?;
-                self.same(&begun, options)?;
+                let header: Header = serde_json::from_slice(line).map_err(|_| wrong(1))?;
+                self.check_options(&header.options, options)?;
             } else {
                 match serde_json::from_slice::<Outcome>(line) {
-                    Ok(outcome) if outcome.chunk < chunks => stand.outcomes.insert(outcome.chunk, outcome),
-                    // A disk that lost power may keep the length of a line and not what stood in it.
+                    Ok(outcome) if outcome.chunk < chunks => saved.outcomes.insert(outcome.chunk, outcome),
+                    // After a power loss, a line may have its length but not its content.
                     Err(_) if lines.peek().is_none() => break,
                     _ => return Err(wrong(index + 1)),
                 };
             }
-            stand.bytes += from_index(line.len());
+            saved.bytes += from_index(line.len());
         }
-        if stand.bytes == 0 {
-            self.no_stranger()?;
+        if saved.bytes == 0 {
+            self.refuse_output_without_state()?;
         }
-        Ok(stand)
+        Ok(saved)
     }
 
-    fn same(&self, begun: &Map<String, Value>, options: &Map<String, Value>) -> Result<(), Error> {
+    fn check_options(&self, saved: &Map<String, Value>, options: &Map<String, Value>) -> Result<(), Error> {
         let short = |value: Option<&Value>| {
             let text = value.map_or_else(|| "nothing".into(), Value::to_string);
             text.chars().take(40).collect::<String>()
         };
-        let keys = begun.keys().chain(options.keys().filter(|key| !begun.contains_key(*key)));
+        let keys = saved.keys().chain(options.keys().filter(|key| !saved.contains_key(*key)));
         let differences: Vec<String> = keys
-            .filter(|key| begun.get(*key) != options.get(*key))
-            .map(|key| format!("{key}: {}, now {}", short(begun.get(key)), short(options.get(key))))
+            .filter(|key| saved.get(*key) != options.get(*key))
+            .map(|key| format!("{key}: {}, now {}", short(saved.get(key)), short(options.get(key))))
             .collect();
         if differences.is_empty() {
             return Ok(());
@@ -142,46 +137,46 @@ struct Header {
 }
 
 impl<'a> Journal<'a> {
-    /// Opens both files, for this process alone; what was torn is cut off.
+    /// Opens both files, locks the state file, and cuts off a line that was not written completely.
     ///
     /// # Errors
-    /// As [`Paths::stand`], and when the disk refuses.
+    /// As [`Paths::saved_state`], and when a file cannot be written.
     pub(super) fn open(paths: &Paths, options: &Map<String, Value>, chunks: &'a [Chunk]) -> Result<Journal<'a>, Error> {
-        let Paths { out, state: place } = paths;
+        let Paths { out, state: state_path } = paths;
         if let Some(folder) = out.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            fs::create_dir_all(folder).map_err(io(folder, "make the folder"))?;
+            fs::create_dir_all(folder).map_err(Error::io(folder, "create the folder"))?;
         }
-        if !place.exists() {
-            paths.no_stranger()?;
+        if !state_path.exists() {
+            paths.refuse_output_without_state()?;
         }
-        let state = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(place);
-        let mut state = state.map_err(io(place, "open it"))?;
+        let state = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(state_path);
+        let mut state = state.map_err(Error::io(state_path, "open it"))?;
         match state.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Error::Busy { state: place.clone() }),
-            Err(TryLockError::Error(source)) => return Err(io(place, "lock it")(source)),
+            Err(TryLockError::WouldBlock) => return Err(Error::Busy { state: state_path.clone() }),
+            Err(TryLockError::Error(source)) => return Err(Error::io(state_path, "lock it")(source)),
         }
         let mut bytes = Vec::new();
-        state.read_to_end(&mut bytes).map_err(io(place, "read it"))?;
-        let stand = paths.read(&bytes, options, chunks.len())?;
-        state.set_len(stand.bytes).map_err(io(place, "cut it"))?;
-        state.seek(SeekFrom::Start(stand.bytes)).map_err(io(place, "read it"))?;
-        if stand.bytes == 0 {
-            append(&mut state, place, &line(&Header { options: options.clone() }))?;
+        state.read_to_end(&mut bytes).map_err(Error::io(state_path, "read it"))?;
+        let saved = paths.parse(&bytes, options, chunks.len())?;
+        state.set_len(saved.bytes).map_err(Error::io(state_path, "truncate it"))?;
+        state.seek(SeekFrom::Start(saved.bytes)).map_err(Error::io(state_path, "read it"))?;
+        if saved.bytes == 0 {
+            append(&mut state, state_path, &line(&Header { options: options.clone() }))?;
         }
-        let outcomes = stand.outcomes;
+        let outcomes = saved.outcomes;
         let written = (0..chunks.len()).take_while(|index| outcomes.contains_key(index)).count();
         let beginning = outcomes.range(..written).map(|(_, outcome)| outcome);
         let out = replace(out, &beginning.map(|outcome| lines(outcome, chunks)).collect::<String>())?;
         Ok(Journal { chunks, paths: paths.clone(), state, out, outcomes, written })
     }
 
-    /// Chunks that are still to be asked about, in order.
+    /// Unfinished chunks, in order.
     pub(super) fn pending(&self) -> Vec<usize> {
         (0..self.chunks.len()).filter(|index| !self.outcomes.contains_key(index)).collect()
     }
 
-    /// Chunks that are finished.
+    /// Number of finished chunks.
     pub(super) fn finished(&self) -> u64 {
         from_index(self.outcomes.len())
     }
@@ -191,10 +186,10 @@ impl<'a> Journal<'a> {
         self.outcomes.values().map(|outcome| from_index(outcome.questions.len())).sum()
     }
 
-    /// Brings a finished chunk to the disk, and to the data set what no earlier chunk is missing before.
+    /// Writes a finished chunk to the state file, and all records without a gap before them to the data set.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// When a file cannot be written.
     pub(super) fn finish(&mut self, outcome: Outcome) -> Result<(), Error> {
         append(&mut self.state, &self.paths.state, &line(&outcome))?;
         self.outcomes.insert(outcome.chunk, outcome);
@@ -206,11 +201,11 @@ impl<'a> Journal<'a> {
         append(&mut self.out, &self.paths.out, &text)
     }
 
-    /// The data set holds every record there is, also those behind a chunk that is missing.
+    /// Writes every record to the data set, also those after a missing chunk.
     ///
     /// # Errors
-    /// When the disk refuses.
-    pub(super) fn settle(&mut self) -> Result<(), Error> {
+    /// When a file cannot be written.
+    pub(super) fn write_all_records(&mut self) -> Result<(), Error> {
         if self.outcomes.range(self.written..).next().is_some() {
             let all = self.outcomes.values().map(|outcome| lines(outcome, self.chunks)).collect::<String>();
             self.out = replace(&self.paths.out, &all)?;
@@ -219,34 +214,33 @@ impl<'a> Journal<'a> {
     }
 }
 
-/// A value as a line.
 fn line<T: Serialize>(value: &T) -> String {
-    serde_json::to_string(value).expect("keys are texts, so there is a JSON form") + "\n"
+    serde_json::to_string(value).expect("all keys are texts, so there is a JSON form") + "\n"
 }
 
-/// The records of a chunk.
+/// The records of a chunk, one a line.
 fn lines(outcome: &Outcome, chunks: &[Chunk]) -> String {
     let questions = outcome.questions.iter().enumerate();
     questions.map(|(number, question)| line(&record(&chunks[outcome.chunk], number, question))).collect()
 }
 
-/// Appends, and waits for the disk.
+/// Appends, and waits until the text is on the disk.
 fn append(file: &mut File, path: &Path, text: &str) -> Result<(), Error> {
     if text.is_empty() {
         return Ok(());
     }
     let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_data());
-    written.map_err(io(path, "write to it"))
+    written.map_err(Error::io(path, "write to it"))
 }
 
-/// Writes a file beside and renames it; what is written to it afterwards goes behind that.
+/// Replaces a file by rename; the returned file is open for appending.
 fn replace(path: &Path, text: &str) -> Result<File, Error> {
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(".new");
-    let beside = PathBuf::from(beside);
-    let mut file = File::create(&beside).map_err(io(&beside, "write it"))?;
-    file.write_all(text.as_bytes()).and_then(|()| file.sync_data()).map_err(io(&beside, "write it"))?;
-    fs::rename(&beside, path).map_err(io(path, "put it in place"))?;
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".new");
+    let temporary = PathBuf::from(temporary);
+    let mut file = File::create(&temporary).map_err(Error::io(&temporary, "write it"))?;
+    append(&mut file, &temporary, text)?;
+    fs::rename(&temporary, path).map_err(Error::io(path, "rename a temporary file to it"))?;
     Ok(file)
 }
 
@@ -278,28 +272,28 @@ mod tests {
     }
 
     #[test]
-    fn records_stand_in_the_order_of_the_chunks_however_they_finish() {
+    fn records_are_in_the_order_of_the_chunks_however_they_finish() {
         let (folder, chunks) = (tempfile::tempdir().unwrap(), chunks());
-        let paths = Paths::of(&folder.path().join("deep/out.jsonl"));
+        let paths = Paths::new(&folder.path().join("deep/out.jsonl"));
         let mut journal = open(&paths, &chunks).unwrap();
         journal.finish(outcome(2)).unwrap();
         assert!(names(&paths).is_empty(), "an earlier chunk may still come");
         journal.finish(outcome(0)).unwrap();
         assert_eq!(names(&paths), ["part 1, question 1"]);
-        journal.settle().unwrap();
+        journal.write_all_records().unwrap();
         assert_eq!(names(&paths), ["part 1, question 1", "part 3, question 1"]);
         drop(journal);
         let mut again = open(&paths, &chunks).unwrap();
         assert_eq!((again.pending(), again.finished(), again.questions()), (vec![1], 2, 2));
         again.finish(outcome(1)).unwrap();
-        again.settle().unwrap();
+        again.write_all_records().unwrap();
         assert_eq!(names(&paths), ["part 1, question 1", "part 2, question 1", "part 3, question 1"]);
     }
 
     #[test]
-    fn a_torn_end_is_cut_off_and_its_chunk_is_asked_about_again() {
+    fn an_incomplete_line_is_cut_off_and_its_chunk_is_pending_again() {
         let (folder, chunks) = (tempfile::tempdir().unwrap(), chunks());
-        let paths = Paths::of(&folder.path().join("out.jsonl"));
+        let paths = Paths::new(&folder.path().join("out.jsonl"));
         let mut journal = open(&paths, &chunks).unwrap();
         journal.finish(outcome(0)).unwrap();
         let kept = (fs::read(&paths.state).unwrap(), fs::read(&paths.out).unwrap());
@@ -316,28 +310,28 @@ mod tests {
         }
         fs::remove_file(&paths.out).unwrap();
         fs::write(&paths.state, &whole[..10]).unwrap();
-        assert_eq!(open(&paths, &chunks).unwrap().pending(), [0, 1, 2], "a torn first line is a beginning");
+        assert_eq!(open(&paths, &chunks).unwrap().pending(), [0, 1, 2], "an incomplete first line starts anew");
     }
 
     #[test]
-    fn other_options_a_stranger_and_a_second_process_are_refused() {
+    fn other_options_a_foreign_file_and_a_second_process_are_refused() {
         let (folder, chunks) = (tempfile::tempdir().unwrap(), chunks());
-        let paths = Paths::of(&folder.path().join("out.jsonl"));
+        let paths = Paths::new(&folder.path().join("out.jsonl"));
         let journal = open(&paths, &chunks).unwrap();
         let busy = open(&paths, &chunks).unwrap_err().to_string();
         assert!(busy.contains("another process is writing to"), "{busy}");
         drop(journal);
         let other = Journal::open(&paths, &options(3), &chunks).unwrap_err().to_string();
         assert!(other.contains("begun with other options (questions: 2, now 3)"), "{other}");
-        let other = paths.stand(&options(3), 3).unwrap_err().to_string();
+        let other = paths.saved_state(&options(3), 3).unwrap_err().to_string();
         assert!(other.contains("questions: 2, now 3"), "{other}");
         fs::write(&paths.state, "{\"options\":{\"questions\":2}}\nnonsense\n{\"chunk\":1}\n").unwrap();
         let broken = open(&paths, &chunks).unwrap_err().to_string();
-        assert!(broken.contains("line 2: is no state"), "{broken}");
+        assert!(broken.contains("line 2: is not a state"), "{broken}");
         fs::remove_file(&paths.state).unwrap();
-        let stranger = open(&paths, &chunks).unwrap_err().to_string();
-        assert!(stranger.contains("out.jsonl.state is not: name another --out"), "{stranger}");
-        assert!(!paths.state.exists(), "a refusal makes no file");
-        assert!(paths.stand(&options(2), 3).is_err());
+        let foreign = open(&paths, &chunks).unwrap_err().to_string();
+        assert!(foreign.contains("out.jsonl.state does not: name another --out"), "{foreign}");
+        assert!(!paths.state.exists(), "a refusal creates no file");
+        assert!(paths.saved_state(&options(2), 3).is_err());
     }
 }

@@ -1,9 +1,9 @@
-//! `data generate`: questions with one checkable short answer, and wrong answers beside it, over given texts, by the
-//! endpoint's model.
+//! `data generate`: the endpoint's model writes questions over given texts, each with one checkable short answer and wrong
+//! answers.
 //!
-//! A chunk of text is one request, or two where the first reply cannot be used. Requests are made side by side; what comes
-//! is on the disk before the next is sent, so that nothing that was paid for is lost, and the records stand in the order
-//! of the chunks whatever came first. Not more than one process, and no ranks.
+//! A chunk of text takes one request, or two if the first reply cannot be used. Requests run in parallel. Each reply is on
+//! the disk before the next request of its thread, so that no paid reply is lost. The records are in the order of the
+//! chunks, whatever the order of the replies. One process only, no ranks.
 
 mod error;
 mod journal;
@@ -12,138 +12,135 @@ mod texts;
 mod workers;
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-pub use error::Error;
-pub use questions::Unusable;
+pub use error::{Error, Unusable};
 pub use texts::ChunkSize;
 
 use crate::config::{Environment, RunConfig};
 use crate::data::Tokenizer;
-use crate::endpoint::{Bound, Endpoint};
+use crate::endpoint::{CallerLimits, Endpoint};
+use crate::runtime::digest::hex;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{as_index, from_index};
-use crate::world::asked_to_stop;
+use crate::world::stop_requested;
 use journal::{Journal, Paths};
-use questions::{WORDS_VERSION, Wanted};
-use texts::{Chunk, Measure, text_tokens_about};
+use questions::{PROMPT_VERSION, QuestionSpec, SYSTEM};
+use texts::{Chunk, Measure, tokens_about};
 use workers::{Done, Workers};
 
-/// Requests that are under way at one time, at most.
+/// Most parallel requests.
 pub const PARALLEL_MAX: u64 = 16;
-/// Questions of a chunk, at most.
 const QUESTIONS_MAX: u64 = 32;
-/// Candidate answers of a question, at most.
 const ANSWERS_MAX: u64 = 16;
 
-/// What to make.
+/// Options of `data generate`.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Files and folders of text.
     pub texts: Vec<PathBuf>,
-    /// The data set; its state file stands beside it.
+    /// The data set; the path of its state file is this one with `.state` appended.
     pub out: PathBuf,
-    /// Questions of a chunk.
+    /// Questions per chunk.
     pub questions: u64,
-    /// Candidate answers of a question, one of them right.
+    /// Candidate answers per question, one of them right.
     pub answers: u64,
-    /// How long a chunk is, at most.
+    /// Greatest length of a chunk.
     pub chunk: ChunkSize,
-    /// The HF folder whose tokenizer counts tokens of a chunk.
+    /// The HF folder whose tokenizer measures chunks.
     pub tokenizer: Option<PathBuf>,
-    /// Requests of this run, at most.
+    /// Most requests of this run.
     pub limit: Option<u64>,
-    /// Requests that are under way at one time.
+    /// Parallel requests.
     pub parallel: u64,
-    /// The model that is asked; absent: `endpoint.default_model`.
+    /// The endpoint's model; `None`: `endpoint.default_model`.
     pub model: Option<String>,
 }
 
-/// What a run will cost, before anything is sent.
+/// The cost of a run, before anything is sent.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Estimate {
-    /// Chunks of the texts.
+    /// Chunks in all.
     pub chunks: u64,
-    /// Those that an earlier run has finished.
+    /// Chunks that an earlier run finished.
     pub finished: u64,
-    /// Files that the chunks come from.
+    /// Files with at least one chunk.
     pub files: u64,
-    /// Files in folders that are no text or too short.
+    /// Files in folders that are not text, or too short.
     pub files_passed_over: u64,
-    /// Requests, if every first reply can be used; at most twice as many within the limit.
+    /// Requests if every first reply can be used; otherwise up to twice as many, within the limit.
     pub requests: u64,
-    /// Tokens of their messages, by four characters a token.
+    /// Tokens of the messages, estimated as four characters a token.
     pub input_tokens_about: u64,
-    /// Tokens of their replies, at most.
+    /// Most tokens of the replies.
     pub output_tokens_max: u64,
-    /// The model that is asked.
+    /// The endpoint's model.
     pub model: String,
 }
 
-/// What came.
+/// The result of a run.
 #[derive(Debug, Serialize)]
 pub struct Summary {
     /// The data set.
     pub out: PathBuf,
-    /// What was expected of this run.
+    /// The estimate before the run.
     pub estimate: Estimate,
-    /// Whether nothing was asked because only the estimate was.
+    /// Whether only the estimate was wanted, so that nothing was sent.
     pub dry_run: bool,
-    /// Chunks that are finished, those of earlier runs included.
+    /// Finished chunks, those of earlier runs included.
     pub finished: u64,
     /// Records in the data set.
     pub records: u64,
     /// Requests of this run.
     pub requests: u64,
-    /// Attempts that they took.
+    /// HTTP attempts of these requests.
     pub attempts: u64,
-    /// Second requests, after a reply that could not be used.
+    /// Second requests after an unusable reply.
     pub asked_again: u64,
-    /// Chunks that gave no question in this run; they are not asked about again.
+    /// Chunks finished in this run without a question; a rerun leaves them out.
     pub failed: u64,
-    /// Chunks of which the service's answer never came; a rerun asks about them.
+    /// Chunks without an answer of the service; a rerun sends them again.
     pub unanswered: u64,
-    /// What was wrong, with how often, over all requests.
+    /// Faults of all requests with their counts.
     pub faults: BTreeMap<String, u64>,
-    /// Tokens of messages as the service counted them.
+    /// Tokens of messages, counted by the service.
     pub input_tokens: u64,
-    /// Tokens of replies as the service counted them.
+    /// Tokens of replies, counted by the service.
     pub output_tokens: u64,
-    /// Replies that the service gave no count for.
+    /// Replies without a token count.
     pub uncounted: u64,
-    /// Seconds of this run.
+    /// Duration of this run.
     pub seconds: f64,
-    /// What ended it before its end, or says that it was for nothing.
+    /// What ended the run early, or makes its result a failure.
     #[serde(skip)]
     pub error: Option<Failure>,
 }
 
-/// A run that is ready, before its first request.
+/// A checked run before its first request.
 #[derive(Debug)]
 pub struct Ready {
     options: Options,
-    wanted: Wanted,
+    spec: QuestionSpec,
     model: String,
     chunks: Vec<Chunk>,
-    /// What a rerun must have in common with this one.
+    /// What a rerun must have in common with this run.
     fixed: Map<String, Value>,
     paths: Paths,
     estimate: Estimate,
 }
 
 impl Ready {
-    /// Reads the texts, cuts them, and looks at what an earlier run has left. Nothing is sent or written yet, so
-    /// this needs neither the key nor the permission.
+    /// Reads the texts, cuts them into chunks, and reads the state of an earlier run. Sends and writes nothing, so this
+    /// needs neither the key nor the permission.
     ///
     /// # Errors
-    /// When an option cannot be met, a text cannot be read, or what stands at `out` is not of the same options.
-    pub fn of(options: Options, config: &RunConfig) -> Result<Ready, Failure> {
-        let wanted = check(&options)?;
+    /// When an option cannot be met, a text cannot be read, or the files at `out` have other options.
+    pub fn new(options: Options, config: &RunConfig) -> Result<Ready, Failure> {
+        let spec = check(&options)?;
         let model = match &options.model {
             Some(model) => model.clone(),
             None => config.default_model()?.to_owned(),
@@ -151,73 +148,72 @@ impl Ready {
         let tokenizer = options.tokenizer.as_deref().map(Tokenizer::open).transpose()?;
         let texts = texts::read(&options.texts, &Measure::new(options.chunk, tokenizer.as_ref()))?;
         let fixed = fixed(&options, &model, &texts.chunks);
-        let paths = Paths::of(&options.out);
-        let stand = paths.stand(&fixed, texts.chunks.len())?;
+        let paths = Paths::new(&options.out);
+        let saved = paths.saved_state(&fixed, texts.chunks.len())?;
         let limit = options.limit.map_or(usize::MAX, as_index);
-        let asked = texts.chunks.iter().enumerate().filter(|(index, _)| !stand.outcomes.contains_key(index));
-        let messages: Vec<String> = asked.take(limit).map(|(_, chunk)| wanted.message(chunk, None)).collect();
-        let requests = from_index(messages.len());
-        let system = text_tokens_about([Wanted::system()].into_iter());
+        let pending = texts.chunks.iter().enumerate().filter(|(index, _)| !saved.outcomes.contains_key(index));
+        let message_tokens: Vec<u64> =
+            pending.take(limit).map(|(_, chunk)| tokens_about(&spec.message(chunk, None))).collect();
+        let requests = from_index(message_tokens.len());
         let estimate = Estimate {
             chunks: from_index(texts.chunks.len()),
-            finished: from_index(stand.outcomes.len()),
+            finished: from_index(saved.outcomes.len()),
             files: texts.files,
             files_passed_over: texts.passed_over,
             requests,
-            input_tokens_about: text_tokens_about(messages.iter().map(String::as_str)) + requests * system,
-            output_tokens_max: requests.saturating_mul(wanted.reply_tokens()),
+            input_tokens_about: message_tokens.iter().sum::<u64>() + requests * tokens_about(SYSTEM),
+            output_tokens_max: requests.saturating_mul(spec.reply_tokens_max()),
             model: model.clone(),
         };
-        Ok(Ready { options, wanted, model, chunks: texts.chunks, fixed, paths, estimate })
+        Ok(Ready { options, spec, model, chunks: texts.chunks, fixed, paths, estimate })
     }
 
-    /// What it will cost.
+    /// The cost of [`Ready::run`].
     #[must_use]
     pub fn estimate(&self) -> &Estimate {
         &self.estimate
     }
 
-    /// Only the estimate.
+    /// A summary with the estimate alone.
     #[must_use]
     pub fn dry_run(self) -> Summary {
-        let mut summary = self.summary(Done::default());
-        summary.dry_run = true;
-        summary
+        let finished = self.estimate.finished;
+        Summary { dry_run: true, ..self.summary(Done::default(), finished, 0) }
     }
 
-    /// Asks about every chunk that is not finished, and says on the terminal how far it is. What ends it is part of what
-    /// comes back.
+    /// Sends requests about every unfinished chunk and prints its progress. A failure of the run is part of the summary.
     ///
     /// # Errors
-    /// When the endpoint cannot be opened, or the files cannot.
+    /// When the endpoint or a file cannot be opened.
     pub fn run(self, config: &RunConfig, environment: &Environment) -> Result<Summary, Failure> {
         allow(config, environment)?;
-        let bound = Bound { within: None, retries_max: u64::MAX, given_up: asked_to_stop };
-        let endpoint = Endpoint::open(config, environment)?.bounded(&bound);
+        let bound = CallerLimits { within: None, retries_max: u64::MAX, given_up: stop_requested };
+        let endpoint = Endpoint::open(config, environment)?.with_limits(&bound);
         let mut journal = Journal::open(&self.paths, &self.fixed, &self.chunks)?;
-        let workers = Workers { endpoint, model: &self.model, wanted: self.wanted, chunks: &self.chunks };
+        let workers = Workers { endpoint, model: &self.model, spec: self.spec, chunks: &self.chunks };
         let mut done = workers.run(&mut journal, self.options.parallel, self.options.limit);
-        let settled = journal.settle().map_err(Failure::from);
-        done.error = done.error.or(settled.err());
-        (done.finished, done.records) = (journal.finished(), journal.questions());
-        if done.error.is_none() && asked_to_stop() && done.finished < self.estimate.chunks {
-            let (finished, chunks) = (done.finished, self.estimate.chunks);
+        let written = journal.write_all_records().map_err(Failure::from);
+        done.error = done.error.or(written.err());
+        let (finished, chunks) = (journal.finished(), self.estimate.chunks);
+        if done.error.is_none() && stop_requested() && finished < chunks {
             done.error = Some(Error::Stopped { finished, chunks }.into());
         }
-        Ok(self.summary(done))
+        let records = journal.questions();
+        drop(journal);
+        Ok(self.summary(done, finished, records))
     }
 
-    fn summary(self, done: Done) -> Summary {
-        let Done { finished, records, tally, error, seconds } = done;
+    fn summary(self, done: Done, finished: u64, records: u64) -> Summary {
+        let Done { tally, error, seconds } = done;
         Summary {
             out: self.options.out,
-            finished: finished.max(self.estimate.finished),
+            finished,
             estimate: self.estimate,
             dry_run: false,
             records,
             requests: tally.requests,
             attempts: tally.attempts,
-            asked_again: tally.asked_again,
+            asked_again: tally.second_requests,
             failed: tally.failed,
             unanswered: tally.unanswered,
             faults: tally.faults(),
@@ -230,22 +226,22 @@ impl Ready {
     }
 }
 
-/// Whether texts may be sent, and by this process.
+/// Checks that this process may send texts.
 ///
 /// # Errors
-/// When the configuration does not say so, or several processes would send them.
+/// When the configuration does not allow it, or several processes would send them.
 pub fn allow(config: &RunConfig, environment: &Environment) -> Result<(), Error> {
     if !config.endpoint.usage.data_generation {
         return Err(Error::Off);
     }
-    match environment.launcher_tasks().filter(|told| told.tasks > 1) {
-        Some(told) => Err(Error::Several { variable: told.variable, tasks: told.tasks }),
+    match environment.launcher_tasks().filter(|launcher| launcher.tasks > 1) {
+        Some(launcher) => Err(Error::Several { variable: launcher.variable, tasks: launcher.tasks }),
         None => Ok(()),
     }
 }
 
-/// Options that no text can mend.
-fn check(options: &Options) -> Result<Wanted, Error> {
+/// Refuses options that no text can satisfy.
+fn check(options: &Options) -> Result<QuestionSpec, Error> {
     let within = |option, found, least, most: u64| {
         let wanted = format!("from {least} to {most}");
         if (least..=most).contains(&found) { Ok(()) } else { Err(Error::Option { option, found, wanted }) }
@@ -259,10 +255,10 @@ fn check(options: &Options) -> Result<Wanted, Error> {
         let wanted = "given with --tokenizer FOLDER, the model's folder whose tokenizer counts them".to_owned();
         return Err(Error::Option { option: "--chunk-tokens", found: tokens.0, wanted });
     }
-    Ok(Wanted { questions: options.questions, answers: options.answers })
+    Ok(QuestionSpec { questions: options.questions, answers: options.answers })
 }
 
-/// Everything that decides what is asked: a rerun with another of these would mix two data sets.
+/// Everything that determines the requests: a rerun with other values would mix two data sets.
 fn fixed(options: &Options, model: &str, chunks: &[Chunk]) -> Map<String, Value> {
     let mut digest = Sha256::new();
     for Chunk { name, text } in chunks {
@@ -271,10 +267,7 @@ fn fixed(options: &Options, model: &str, chunks: &[Chunk]) -> Map<String, Value>
             digest.update(part);
         }
     }
-    let texts = digest.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    });
+    let texts = hex(digest)[..16].to_owned();
     let chunk = match options.chunk {
         ChunkSize::Chars(chars) => format!("{chars} characters"),
         ChunkSize::Tokens(tokens) => format!("{tokens} tokens"),
@@ -286,21 +279,21 @@ fn fixed(options: &Options, model: &str, chunks: &[Chunk]) -> Map<String, Value>
         ("model".to_owned(), json!(model)),
         ("chunks".to_owned(), json!(chunks.len())),
         ("texts (digest)".to_owned(), json!(texts)),
-        ("words (version)".to_owned(), json!(WORDS_VERSION)),
+        ("words (version)".to_owned(), json!(PROMPT_VERSION)),
     ])
 }
 
 impl Estimate {
-    /// A line or two, for before.
+    /// The estimate as a sentence.
     #[must_use]
     pub fn text(&self) -> String {
         let passed_over = match self.files_passed_over {
             0 => String::new(),
-            files => format!(", {files} files passed over: no text, or too short"),
+            files => format!(", {files} files passed over: not text, or too short"),
         };
         format!(
-            "{} chunks of {} files ({} finished{passed_over}): {} requests to {}, about {} tokens in, at most {} out; a \
-             reply that cannot be used is asked for once more",
+            "{} chunks of {} files ({} finished{passed_over}): {} requests to {}, about {} tokens in, at most {} out; an \
+             unusable reply costs a second request",
             self.chunks,
             self.files,
             self.finished,
@@ -313,7 +306,7 @@ impl Estimate {
 }
 
 impl Summary {
-    /// What came, in words.
+    /// The result as lines of text.
     #[must_use]
     pub fn text(&self) -> String {
         let uncounted = match self.uncounted {
@@ -330,14 +323,14 @@ impl Summary {
                 self.estimate.chunks
             ),
             format!(
-                "{} requests in {} attempts, {:.1} s; tokens as the service counts them: {} in, {} out{uncounted}",
+                "{} requests in {} attempts, {:.1} s; tokens counted by the service: {} in, {} out{uncounted}",
                 self.requests, self.attempts, self.seconds, self.input_tokens, self.output_tokens
             ),
         ];
         if self.failed + self.unanswered + self.asked_again > 0 {
             lines.push(format!(
-                "{} asked again after a reply that could not be used; {} chunks gave no question; {} got no answer, and \
-                 the same command asks about those again",
+                "{} second requests after an unusable reply; {} chunks gave no question; {} got no answer, and the same \
+                 command sends those again",
                 self.asked_again, self.failed, self.unanswered
             ));
         }

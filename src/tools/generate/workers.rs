@@ -1,44 +1,41 @@
-//! Requests side by side, and when to stop making them.
+//! Parallel requests, and when to stop sending them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::error::Error;
+use super::error::{Error, Unusable};
 use super::journal::{Journal, Outcome};
-use super::questions::{Unusable, Wanted};
+use super::questions::{QuestionSpec, SYSTEM};
 use super::texts::Chunk;
 use crate::endpoint::{self, Answered, Endpoint, Fault, Message, Reply};
 use crate::report::say;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{as_index, from_index};
-use crate::world::asked_to_stop;
+use crate::world::stop_requested;
 
-/// So many failures of the service without an answer between them are no accident.
+/// The run ends after so many failures of the service without an answer between them.
 const FAULTS_IN_A_ROW_MAX: u64 = 8;
-/// Least time between two lines that say how far it is.
-const SAID_EVERY: Duration = Duration::from_secs(1);
-/// Messages for one chunk: the second says what was wrong with the first one's reply.
+/// Least time between two lines of progress.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+/// Messages per chunk: the second says what was wrong with the first reply.
 const MESSAGES_MAX: usize = 2;
 
-/// Who asks, and for what.
+/// What all threads read.
 pub(super) struct Workers<'a> {
     pub(super) endpoint: Endpoint,
     pub(super) model: &'a str,
-    pub(super) wanted: Wanted,
+    pub(super) spec: QuestionSpec,
     pub(super) chunks: &'a [Chunk],
 }
 
-/// What a run has come to.
+/// The result of a run.
 #[derive(Debug, Default)]
 pub(super) struct Done {
     pub(super) tally: Tally,
-    /// What ended it before its end, or says that it was for nothing.
+    /// What ended the run early, or makes its result a failure.
     pub(super) error: Option<Failure>,
     pub(super) seconds: f64,
-    /// Chunks that are finished, and records; filled in from the journal.
-    pub(super) finished: u64,
-    pub(super) records: u64,
 }
 
 /// Counts of one run.
@@ -46,7 +43,7 @@ pub(super) struct Done {
 pub(super) struct Tally {
     pub(super) requests: u64,
     pub(super) attempts: u64,
-    pub(super) asked_again: u64,
+    pub(super) second_requests: u64,
     /// Chunks with questions.
     good: u64,
     pub(super) failed: u64,
@@ -56,115 +53,116 @@ pub(super) struct Tally {
     pub(super) uncounted: u64,
     unusable: BTreeMap<Unusable, u64>,
     service: BTreeMap<String, u64>,
-    /// Failures of the service since the last answer.
-    in_a_row: u64,
+    /// Failures of the service since its last answer.
+    faults_in_a_row: u64,
 }
 
-/// What the threads share.
+/// What the threads share and change.
 struct Shared<'a, 'b> {
     journal: &'a mut Journal<'b>,
     pending: VecDeque<usize>,
-    /// Requests that may still be made.
-    left: u64,
+    /// Requests that may still be sent.
+    requests_left: u64,
     tally: Tally,
     error: Option<Failure>,
-    all: usize,
-    said: Option<Instant>,
+    /// Pending chunks at the start.
+    chunks: usize,
+    last_progress: Option<Instant>,
 }
 
 impl Workers<'_> {
-    /// Asks about every chunk that the journal misses, in order, `parallel` at a time, until `limit` requests are made, a
-    /// signal asks for a stop, or the service fails for good.
+    /// Sends requests about every pending chunk in order, `parallel` at a time. Ends early after `limit` requests, at a
+    /// stop signal, or when the service keeps failing.
     pub(super) fn run(&self, journal: &mut Journal<'_>, parallel: u64, limit: Option<u64>) -> Done {
         let start = Instant::now();
         let pending = VecDeque::from(journal.pending());
-        let (all, left, tally) = (pending.len(), limit.unwrap_or(u64::MAX), Tally::default());
-        let shared = Mutex::new(Shared { journal, pending, left, tally, error: None, all, said: None });
+        let chunks = pending.len();
+        let shared = Mutex::new(Shared {
+            journal,
+            pending,
+            requests_left: limit.unwrap_or(u64::MAX),
+            tally: Tally::default(),
+            error: None,
+            chunks,
+            last_progress: None,
+        });
         std::thread::scope(|scope| {
-            for _ in 0..as_index(parallel).min(all) {
-                scope.spawn(|| while self.one(&shared) {});
+            for _ in 0..as_index(parallel).min(chunks) {
+                scope.spawn(|| {
+                    loop {
+                        // A statement of its own, so that the lock is released after it.
+                        let next = lock(&shared).next_chunk();
+                        if !next.is_some_and(|index| self.finish_chunk(index, &shared)) {
+                            break;
+                        }
+                    }
+                });
             }
         });
         let Shared { tally, error, .. } = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
         let error = error.or_else(|| tally.mostly_failed().map(Failure::from));
-        Done { tally, error, seconds: start.elapsed().as_secs_f64(), ..Done::default() }
+        Done { tally, error, seconds: start.elapsed().as_secs_f64() }
     }
 
-    /// Takes the next chunk and asks about it; false where there is no next one.
-    fn one(&self, shared: &Mutex<Shared<'_, '_>>) -> bool {
-        let next = {
-            let mut shared = lock(shared);
-            if shared.error.is_some() || asked_to_stop() || shared.left == 0 {
-                None
-            } else {
-                shared.pending.pop_front()
-            }
-        };
-        let Some(index) = next else { return false };
-        let mut before = None;
+    /// Sends the messages about one chunk and keeps its questions; false if the run ended before it was done.
+    fn finish_chunk(&self, index: usize, shared: &Mutex<Shared<'_, '_>>) -> bool {
+        let chunk = &self.chunks[index];
+        let mut unusable = None;
         for _ in 0..MESSAGES_MAX {
-            // Where the run ends between the two messages, the chunk is not finished, and is asked about again.
-            if !lock(shared).may_ask(before.is_some()) {
+            // If the run ends between the two messages, the chunk stays pending for the next run.
+            if !lock(shared).take_request(unusable.is_some()) {
                 return false;
             }
-            let text = self.wanted.message(&self.chunks[index], before);
             let message = Message {
                 model: self.model,
-                max_tokens: self.wanted.reply_tokens(),
-                system: Some(Wanted::system()),
-                user: &text,
+                max_tokens: self.spec.reply_tokens_max(),
+                system: Some(SYSTEM),
+                user: &self.spec.message(chunk, unusable),
             };
-            let answered = self.endpoint.message(&message);
-            match self.heard(index, answered, &mut lock(shared)) {
-                Heard::Unusable(why) => before = Some(why),
-                Heard::Settled => return true,
-            }
-        }
-        lock(shared).finish(Outcome { chunk: index, questions: Vec::new(), unusable: before });
-        true
-    }
-
-    /// Counts what came of a message, and keeps its questions.
-    fn heard(&self, index: usize, answered: Result<Answered<Reply>, endpoint::Error>, shared: &mut Shared) -> Heard {
-        match answered {
-            Ok(answered) => {
-                shared.tally.answered(&answered);
-                match self.wanted.questions(&answered.value, &self.chunks[index]) {
-                    Ok(questions) => shared.finish(Outcome { chunk: index, questions, unusable: None }),
-                    Err(why) => {
-                        *shared.tally.unusable.entry(why).or_default() += 1;
-                        return Heard::Unusable(why);
-                    }
+            let answered = match self.endpoint.message(&message) {
+                Ok(answered) => answered,
+                Err(error) => {
+                    lock(shared).service_failed(index, error);
+                    return true;
+                }
+            };
+            let mut shared = lock(shared);
+            shared.tally.count_answer(&answered);
+            match self.spec.questions(&answered.value, chunk) {
+                Ok(questions) => {
+                    shared.finish(Outcome { chunk: index, questions, unusable: None });
+                    return true;
+                }
+                Err(why) => {
+                    *shared.tally.unusable.entry(why).or_default() += 1;
+                    unusable = Some(why);
                 }
             }
-            Err(error) => shared.failed(index, error),
         }
-        Heard::Settled
+        lock(shared).finish(Outcome { chunk: index, questions: Vec::new(), unusable });
+        true
     }
-}
-
-/// What became of a message.
-enum Heard {
-    /// A reply that cannot be used.
-    Unusable(Unusable),
-    /// Everything else.
-    Settled,
 }
 
 fn lock<'m, 'a, 'b>(shared: &'m Mutex<Shared<'a, 'b>>) -> MutexGuard<'m, Shared<'a, 'b>> {
-    // A thread that panicked ends the run when the threads are joined.
+    // If a thread panicked, joining the threads ends the run.
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Shared<'_, '_> {
-    /// Takes a request from what may still be made.
-    fn may_ask(&mut self, again: bool) -> bool {
-        if self.left == 0 || self.error.is_some() {
+    fn next_chunk(&mut self) -> Option<usize> {
+        let ended = self.error.is_some() || stop_requested() || self.requests_left == 0;
+        if ended { None } else { self.pending.pop_front() }
+    }
+
+    /// Counts a request; false if none may be sent any more.
+    fn take_request(&mut self, again: bool) -> bool {
+        if self.requests_left == 0 || self.error.is_some() {
             return false;
         }
-        self.left -= 1;
+        self.requests_left -= 1;
         self.tally.requests += 1;
-        self.tally.asked_again += u64::from(again);
+        self.tally.second_requests += u64::from(again);
         true
     }
 
@@ -177,68 +175,67 @@ impl Shared<'_, '_> {
         if let Err(error) = self.journal.finish(outcome) {
             self.error.get_or_insert(error.into());
         }
-        self.say();
+        self.show_progress();
     }
 
-    /// The service has not answered. What it rejects it would reject again; what it would refuse of every other chunk
-    /// too ends the run.
-    fn failed(&mut self, index: usize, error: endpoint::Error) {
+    /// Handles a request without an answer. A rejected chunk would be rejected again, so it is finished; a fault of every
+    /// request ends the run.
+    fn service_failed(&mut self, index: usize, error: endpoint::Error) {
         let tally = &mut self.tally;
         tally.attempts += error.attempts;
         *tally.service.entry(error.fault.to_string()).or_default() += 1;
-        tally.in_a_row += 1;
-        let faults = tally.in_a_row;
+        tally.faults_in_a_row += 1;
+        let faults = tally.faults_in_a_row;
         if matches!(*error.fault, Fault::Rejected { .. }) && faults < FAULTS_IN_A_ROW_MAX {
             *tally.unusable.entry(Unusable::Refused).or_default() += 1;
             let (questions, unusable) = (Vec::new(), Some(Unusable::Refused));
             return self.finish(Outcome { chunk: index, questions, unusable });
         }
         tally.unanswered += 1;
-        if !asked_to_stop() {
-            if is_of_every_request(&error.fault) {
+        if !stop_requested() {
+            if affects_every_request(&error.fault) {
                 self.error.get_or_insert(error.into());
             } else if faults >= FAULTS_IN_A_ROW_MAX {
                 self.error.get_or_insert(Error::GivenUp { faults, last: error }.into());
             }
         }
-        self.say();
+        self.show_progress();
     }
 
-    /// How far it is, not too often.
-    fn say(&mut self) {
+    fn show_progress(&mut self) {
         let Tally { good, failed, unanswered, input_tokens, output_tokens, .. } = self.tally;
         let done = good + failed + unanswered;
-        let last = done == from_index(self.all);
-        if !last && self.said.is_some_and(|said| said.elapsed() < SAID_EVERY) {
+        let last = done == from_index(self.chunks);
+        if !last && self.last_progress.is_some_and(|time| time.elapsed() < PROGRESS_INTERVAL) {
             return;
         }
-        self.said = Some(Instant::now());
+        self.last_progress = Some(Instant::now());
         say(&format!(
             "{done} of {} chunks: {good} with questions, {failed} without, {unanswered} not answered; {input_tokens} tokens \
              in, {output_tokens} out",
-            self.all
+            self.chunks
         ));
     }
 }
 
 impl Tally {
-    fn answered(&mut self, answered: &Answered<Reply>) {
+    fn count_answer(&mut self, answered: &Answered<Reply>) {
         let Reply { input_tokens, output_tokens, .. } = answered.value;
         self.attempts += answered.attempts;
-        self.in_a_row = 0;
+        self.faults_in_a_row = 0;
         self.input_tokens += input_tokens.unwrap_or(0);
         self.output_tokens += output_tokens.unwrap_or(0);
         self.uncounted += u64::from(input_tokens.is_none() || output_tokens.is_none());
     }
 
-    /// What was wrong, with how often.
+    /// All faults with their counts.
     pub(super) fn faults(&self) -> BTreeMap<String, u64> {
         let unusable = self.unusable.iter().filter(|(why, _)| **why != Unusable::Refused);
         let unusable = unusable.map(|(why, count)| (why.to_string(), *count));
         unusable.chain(self.service.iter().map(|(why, count)| (why.clone(), *count))).collect()
     }
 
-    /// More chunks without an answer or a question than with: what was wrong most often.
+    /// The most frequent fault, if more chunks are without questions than with.
     fn mostly_failed(&self) -> Option<Error> {
         let failed = self.failed + self.unanswered;
         if failed <= self.good {
@@ -249,16 +246,16 @@ impl Tally {
         let refused = (self.unusable.contains_key(&Unusable::Refused)).then_some(Unusable::Refused);
         let service = self.service.iter().map(|(why, count)| (*count, why.clone(), refused));
         let (count, why, unusable) = unusable.chain(service).max_by_key(|(count, ..)| *count)?;
-        Some(Error::MostFailed { failed, asked: failed + self.good, why, count, unusable })
+        Some(Error::MostFailed { failed, chunks: failed + self.good, why, count, unusable })
     }
 }
 
-/// Whether every other request would end in the same.
-fn is_of_every_request(fault: &Fault) -> bool {
+/// Whether every other request would fail in the same way.
+fn affects_every_request(fault: &Fault) -> bool {
     matches!(
         fault,
         Fault::KeyRefused { .. }
-            | Fault::NotThere { .. }
+            | Fault::NotFound { .. }
             | Fault::NoModel { .. }
             | Fault::Redirect { .. }
             | Fault::WebPage

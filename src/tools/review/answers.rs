@@ -1,29 +1,30 @@
 //! The worst of the last sampled answers.
 
-use std::cmp::Reverse;
+use std::cmp::{Ordering, Reverse};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::ends;
 use super::error::Error;
+use super::text::shortened;
 
-/// Characters of an answer that are sent.
+/// Longer answers are sent without their middle.
 const ANSWER_CHARS_MAX: usize = 8_000;
-/// Characters of a question, and of what is expected.
+/// The same for a question and an expected answer.
 const FIELD_CHARS_MAX: usize = 2_000;
 
-/// An answer as the run has written it; further fields are passed over.
+/// A line of `answers.jsonl`; ignores other fields.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct Sampled {
     pub(super) step: u64,
-    /// The prompt's name.
+    /// Name of the prompt.
     pub(super) prompt: String,
-    /// Its index in the group.
+    /// Index in the group.
     pub(super) answer: u64,
     pub(super) text: String,
     pub(super) reward: Option<f64>,
@@ -39,24 +40,22 @@ pub(super) struct Sampled {
     failure: Option<String>,
 }
 
-/// The step alone.
 #[derive(Deserialize)]
-struct Stepped {
+struct StepOnly {
     step: u64,
 }
 
 impl Sampled {
-    /// The lowest reward first, and of equal ones the latest.
-    fn order(&self) -> (u64, Reverse<u64>, &str, u64) {
-        // Floats as numbers that are ordered as they are: all bits turned where they are negative, else the sign's.
-        let bits = self.reward.unwrap_or(f64::INFINITY).to_bits();
-        let ordered = if bits >> 63 == 1 { !bits } else { bits | 1 << 63 };
-        (ordered, Reverse(self.step), &self.prompt, self.answer)
+    /// Worst first: by reward, then the latest step.
+    fn cmp_worst(&self, other: &Sampled) -> Ordering {
+        let reward = |answer: &Sampled| answer.reward.unwrap_or(f64::INFINITY);
+        let rest = (Reverse(self.step), &self.prompt, self.answer);
+        reward(self).total_cmp(&reward(other)).then(rest.cmp(&(Reverse(other.step), &other.prompt, other.answer)))
     }
 
-    /// What is sent: what was expected, where the record has it, numbers, and the answer; the question only where texts of
-    /// prompts may be sent.
-    pub(super) fn message(&self, questions: bool) -> String {
+    /// The message about this answer: numbers, the expected answer if the record has it, and the answer. `with_question`
+    /// says whether texts of prompts may be sent.
+    pub(super) fn message(&self, with_question: bool) -> String {
         let number = |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| value.to_string());
         let mut lines = vec![format!("Reward: {}", number(self.reward))];
         if let Some(parts) = self.parts.as_ref().filter(|parts| !parts.is_empty()) {
@@ -73,54 +72,55 @@ impl Sampled {
             lines.push("A part of the scoring failed.".to_owned());
         }
         let fields = [("Question", "question"), ("Expected", "expected")];
-        for (name, field) in fields.into_iter().filter(|(_, field)| questions || *field != "question") {
+        for (name, field) in fields.into_iter().filter(|(_, field)| with_question || *field != "question") {
             let value = self.reward_data.as_ref().and_then(|data| data.get(field)).filter(|value| !value.is_null());
             if let Some(value) = value {
                 let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-                lines.push(format!("{name}: {}", ends(&text, FIELD_CHARS_MAX)));
+                lines.push(format!("{name}: {}", shortened(&text, FIELD_CHARS_MAX)));
             }
         }
-        lines.push(format!("<answer>\n{}\n</answer>", ends(&self.text, ANSWER_CHARS_MAX)));
+        lines.push(format!("<answer>\n{}\n</answer>", shortened(&self.text, ANSWER_CHARS_MAX)));
         lines.join("\n")
     }
 }
 
-/// The worst answers of the last quarter of the steps, at most so many: the worst of each prompt before a prompt's second.
+/// The worst answers of the last quarter of the steps, at most `answers_max`: the worst of each prompt comes before the
+/// second worst of any.
 ///
 /// # Errors
-/// When the file cannot be read, or holds none with a reward.
+/// When the file cannot be read, or has no answer with a reward.
 pub(super) fn worst(file: &Path, answers_max: usize) -> Result<Vec<Sampled>, Error> {
     let (mut first, mut last) = (u64::MAX, 0);
-    each::<Stepped>(file, |Stepped { step }| (first, last) = (first.min(step), last.max(step)))?;
+    for_each::<StepOnly>(file, |StepOnly { step }| (first, last) = (first.min(step), last.max(step)))?;
     let from = (last + 1).saturating_sub((last.saturating_sub(first) + 1).div_ceil(4));
     let mut chosen = Chosen { by_prompt: BTreeMap::new(), answers_max };
-    each::<Sampled>(file, |answer| {
+    for_each::<Sampled>(file, |answer| {
         if answer.step >= from && answer.reward.is_some() {
-            chosen.take(answer);
+            chosen.add(answer);
         }
     })?;
     let worst = chosen.worst();
     if worst.is_empty() { Err(Error::NoAnswers { file: file.to_owned() }) } else { Ok(worst) }
 }
 
-/// Every line that can be read as `T`: the last one may be torn, and none is worth more than the others.
-fn each<T: for<'a> Deserialize<'a>>(file: &Path, mut take: impl FnMut(T)) -> Result<(), Error> {
-    let io = |source| Error::Io { file: file.to_owned(), action: "read it", source };
+/// Passes every line that can be read as `T` to `take`; skips others, such as an incomplete last line.
+fn for_each<T: DeserializeOwned>(file: &Path, mut take: impl FnMut(T)) -> Result<(), Error> {
+    let io = Error::io(file, "read it");
     let opened = match File::open(file) {
         Err(source) if source.kind() == std::io::ErrorKind::NotFound => {
             return Err(Error::NoAnswers { file: file.to_owned() });
         }
-        opened => opened.map_err(io)?,
+        opened => opened.map_err(&io)?,
     };
     let (mut lines, mut line) = (BufReader::new(opened), Vec::new());
-    while lines.read_until(b'\n', &mut line).map_err(io)? > 0 {
+    while lines.read_until(b'\n', &mut line).map_err(&io)? > 0 {
         serde_json::from_slice(&line).into_iter().for_each(&mut take);
         line.clear();
     }
     Ok(())
 }
 
-/// The worst so far; no more than so many of so many prompts, whatever the run's length.
+/// The worst answers so far: at most `answers_max` of `answers_max` prompts, whatever the run's length.
 struct Chosen {
     /// Each prompt's answers, the worst first.
     by_prompt: BTreeMap<String, Vec<Sampled>>,
@@ -128,18 +128,15 @@ struct Chosen {
 }
 
 impl Chosen {
-    fn take(&mut self, answer: Sampled) {
+    fn add(&mut self, answer: Sampled) {
         let of_prompt = self.by_prompt.entry(answer.prompt.clone()).or_default();
         of_prompt.push(answer);
-        of_prompt.sort_by(|a, b| a.order().cmp(&b.order()));
+        of_prompt.sort_by(Sampled::cmp_worst);
         of_prompt.truncate(self.answers_max);
         if self.by_prompt.len() > self.answers_max {
-            let best = self
-                .by_prompt
-                .iter()
-                .max_by(|(_, a), (_, b)| a.first().map(Sampled::order).cmp(&b.first().map(Sampled::order)));
-            if let Some(name) = best.map(|(name, _)| name.clone()) {
-                self.by_prompt.remove(&name);
+            let worst_of_each = self.by_prompt.values().filter_map(|answers| answers.first());
+            if let Some(best) = worst_of_each.max_by(|a, b| a.cmp_worst(b)).map(|answer| answer.prompt.clone()) {
+                self.by_prompt.remove(&best);
             }
         }
     }
@@ -147,7 +144,7 @@ impl Chosen {
     fn worst(self) -> Vec<Sampled> {
         let numbered = self.by_prompt.into_values().flat_map(|answers| answers.into_iter().enumerate());
         let mut all: Vec<(usize, Sampled)> = numbered.collect();
-        all.sort_by(|(a, one), (b, other)| (*a > 0, one.order()).cmp(&(*b > 0, other.order())));
+        all.sort_by(|(a, one), (b, other)| (*a > 0).cmp(&(*b > 0)).then_with(|| one.cmp_worst(other)));
         all.truncate(self.answers_max);
         all.into_iter().map(|(_, answer)| answer).collect()
     }
@@ -193,7 +190,7 @@ mod tests {
         assert_eq!(
             is(&chosen(&lines, 4)),
             ["7a0", "8b1", "8c0", "7a1"],
-            "of equal ones the latest; none without a reward"
+            "the latest of equal ones; none without a reward"
         );
         assert_eq!(is(&chosen(&lines, 8)), ["7a0", "8b1", "8c0", "7a1", "7b0"]);
         assert_eq!(is(&chosen(&lines, 2)), ["7a0", "8b1"]);
@@ -218,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_has_what_was_asked_expected_and_answered_and_no_name() {
+    fn a_message_has_question_expected_answer_and_no_name() {
         let line = json!({"step": 3, "prompt": "the name", "answer": 1, "text": "in York", "tokens": 3, "reward": 0.0,
             "parts": {"exact": 0.0, "judge": null}, "truncated": true, "failure": "no reply",
             "reward_data": {"question": "Where?", "expected": ["Aldby", 7], "note": "not this"}});
@@ -231,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_without_samples_is_told_so() {
+    fn a_run_without_samples_is_refused() {
         let absent = worst(Path::new("absent.jsonl"), 8).unwrap_err().to_string();
         assert!(absent.contains("rollout.sample = true"), "{absent}");
         let none = worst(file_of(&[answer(1, "a", 0, None)]).path(), 8).unwrap_err().to_string();

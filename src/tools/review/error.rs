@@ -1,41 +1,32 @@
-//! Why nothing is said about a run.
+//! Why there is no summary or diagnosis of a run.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::runtime::failure::{Classified, Exit};
 
-/// Each is told in one line; none ends a run.
+/// Reported as one line each; none ends a run.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each variant and field means")]
 pub enum Error {
-    /// The operating system refused.
     #[error("{}: cannot {action}: {source}", file.display())]
-    Io {
-        /// The file.
-        file: PathBuf,
-        /// What was tried.
-        action: &'static str,
-        /// The system's reason.
-        source: io::Error,
-    },
-    /// The process is ended before an answer could come.
-    #[error("only {seconds:.1} s are left, too little to ask")]
-    NoTime {
-        /// Seconds until the end.
-        seconds: f64,
-    },
-    /// A reply without text.
+    Io { file: PathBuf, action: &'static str, source: io::Error },
+    #[error("only {seconds:.1} s are left, too little for a request")]
+    NoTime { seconds: f64 },
     #[error("the model's reply is empty")]
     Empty,
-    /// Nothing to look at.
     #[error(
-        "{} holds no answer with a reward: only runs that sample answers (rollout.sample = true) have some to look at",
+        "{} holds no answer with a reward: only runs that sample answers (rollout.sample = true) have such answers",
         file.display()
     )]
-    NoAnswers {
-        /// Where answers would stand.
-        file: PathBuf,
-    },
+    NoAnswers { file: PathBuf },
+}
+
+impl Error {
+    /// Adds file and action to an I/O error.
+    pub(super) fn io(file: &Path, action: &'static str) -> impl Fn(io::Error) -> Error {
+        move |source| Error::Io { file: file.to_owned(), action, source }
+    }
 }
 
 impl Classified for Error {

@@ -1,4 +1,4 @@
-//! A run's records, short enough to be sent: how it ended, its numbers by step, its receipt, its warnings.
+//! A run's records, short enough to send: how it ended, its numbers by step, its receipt, its warnings.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -8,27 +8,25 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::error::Error;
-use super::{Ended, ends};
+use super::text::shortened;
 use crate::config::RunConfig;
 use crate::runtime::units::{float, from_index};
 
-/// Steps that are sent, at most.
+/// Most steps in the table.
 const ROWS_MAX: usize = 60;
-/// Columns of a step.
 const COLUMNS_MAX: usize = 64;
-/// Lines of the log, and bytes of them.
 const LOG_LINES_MAX: usize = 100;
 const LOG_BYTES_MAX: usize = 8 << 10;
-/// The end of the log that is looked at.
+/// Bytes at the end of the log that are read.
 const LOG_READ_MAX: u64 = 1 << 18;
-/// Characters of a line, and of a failure's words.
+/// Characters of a log line, and of a failure's message.
 const LINE_CHARS_MAX: usize = 500;
 const FAILURE_CHARS_MAX: usize = 2_000;
-/// A prompt's name that is shorter is part of too many words to be cut out of them.
+/// A shorter name of a prompt is part of too many words to be replaced.
 const NAME_CHARS_MIN: usize = 3;
-/// Entries of a receipt's list.
+/// Entries of a list in the receipt.
 const LIST_MAX: usize = 16;
-/// What of a receipt is sent: numbers, and words of our own.
+/// The parts of a receipt that are sent: numbers, and texts that longstraw writes.
 const RECEIPT_KEYS: [&str; 29] = [
     "passed",
     "stopped",
@@ -61,19 +59,30 @@ const RECEIPT_KEYS: [&str; 29] = [
     "held_out",
 ];
 
-/// All of it as one text. No prompt's name is in it, and no text of a prompt or an answer.
+/// How a run ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Ended<'a> {
+    /// At its last step.
+    Finished,
+    /// Before it, by request; a checkpoint holds its state.
+    Stopped,
+    /// With this message.
+    Failed(&'a str),
+}
+
+/// All records as one text, without names of prompts and without texts of prompts or answers.
 ///
 /// # Errors
-/// When a file is there and cannot be read.
+/// When a file exists and cannot be read.
 pub(super) fn records(dir: &Path, config: &RunConfig, ended: Ended<'_>) -> Result<String, Error> {
     let metrics = dir.join("metrics.jsonl");
-    let steps = Steps::read(&metrics).map_err(|source| unreadable(&metrics, source))?;
+    let steps = Steps::read(&metrics).map_err(Error::io(&metrics, "read it"))?;
     let log = dir.join("logs").join("rank_0.log");
-    let warnings = warnings(&log).map_err(|source| unreadable(&log, source))?;
+    let warnings = warnings(&log).map_err(Error::io(&log, "read it"))?;
     let how = match ended {
         Ended::Finished => "It came to its end.".to_owned(),
         Ended::Stopped => "It was asked to stop before its end, and saved a checkpoint.".to_owned(),
-        Ended::Failed(words) => format!("It failed: {}", steps.without_names(&ends(words, FAILURE_CHARS_MAX))),
+        Ended::Failed(words) => format!("It failed: {}", steps.without_names(&shortened(words, FAILURE_CHARS_MAX))),
     };
     let mut parts = vec![format!("How the run ended\n{how}"), format!("Settings\n{}", settings(config))];
     if let Some(receipt) = receipt(&dir.join("receipt.json")) {
@@ -83,10 +92,6 @@ pub(super) fn records(dir: &Path, config: &RunConfig, ended: Ended<'_>) -> Resul
     let warnings = if warnings.is_empty() { "none".to_owned() } else { steps.without_names(&warnings) };
     parts.push(format!("Warnings and errors in the log\n{warnings}"));
     Ok(parts.join("\n\n"))
-}
-
-fn unreadable(file: &Path, source: io::Error) -> Error {
-    Error::Io { file: file.to_owned(), action: "read it", source }
 }
 
 /// The few settings that explain numbers.
@@ -101,7 +106,7 @@ fn settings(config: &RunConfig) -> Value {
     })
 }
 
-/// The receipt's main numbers; none where there is none, as after a failure.
+/// The receipt's main numbers; `None` if there is no receipt, as after a failure.
 fn receipt(file: &Path) -> Option<Value> {
     let whole: Map<String, Value> = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
     let picked = RECEIPT_KEYS.iter().filter_map(|key| Some(((*key).to_owned(), whole.get(*key)?.clone())));
@@ -114,7 +119,7 @@ fn receipt(file: &Path) -> Option<Value> {
     Some(Value::Object(short.collect()))
 }
 
-/// Warnings and errors of this run on rank 0, the last ones.
+/// The last warnings and errors of this run on rank 0.
 fn warnings(file: &Path) -> io::Result<String> {
     let mut opened = match File::open(file) {
         Err(source) if source.kind() == io::ErrorKind::NotFound => return Ok(String::new()),
@@ -126,15 +131,15 @@ fn warnings(file: &Path) -> io::Result<String> {
     opened.take(LOG_READ_MAX).read_to_end(&mut bytes)?;
     let text = String::from_utf8_lossy(&bytes).into_owned();
     let lines: Vec<&str> = text.lines().collect();
-    // A log is continued by the next run, which says first who it is.
-    let begun = lines.iter().rposition(|line| line.contains(" longstraw ") && line.contains(", rank 0 of "));
+    // A later run appends to the log of an earlier one; its first line names the program and the rank.
+    let start = lines.iter().rposition(|line| line.contains(" longstraw ") && line.contains(", rank 0 of "));
     let mut kept: Vec<String> = Vec::new();
     let mut size = 0;
-    for line in lines[begun.unwrap_or(0)..].iter().rev() {
+    for line in lines[start.unwrap_or(0)..].iter().rev() {
         if !matches!(line.split_whitespace().nth(1), Some("WARN" | "ERROR")) {
             continue;
         }
-        let line = ends(line, LINE_CHARS_MAX).replace('\n', " ");
+        let line = shortened(line, LINE_CHARS_MAX).replace('\n', " ");
         size += line.len() + 1;
         if kept.len() >= LOG_LINES_MAX || size > LOG_BYTES_MAX {
             break;
@@ -148,15 +153,15 @@ fn warnings(file: &Path) -> io::Result<String> {
 /// The numbers of every step.
 #[derive(Debug, Default)]
 struct Steps {
-    /// In the order in which they first came.
+    /// In the order of first appearance.
     columns: Vec<String>,
     rows: Vec<BTreeMap<String, f64>>,
-    /// Names of prompts, which are not sent.
+    /// Names of prompts; never sent.
     names: BTreeSet<String>,
 }
 
 impl Steps {
-    /// A step is a line; what is no number does not stay.
+    /// Reads one step a line; drops everything that is not a number.
     fn read(file: &Path) -> io::Result<Steps> {
         let mut steps = Steps::default();
         let opened = match File::open(file) {
@@ -166,38 +171,38 @@ impl Steps {
         let (mut lines, mut line) = (BufReader::new(opened), Vec::new());
         while lines.read_until(b'\n', &mut line)? > 0 {
             if let Ok(Value::Object(step)) = serde_json::from_slice(&line) {
-                steps.take(&step);
+                steps.add(&step);
             }
             line.clear();
         }
         Ok(steps)
     }
 
-    fn take(&mut self, step: &Map<String, Value>) {
+    fn add(&mut self, step: &Map<String, Value>) {
         let mut row = BTreeMap::new();
         for (key, value) in step {
             match value {
                 Value::Array(list) if list.iter().any(Value::is_string) => {
                     self.names.extend(list.iter().filter_map(Value::as_str).map(str::to_owned));
-                    self.put(&mut row, key.clone(), Some(float(from_index(list.len()))));
+                    self.set(&mut row, key.clone(), Some(float(from_index(list.len()))));
                 }
                 Value::Array(list) => {
                     for (index, value) in list.iter().enumerate().take(2) {
-                        self.put(&mut row, format!("{key}.{index}"), value.as_f64());
+                        self.set(&mut row, format!("{key}.{index}"), value.as_f64());
                     }
                 }
                 Value::Object(fields) => {
                     for (field, value) in fields {
-                        self.put(&mut row, format!("{key}.{field}"), value.as_f64());
+                        self.set(&mut row, format!("{key}.{field}"), value.as_f64());
                     }
                 }
-                value => self.put(&mut row, key.clone(), value.as_f64()),
+                value => self.set(&mut row, key.clone(), value.as_f64()),
             }
         }
         self.rows.push(row);
     }
 
-    fn put(&mut self, row: &mut BTreeMap<String, f64>, column: String, value: Option<f64>) {
+    fn set(&mut self, row: &mut BTreeMap<String, f64>, column: String, value: Option<f64>) {
         let Some(value) = value else { return };
         if !self.columns.contains(&column) {
             if self.columns.len() >= COLUMNS_MAX {
@@ -208,7 +213,6 @@ impl Steps {
         row.insert(column, value);
     }
 
-    /// Replaces names of prompts.
     fn without_names(&self, text: &str) -> String {
         let mut names: Vec<&String> =
             self.names.iter().filter(|name| name.chars().count() >= NAME_CHARS_MIN && text.contains(*name)).collect();
@@ -216,7 +220,7 @@ impl Steps {
         names.into_iter().fold(text.to_owned(), |text, name| text.replace(name, "[a prompt]"))
     }
 
-    /// First, last and extreme values of each number, and a table of steps, thinned evenly.
+    /// First, last and extreme values of each number, and a table of evenly spaced steps.
     fn text(&self) -> String {
         let count = self.rows.len();
         let (Some(first), Some(last)) = (self.rows.first(), self.rows.last()) else {
@@ -230,11 +234,11 @@ impl Steps {
         let mut lines = vec![format!("Steps: {count}; different prompts: {}", self.names.len())];
         lines.push("number: first, last, least (at step), most (at step)".to_owned());
         for column in self.columns.iter().filter(|column| *column != "step") {
-            let known = || self.rows.iter().filter_map(|row| Some((*row.get(column)?, step_of(row))));
-            let (least, most) =
-                (known().min_by(|a, b| a.0.total_cmp(&b.0)), known().max_by(|a, b| a.0.total_cmp(&b.0)));
+            let known = || self.rows.iter().filter_map(|row| Some((*row.get(column)?, cell(row, "step"))));
+            let least = known().min_by(|a, b| a.0.total_cmp(&b.0));
+            let most = known().max_by(|a, b| a.0.total_cmp(&b.0));
             let at = |found: Option<(f64, String)>| {
-                found.map_or_else(|| "-".into(), |(x, at)| format!("{} ({at})", short(x)))
+                found.map_or_else(|| "-".into(), |(value, step)| format!("{} ({step})", short(value)))
             };
             lines.push(format!(
                 "{column}: {}, {}, {}, {}",
@@ -251,10 +255,6 @@ impl Steps {
         }));
         lines.join("\n")
     }
-}
-
-fn step_of(row: &BTreeMap<String, f64>) -> String {
-    cell(row, "step")
 }
 
 fn cell(row: &BTreeMap<String, f64>, column: &str) -> String {
@@ -290,16 +290,16 @@ mod tests {
         dir
     }
 
-    fn told(dir: &Path, ended: Ended<'_>) -> String {
+    fn sent(dir: &Path, ended: Ended<'_>) -> String {
         records(dir, &RunConfig::laptop(), ended).unwrap()
     }
 
     #[test]
-    fn numbers_are_told_and_names_are_counted() {
+    fn numbers_are_sent_and_names_are_counted() {
         let dir = dir_with(4);
         fs::write(dir.path().join("receipt.json"), r#"{"passed": true, "rewards": [1, 0], "adapter_digest": ["ab"]}"#)
             .unwrap();
-        let text = told(dir.path(), Ended::Finished);
+        let text = sent(dir.path(), Ended::Finished);
         for words in [
             "It came to its end.",
             "Steps: 4; different prompts: 5",
@@ -318,25 +318,25 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_and_the_log_are_told_without_names_of_prompts() {
+    fn a_failure_and_the_log_are_sent_without_names_of_prompts() {
         let dir = dir_with(2);
         let log = "2026-01-01T00:00:00Z  WARN an earlier run's\n2026-01-01T00:00:01Z  INFO longstraw 0.1.0, rank 0 of 2, process 7\n\
                    2026-01-01T00:00:02Z  INFO step 1/2: loss 0\n2026-01-01T00:00:03Z  WARN secret plan is long\n\
                    2026-01-01T00:00:04Z ERROR rank 0, score: gone\n";
         fs::write(dir.path().join("logs/rank_0.log"), log).unwrap();
-        let text = told(dir.path(), Ended::Failed("rank 0, score: secret plan: not finite"));
+        let text = sent(dir.path(), Ended::Failed("rank 0, score: secret plan: not finite"));
         assert!(text.contains("It failed: rank 0, score: [a prompt]: not finite"), "{text}");
         assert!(text.contains("WARN [a prompt] is long\n") && text.contains("ERROR rank 0, score: gone"), "{text}");
         assert!(!text.contains("earlier run") && !text.contains("loss 0\n") && !text.contains("Receipt"), "{text}");
     }
 
     #[test]
-    fn a_long_run_is_thinned_and_its_log_is_bounded() {
+    fn a_long_run_has_a_bounded_table_and_log() {
         let dir = dir_with(5_000);
         let line = |number: u64| [format!("2026-01-01T00:00:00Z  WARN {number} "), "x".repeat(900), "\n".to_owned()];
         let log: String = (0..5_000).flat_map(line).collect();
         fs::write(dir.path().join("logs/rank_0.log"), log).unwrap();
-        let text = told(dir.path(), Ended::Stopped);
+        let text = sent(dir.path(), Ended::Stopped);
         assert!(
             text.contains("Table of 60 steps") && text.contains("\n1,0.5000") && text.contains("\n5000,2500"),
             "{text}"
@@ -348,6 +348,6 @@ mod tests {
     #[test]
     fn a_run_without_files_has_made_no_update() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(told(dir.path(), Ended::Failed("x")).contains("no update was made"));
+        assert!(sent(dir.path(), Ended::Failed("x")).contains("no update was made"));
     }
 }

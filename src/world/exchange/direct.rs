@@ -1,4 +1,4 @@
-//! The transport from GPU to GPU: opened once for an axis, taken by every exchange of tensors that lie on GPUs.
+//! The transport from GPU to GPU: opened once for an axis, used by every exchange of tensors on GPUs.
 
 use std::collections::BTreeSet;
 
@@ -6,31 +6,33 @@ use tch::{Device, Tensor};
 
 use crate::runtime::units::{Rank, Tokens, as_dim};
 use crate::tensor::gpu::{self, Event};
-use crate::tensor::link::{self, Link, Parcel};
+use crate::tensor::link::{self, Link, Message};
 use crate::tensor::{self};
 use crate::world::Axis;
 
-/// Opens it, where every rank of the axis has a GPU of its own and NCCL is there; says whether it is open. Every rank
-/// takes part. A rank on which it fails leaves the others waiting: its error has to end the job.
+/// Opens the transport if every rank of the axis has its own GPU and NCCL can be opened; returns whether it is open. Every
+/// rank takes part. If it fails on a rank, the others wait: the error must end the job.
 ///
 /// # Errors
 /// When NCCL cannot connect the ranks.
 pub fn connect(axis: &Axis, device: Device) -> Result<bool, tensor::Error> {
     let here = match device {
-        Device::Cuda(index) if link::there() => gpu::identity(index).map(|address| format!("{}{address}", machine())),
+        Device::Cuda(index) if link::nccl_available() => {
+            gpu::identity(index).map(|address| format!("{}{address}", machine()))
+        }
         _ => None,
     };
-    let all = axis.gather_texts(&here.unwrap_or_default());
-    let apart = all.iter().all(|one| !one.is_empty()) && all.iter().collect::<BTreeSet<_>>().len() == all.len();
-    if axis.size() == 1 || !apart {
+    let gpus = axis.gather_texts(&here.unwrap_or_default());
+    let is_distinct = gpus.iter().collect::<BTreeSet<_>>().len() == gpus.len();
+    if axis.size() == 1 || !is_distinct || gpus.iter().any(String::is_empty) {
         return Ok(false);
     }
-    let mut name = if axis.rank() == Rank(0) { link::name()? } else { [0; link::NAME_BYTES] };
-    axis.broadcast(&mut name);
-    let waiting = axis.waits();
-    let link = Link::open(&name, axis.size(), axis.rank())?;
+    let mut id = if axis.rank() == Rank(0) { link::new_id()? } else { [0; link::ID_BYTES] };
+    axis.broadcast(&mut id);
+    let waiting = axis.begin_wait();
+    let link = Link::open(&id, axis.size(), axis.rank())?;
     drop(waiting);
-    axis.open_road(link);
+    axis.set_transport(link);
     Ok(true)
 }
 
@@ -40,35 +42,35 @@ pub fn is_direct(axis: &Axis, device: Device) -> bool {
     transport(axis, device).is_some()
 }
 
-/// What no two machines have in common.
+/// Differs between any two machines.
 fn machine() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
 
-/// The transport for tensors on `device`, if there is one.
+/// The transport for tensors on `device`, if one is open.
 pub(crate) fn transport(axis: &Axis, device: Device) -> Option<&Link> {
     axis.transport().filter(|_| device != Device::Cpu)
 }
 
-/// What a failed exchange means: the peers wait for messages that will not come.
+/// Panics at a failed exchange, which ends the job: the peers wait for messages that will not come.
 fn sent<T>(outcome: Result<T, tensor::Error>) -> T {
     outcome.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Sends and receives beside the computation. Empty tensors do not travel: both sides know all sizes.
-pub(crate) fn exchange(link: &Link, send: Vec<Parcel>, receive: Vec<Parcel>) -> Event {
-    let full = |parcels: Vec<Parcel>| parcels.into_iter().filter(|one| one.tensor.numel() > 0).collect::<Vec<_>>();
+/// Sends and receives concurrently with the computation. Empty tensors are not sent: both sides know all sizes.
+pub(crate) fn exchange(link: &Link, send: Vec<Message>, receive: Vec<Message>) -> Event {
+    let full = |messages: Vec<Message>| messages.into_iter().filter(|one| one.tensor.numel() > 0).collect::<Vec<_>>();
     sent(link.exchange(&full(send), &full(receive)))
 }
 
-/// The computation goes on after an exchange.
+/// Makes the computation wait for an exchange.
 pub(crate) fn wait(event: &Event) {
     sent(event.block());
 }
 
-/// Each tensor for, or from, one peer.
-pub(crate) fn parcels(tensors: &[Tensor], peer: Rank) -> Vec<Parcel> {
-    tensors.iter().map(|tensor| Parcel { tensor: tensor.shallow_clone(), peer }).collect()
+/// Messages that send each tensor to one peer, or receive it from there.
+pub(crate) fn messages(tensors: &[Tensor], peer: Rank) -> Vec<Message> {
+    tensors.iter().map(|tensor| Message { tensor: tensor.shallow_clone(), peer }).collect()
 }
 
 /// Row ranges of every rank but this one, in rank order: (rank, first row, rows).
@@ -82,13 +84,13 @@ fn others(axis: &Axis, counts: &[Tokens]) -> Vec<(Rank, i64, i64)> {
     ranks.filter(|(rank, _)| *rank != axis.rank()).map(|(rank, (first, rows))| (rank, first, rows)).collect()
 }
 
-/// [`super::gather_rows`] without the host.
+/// [`super::gather_rows`] from GPU to GPU.
 pub(crate) fn gather_rows(link: &Link, axis: &Axis, x: &Tensor, counts: &[Tokens]) -> Tensor {
     let x = x.detach().contiguous();
     let all = Tensor::empty(resized(&x, counts.iter().map(|count| count.0).sum()), (x.kind(), x.device()));
     let peers = others(axis, counts);
-    let send = peers.iter().map(|&(peer, ..)| Parcel { tensor: x.shallow_clone(), peer }).collect();
-    let receive = peers.iter().map(|&(peer, first, rows)| Parcel { tensor: all.narrow(0, first, rows), peer });
+    let send = peers.iter().map(|&(peer, ..)| Message { tensor: x.shallow_clone(), peer }).collect();
+    let receive = peers.iter().map(|&(peer, first, rows)| Message { tensor: all.narrow(0, first, rows), peer });
     let done = exchange(link, send, receive.collect());
     let first = counts[..axis.rank().0].iter().map(|count| count.dim()).sum();
     all.narrow(0, first, x.size()[0]).copy_(&x);
@@ -96,15 +98,15 @@ pub(crate) fn gather_rows(link: &Link, axis: &Axis, x: &Tensor, counts: &[Tokens
     all
 }
 
-/// [`super::return_rows`] without the host.
+/// [`super::return_rows`] from GPU to GPU.
 pub(crate) fn return_rows(link: &Link, axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor> {
     let parts = parts.detach().contiguous();
     let own = counts[axis.rank().0];
     let home: Vec<Tensor> =
         counts.iter().map(|_| Tensor::empty(resized(&parts, own.0), (parts.kind(), parts.device()))).collect();
     let peers = others(axis, counts);
-    let send = peers.iter().map(|&(peer, first, rows)| Parcel { tensor: parts.narrow(0, first, rows), peer });
-    let receive = peers.iter().map(|&(peer, ..)| Parcel { tensor: home[peer.0].shallow_clone(), peer });
+    let send = peers.iter().map(|&(peer, first, rows)| Message { tensor: parts.narrow(0, first, rows), peer });
+    let receive = peers.iter().map(|&(peer, ..)| Message { tensor: home[peer.0].shallow_clone(), peer });
     let done = exchange(link, send.collect(), receive.collect());
     let first = counts[..axis.rank().0].iter().map(|count| count.dim()).sum();
     home[axis.rank().0].shallow_clone().copy_(&parts.narrow(0, first, own.dim()));

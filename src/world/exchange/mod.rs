@@ -1,8 +1,8 @@
-//! Collectives over tensors: rows gathered, rows returned, runs round the ring, gradients summed.
+//! Collectives over tensors: gather rows, return rows, sum gradients.
 //!
-//! Every function is entered by every rank of the axis, with zero rows where it has none. Sums and merges go in rank
-//! order, page runs in ring order, never in order of arrival, so results repeat bit for bit. Tensors on GPUs go from one
-//! to the other where [`connect`] has found a transport, else through host memory; the bits are the same.
+//! Every rank of the axis enters every function, also with zero rows. Sums and merges are formed in rank order, never in order
+//! of arrival, so results repeat bit for bit. Tensors on GPUs go from GPU to GPU if [`connect`] has opened a transport, else
+//! through host memory; the bits are the same.
 
 pub(crate) mod direct;
 
@@ -10,31 +10,31 @@ use tch::{Device, Kind, Tensor};
 
 pub use direct::{connect, is_direct};
 
-use crate::runtime::units::{Tokens, as_index, from_dim};
+use crate::runtime::units::{Tokens, as_dim, as_index, from_dim};
 use crate::tensor::{element_bytes, views};
 use crate::world::Axis;
 
-/// Bytes of one row of `x`, rows first.
+/// Bytes of one row of `x`; the first dimension counts rows.
 fn row_bytes(x: &Tensor) -> usize {
     let elements: u64 = x.size().iter().skip(1).map(|&dim| from_dim(dim)).product();
     as_index(elements * element_bytes(x.kind()))
 }
 
-/// `x` as it leaves for another rank.
+/// `x` in host memory, contiguous, ready to be sent.
 pub(crate) fn outgoing(x: &Tensor) -> Tensor {
     x.detach().to_device(Device::Cpu).contiguous()
 }
 
-/// Received bytes as rows shaped like those of `like`.
+/// Received bytes as a tensor of `rows` rows shaped like those of `like`, on its device.
 fn incoming(received: &[u8], rows: u64, like: &Tensor) -> Tensor {
     let mut shape = like.size();
-    shape[0] = crate::runtime::units::as_dim(rows);
+    shape[0] = as_dim(rows);
     let mut x = Tensor::empty(shape, (like.kind(), Device::Cpu));
     views::view_mut(&mut x).copy_from_slice(received);
     x.to_device(like.device())
 }
 
-/// Every rank's rows, one rank after another, on every rank. `counts[r]` is how many rank r has.
+/// Concatenates every rank's rows in rank order, on every rank. Rank r has `counts[r]` rows.
 pub fn gather_rows(axis: &Axis, x: &Tensor, counts: &[Tokens]) -> Tensor {
     if axis.size() == 1 {
         return x.detach();
@@ -49,8 +49,8 @@ pub fn gather_rows(axis: &Axis, x: &Tensor, counts: &[Tokens]) -> Tensor {
     incoming(&received, counts.iter().map(|count| count.0).sum(), x)
 }
 
-/// The reverse of [`gather_rows`]: each rank holds a part of every row and sends it to the row's rank. Returns the parts
-/// of this rank's own rows, one tensor for each rank, in rank order.
+/// The reverse of [`gather_rows`]: each rank has a partial value of every row and sends it to the row's rank. Returns the
+/// partial values of this rank's own rows, one tensor from each rank, in rank order.
 #[must_use]
 pub fn return_rows(axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor> {
     if axis.size() == 1 {
@@ -63,9 +63,9 @@ pub fn return_rows(axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor
     let own = counts[axis.rank().0];
     let send_sizes: Vec<_> = counts.iter().map(|count| count.index() * row).collect();
     let receive_sizes = vec![own.index() * row; axis.size()];
-    let most = send_sizes.iter().copied().max().unwrap_or(0);
+    let bytes_max = send_sizes.iter().copied().max().unwrap_or(0);
     let sent = outgoing(parts);
-    let received = axis.all_to_all(views::view(&sent), &send_sizes, &receive_sizes, most);
+    let received = axis.all_to_all(views::view(&sent), &send_sizes, &receive_sizes, bytes_max);
     let size = own.index() * row;
     (0..axis.size()).map(|rank| incoming(&received[rank * size..(rank + 1) * size], own.0, parts)).collect()
 }
@@ -73,27 +73,28 @@ pub fn return_rows(axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor
 /// Sum of tensors in the order given.
 ///
 /// # Panics
-/// When there are none.
+/// When `parts` is empty.
 pub fn sum_in_order(parts: &[Tensor]) -> Tensor {
     let (first, rest) = parts.split_first().expect("an axis has at least one rank");
     rest.iter().fold(first.copy(), |sum, part| sum + part)
 }
 
-/// Partial attention over several sets of keys, merged by log-sum-exp into `out_thd` and `lse_th`, both in the
-/// accumulation dtype and written in place. Empty with empty stays empty: out 0, log-sum-exp −∞, no NaN.
+/// Merges partial attention over further keys into `out_thd` and `lse_th` by log-sum-exp, in place, in the accumulation dtype.
+/// Empty merged with empty stays empty: out 0, log-sum-exp −∞, no NaN.
 pub fn merge_into(out_thd: &mut Tensor, lse_th: &mut Tensor, new_out_thd: &Tensor, new_lse_th: &Tensor) {
     let lse = lse_th.logaddexp(new_lse_th);
-    // −∞ − −∞ is the one NaN that means "nothing"; any other stays and shows itself.
-    let nothing = lse.isneginf();
-    let weight = |part: &Tensor| (part - &lse).exp().masked_fill(&nothing, 0.0).unsqueeze(-1);
-    let (old, new) = (weight(lse_th), weight(new_lse_th));
-    // Two passes over the rows, the new part read in its own dtype: no third tensor of their size.
-    let _ = out_thd.g_mul_(&old);
-    let _ = out_thd.addcmul_(new_out_thd, &new);
+    // Only −∞ − −∞ means that no key was visible; any other NaN stays visible.
+    let is_empty = lse.isneginf();
+    let weight = |part: &Tensor| (part - &lse).exp().masked_fill(&is_empty, 0.0).unsqueeze(-1);
+    let old_weight = weight(lse_th);
+    let new_weight = weight(new_lse_th);
+    // In place, with the new part in its own dtype: no third tensor of this size.
+    let _ = out_thd.g_mul_(&old_weight);
+    let _ = out_thd.addcmul_(new_out_thd, &new_weight);
     lse_th.copy_(&lse);
 }
 
-/// Nothing seen yet: out 0 and log-sum-exp −∞ for `rows` queries.
+/// Partial attention over no keys: out 0 and log-sum-exp −∞ for `rows` queries.
 pub fn nothing(rows: i64, heads: i64, head_dim: i64, acc: Kind, device: Device) -> (Tensor, Tensor) {
     (
         Tensor::zeros([rows, heads, head_dim], (acc, device)),
@@ -101,8 +102,8 @@ pub fn nothing(rows: i64, heads: i64, head_dim: i64, acc: Kind, device: Device) 
     )
 }
 
-/// Sums `x` over the axis in rank order on rank 0 and gives every rank that same sum, bit for bit. All ranks' tensors
-/// have one shape; messages are bounded, so `x` may be of any size.
+/// Sums `x` over the axis on rank 0, in rank order, and broadcasts the sum: every rank has the same bits. All ranks' tensors have
+/// the same shape; messages are bounded, so `x` may have any size.
 ///
 /// # Panics
 /// When `x` is not a contiguous CPU tensor.
@@ -116,13 +117,8 @@ pub fn sum_over_ranks(axis: &Axis, x: &mut Tensor) {
     for part in views::view_mut(x).chunks_mut(round) {
         let gathered = axis.gather_round(part);
         if !gathered.is_empty() {
-            let mut all = Tensor::empty(
-                [
-                    crate::runtime::units::as_dim(axis.size() as u64),
-                    crate::runtime::units::as_dim((part.len() / width) as u64),
-                ],
-                (kind, Device::Cpu),
-            );
+            let mut all =
+                Tensor::empty([as_dim(axis.size() as u64), as_dim((part.len() / width) as u64)], (kind, Device::Cpu));
             views::view_mut(&mut all).copy_from_slice(&gathered);
             let rows: Vec<Tensor> = (0..all.size()[0]).map(|rank| all.get(rank)).collect();
             part.copy_from_slice(views::view(&sum_in_order(&rows).contiguous()));
@@ -131,7 +127,7 @@ pub fn sum_over_ranks(axis: &Axis, x: &mut Tensor) {
     }
 }
 
-/// Sum of one number over the axis, in rank order, the same bits on every rank.
+/// Sums one number over the axis in rank order; every rank has the same bits.
 #[must_use]
 pub fn sum_number(axis: &Axis, value: f64) -> f64 {
     axis.gather_floats(value).iter().sum()

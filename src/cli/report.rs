@@ -1,4 +1,4 @@
-//! The verb that looks back at runs.
+//! The verb that writes a page about runs.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use clap::Args;
 use longstraw::report::{page, print_result};
 use longstraw::runtime::failure::{Exit, Failure};
 
-use super::print_json;
+use super::output::print_json;
 
 #[derive(Args, Debug)]
 pub(super) struct ReportFlags {

@@ -1,6 +1,7 @@
-//! gate7: several updates with a checkpoint after each; the same run again, stopped in the middle and resumed.
+//! A gate of several updates with a checkpoint after each: the whole run, and the same run again, stopped in the middle and
+//! resumed.
 //!
-//! What is resumed must be the run that was never stopped, to the bit: adapters, moments and data position come out of the
+//! The resumed run must be the run that was never stopped, to the bit: adapters, moments and data position come out of the
 //! checkpoint, and nothing else of the first half may matter.
 
 use std::fs;
@@ -9,8 +10,10 @@ use std::path::Path;
 
 use serde_json::json;
 
+use super::attempt::Attempt;
 use super::checks::{self, check};
-use super::{Error, Passage, memory, named};
+use super::error::Error;
+use super::memory;
 use crate::config::Loaded;
 use crate::report::{Check, Receipt};
 use crate::runtime::failure::Failure;
@@ -18,35 +21,31 @@ use crate::runtime::units::Rank;
 use crate::train::{Course, Finished, Run};
 use crate::world::World;
 
-impl Passage<'_> {
-    /// Runs once through, once with a stop, and compares.
-    pub(super) fn online(&mut self, world: &mut World) -> Result<Receipt, Failure> {
-        let (whole, parted) = (self.folder("whole"), self.folder("parted"));
-        for loaded in [&whole, &parted] {
-            let removed = if world.all.rank() == Rank(0) { without_checkpoints(&loaded.rank.dir) } else { Ok(()) };
-            world.agree(removed.map_err(Failure::from))?;
-        }
-        let run = Run::open(&whole, Course::default(), world)?;
-        self.behind(Some(&run), world)?;
-        let mut finished = run.train(&whole, world)?;
-        finished.write(world)?;
-        let Finished { mut receipt, session, .. } = finished;
-        let expected = self.expected(session.spec());
-        drop(session);
-        let stop_after = whole.run.run.steps / 2;
-        let first = ran(&parted, Course { resume: false, stop_after: Some(stop_after) }, world)?;
-        let second = ran(&parted, Course { resume: true, stop_after: None }, world)?;
-        let of_whole = checks::of_run(&receipt, &expected).into_iter().chain(memory::against_plan(&receipt));
-        let mut all: Vec<Check> = of_whole.map(|check| named("whole", check)).collect();
-        all.extend(checks::of_run(&second, &expected).into_iter().map(|check| named("resumed", check)));
-        all.extend(resumed(&receipt, &first, &second, stop_after));
-        receipt.checks = all;
-        Ok(receipt)
+/// Runs once through, once with a stop, and compares.
+pub(super) fn stopped_and_resumed(attempt: &mut Attempt<'_>, world: &mut World) -> Result<Receipt, Failure> {
+    let gradient = attempt.loaded.run.grpo.gradient;
+    let whole = attempt.within("whole", gradient);
+    let parted = attempt.within("parted", gradient);
+    for loaded in [&whole, &parted] {
+        let removed = if world.all.rank() == Rank(0) { without_checkpoints(&loaded.rank.dir) } else { Ok(()) };
+        world.agree(removed.map_err(Failure::from))?;
     }
-
-    fn folder(&self, name: &str) -> Loaded {
-        self.within(name, self.loaded.run.grpo.gradient)
-    }
+    let run = Run::open(&whole, Course::default(), world)?;
+    attempt.admit(Some(&run), world)?;
+    let mut finished = run.train(&whole, world)?;
+    finished.write(world)?;
+    let Finished { mut receipt, session, .. } = finished;
+    let expected = attempt.expected(session.spec());
+    drop(session);
+    let stop_after = whole.run.run.steps / 2;
+    let first = ran(&parted, Course { resume: false, stop_after: Some(stop_after) }, world)?;
+    let second = ran(&parted, Course { resume: true, stop_after: None }, world)?;
+    let of_whole = checks::of_run(&receipt, &expected).into_iter().chain(memory::against_plan(&receipt));
+    let mut all: Vec<Check> = of_whole.map(|check| checks::prefixed("whole", check)).collect();
+    all.extend(checks::of_run(&second, &expected).into_iter().map(|check| checks::prefixed("resumed", check)));
+    all.extend(resumed(&receipt, &first, &second, stop_after));
+    receipt.checks = all;
+    Ok(receipt)
 }
 
 fn ran(loaded: &Loaded, course: Course, world: &mut World) -> Result<Receipt, Failure> {
@@ -55,13 +54,14 @@ fn ran(loaded: &Loaded, course: Course, world: &mut World) -> Result<Receipt, Fa
     Ok(finished.receipt)
 }
 
-/// The gate's own checkpoints of an earlier time are gone: a run does not start anew among them.
+/// Removes the gate's own earlier checkpoints: a new run does not start among them.
 fn without_checkpoints(dir: &Path) -> Result<(), Error> {
     let gone = |file: &Path, outcome: io::Result<()>| match outcome {
         Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::File { file: file.into(), source }),
         _ => Ok(()),
     };
-    let (folder, latest) = (dir.join("checkpoints"), dir.join("latest"));
+    let folder = dir.join("checkpoints");
+    let latest = dir.join("latest");
     gone(&folder, fs::remove_dir_all(&folder))?;
     gone(&latest, fs::remove_file(&latest))
 }
@@ -85,7 +85,7 @@ fn resumed(whole: &Receipt, first: &Receipt, second: &Receipt, stop_after: u64) 
 
 #[cfg(test)]
 mod tests {
-    use super::super::checks::tests::{failed, good};
+    use super::super::fixture::{failed, good};
     use super::*;
 
     /// Four updates, of which the first part made two.

@@ -1,0 +1,51 @@
+//! Where the configuration comes from, and the start of MPI.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use longstraw::config::{Environment, Overrides};
+use longstraw::runtime::failure::Failure;
+use longstraw::runtime::liveness::Tracker;
+use longstraw::tensor::boundary::count_allocations;
+use longstraw::world::{Launcher, World};
+
+#[derive(Args, Clone, Debug)]
+pub(super) struct ConfigFlags {
+    /// The configuration (default: ./config.toml where it exists, else the built-in laptop run)
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// The settings (default: ./settings.json where it exists)
+    #[arg(long, global = true, value_name = "FILE")]
+    settings: Option<PathBuf>,
+    /// One key's value; may be given again
+    #[arg(long, global = true, value_name = "table.key=value")]
+    pub(super) set: Vec<String>,
+    /// Where the run writes (default: run.dir)
+    #[arg(long, global = true, value_name = "DIR")]
+    run_dir: Option<PathBuf>,
+}
+
+impl ConfigFlags {
+    pub(super) fn is_given(&self) -> bool {
+        let files = [&self.config, &self.settings, &self.run_dir];
+        files.into_iter().any(Option::is_some) || !self.set.is_empty()
+    }
+
+    pub(super) fn overrides(self) -> Overrides {
+        Overrides { config: self.config, settings: self.settings, set: self.set, run_dir: self.run_dir }
+    }
+}
+
+/// Starts MPI, and limits this process to its share of the machine's cores.
+pub(super) fn start_world(environment: &Environment) -> Result<World, Failure> {
+    count_allocations();
+    let launcher = environment.launcher_tasks().map(|found| Launcher { variable: found.variable, tasks: found.tasks });
+    let world = World::start(launcher, Tracker::default())?;
+    // Every rank calls the collective, since the variable may differ from host to host.
+    let ranks_here = world.machine().size();
+    if environment.omp_num_threads().is_none() {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        tch::set_num_threads(i32::try_from((cores / ranks_here).max(1)).unwrap_or(1));
+    }
+    Ok(world)
+}

@@ -1,0 +1,58 @@
+//! A prompt with its answers, and the limits that both must keep to.
+
+use serde_json::{Map, Value as Json};
+
+use crate::config::TooLong;
+use crate::runtime::units::Tokens;
+
+/// One candidate answer of a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// Token ids, at least one.
+    pub ids: Vec<i64>,
+    /// Finite; `None` if the file gives none.
+    pub reward: Option<f64>,
+    /// For each id whether it takes part in the loss, at least one of them; `None`: all do. A tool's output inside an
+    /// answer, for instance, is read but not trained.
+    pub mask: Option<Vec<bool>>,
+}
+
+/// A prompt with its answers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Group {
+    /// The record's name, or `line N`.
+    pub name: String,
+    /// Token ids of the prompt, at least one.
+    pub prompt_ids: Vec<i64>,
+    /// As many as the limits say.
+    pub answers: Vec<Answer>,
+    /// What reward functions read. `expected` is a text, a number, a boolean or a list of texts; `pattern` and `question`
+    /// are texts; other keys are free.
+    pub reward_data: Map<String, Json>,
+    /// Tokens left out, if the prompt was longer than the plan's.
+    pub cut: Option<Tokens>,
+}
+
+/// How many answers each record must have.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Answers {
+    /// Exactly the group size.
+    Given(usize),
+    /// Any number, also none: the policy samples the answers.
+    Sampled,
+}
+
+/// Limits that every record must keep to.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Longest prompt of the plan.
+    pub prompt_len_max: Tokens,
+    /// Longest answer of the plan.
+    pub answer_len_max: Tokens,
+    /// Ids are below this: rows of the model's embedding.
+    pub vocab_size: u64,
+    /// How many answers each record must have.
+    pub answers: Answers,
+    /// What to do with a prompt longer than `prompt_len_max`.
+    pub too_long: TooLong,
+}

@@ -1,0 +1,132 @@
+//! The state that earlier positions left on this rank, and its gradient.
+
+use tch::{Kind, Tensor};
+
+use super::planes::Planes;
+use crate::prompt::layout::PromptLayout;
+use crate::prompt::pages::{Slab, Staged};
+use crate::runtime::units::Position;
+use crate::tensor::accumulation;
+
+/// State that earlier positions left on this rank: runs in position order, cut at the tail's start.
+#[derive(Debug, Default)]
+pub struct Past {
+    /// In position order.
+    pub runs: Vec<PastRun>,
+}
+
+/// State of consecutive positions.
+#[derive(Debug)]
+pub struct PastRun {
+    /// The first position. State that stands at a border (see `mixer_sketches`) is one row: the state before this position.
+    pub start: Position,
+    /// The mixer's state planes; for attention one row a position.
+    pub state: Planes,
+    /// Whether these rows carry gradient, or are constants.
+    pub carries_gradient: bool,
+}
+
+impl Past {
+    /// What an answer sees: every filled page row, those before the tail as constants.
+    #[must_use]
+    pub fn of_answers(staged: &Staged, layout: &PromptLayout) -> Past {
+        Self::before(staged, layout, layout.end())
+    }
+
+    /// What the tail sees: the page rows before it, constants all.
+    #[must_use]
+    pub fn of_tail(staged: &Staged, layout: &PromptLayout) -> Past {
+        Self::before(staged, layout, layout.cut())
+    }
+
+    /// Every filled page row as a constant, in as few runs as there are.
+    #[must_use]
+    pub fn without_gradient(staged: &Staged) -> Past {
+        let filled = staged.slabs.iter().filter(|slab| slab.run.rows().0 > 0);
+        let run = |slab: &Slab| PastRun { start: slab.run.start, state: slab.filled().into(), carries_gradient: false };
+        Past { runs: filled.map(run).collect() }
+    }
+
+    /// The filled page rows of positions before `end`, in runs that do not cross the tail's start.
+    fn before(staged: &Staged, layout: &PromptLayout, end: Position) -> Past {
+        let mut runs = Vec::new();
+        for slab in &staged.slabs {
+            let run = slab.run;
+            for (start, stop, carries_gradient) in
+                [(run.start, run.stop.min(layout.cut()), false), (run.start.max(layout.cut()), run.stop.min(end), true)]
+            {
+                if start < stop {
+                    let first = start.since(run.start).dim();
+                    let rows = stop.since(start).dim();
+                    let state: Vec<_> = slab.planes.iter().map(|plane| plane.narrow(0, first, rows)).collect();
+                    runs.push(PastRun { start, state: state.into(), carries_gradient });
+                }
+            }
+        }
+        Past { runs }
+    }
+}
+
+/// State or its gradient in both chunks of this rank (see `prompt::layout`), each with the mixer's state planes.
+#[derive(Debug, Default)]
+pub struct ChunkState {
+    /// Rows of the chunk that stands earlier in the prompt.
+    pub early: Planes,
+    /// Rows of the other chunk.
+    pub late: Planes,
+}
+
+impl ChunkState {
+    /// Filled state rows of the two chunks in `slabs`; views.
+    #[must_use]
+    pub fn filled(slabs: &[Slab]) -> ChunkState {
+        ChunkState { early: slabs[0].filled().into(), late: slabs[1].filled().into() }
+    }
+
+    /// All rows in position order, in dtype `kind`.
+    #[must_use]
+    pub fn join(self, kind: Kind) -> Planes {
+        let pairs = self.early.tensors().iter().zip(self.late.tensors());
+        pairs.map(|(early, late)| Tensor::cat(&[early, late], 0).to_kind(kind)).collect::<Vec<_>>().into()
+    }
+}
+
+/// Gradient of the past, in the accumulation dtype.
+#[derive(Debug, Default)]
+pub struct PastGradient {
+    /// One entry for each run of the past; `None` for a run of constants.
+    pub runs: Vec<Option<Planes>>,
+}
+
+impl PastGradient {
+    /// Zeros for every run that carries gradient.
+    #[must_use]
+    pub fn zeros(past: &Past) -> PastGradient {
+        let zeros = |run: &PastRun| run.carries_gradient.then(|| run.state.zero_gradient());
+        PastGradient { runs: past.runs.iter().map(zeros).collect() }
+    }
+
+    /// The gradient of the tail's state in each chunk of this rank; no rows where a chunk lies before the tail. `slabs` are
+    /// the chunks that the past was made of.
+    #[must_use]
+    pub fn into_chunks(self, slabs: &[Slab], layout: &PromptLayout) -> ChunkState {
+        let mut runs = self.runs.into_iter().flatten();
+        let mut chunk = |slab: &Slab| {
+            if slab.run.stop > layout.cut() && slab.run.rows().0 > 0 {
+                return runs.next().unwrap_or_default();
+            }
+            let no_rows = slab.planes.iter().map(|plane| plane.narrow(0, 0, 0).to_kind(accumulation(plane.kind())));
+            Planes::from(no_rows.map(|plane| plane.contiguous()).collect::<Vec<_>>())
+        };
+        let early = chunk(&slabs[0]);
+        let late = chunk(&slabs[1]);
+        ChunkState { early, late }
+    }
+
+    /// The gradient of this rank's tail rows in position order; `None` where it has none.
+    #[must_use]
+    pub fn into_tail(self) -> Option<Planes> {
+        let runs: Vec<Planes> = self.runs.into_iter().flatten().collect();
+        (!runs.is_empty()).then(|| Planes::join(runs))
+    }
+}

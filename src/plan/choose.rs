@@ -1,0 +1,112 @@
+//! Makes a plan: chooses what the configuration leaves open, the cheapest in time that fits.
+
+use super::addend::Place;
+use super::budget::{Plan, Room};
+use super::choice::Choice;
+use super::rollout::Rollout;
+use super::seconds::Rates;
+use super::sizes::Sizes;
+use super::sum;
+use crate::config::{RunConfig, When};
+use crate::model::shape::Shape;
+use crate::model::spec::Spec;
+use crate::prompt::handoff::Keeping;
+use crate::prompt::pages::Residency;
+use crate::runtime::units::Bytes;
+
+/// The plan of `config` for a world of `ranks`. What the configuration leaves open is chosen for `room`: index sets, tail
+/// inputs and attention outputs are kept and pages stay on the device as far as they fit. Then pages of all layers stay on
+/// the device during rollout if they fit. For an unknown room the plan takes the least device memory and keeps the inputs
+/// of every layer.
+#[must_use]
+pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room) -> Plan {
+    of_shape(config, ranks, spec.map(Shape::of).as_ref(), room)
+}
+
+/// As [`of`], for a shape that this build may only plan. On a GPU a sampled token is timed at an H200's rates;
+/// [`Plan::time`] takes others.
+#[must_use]
+pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Room) -> Plan {
+    let choosing = shape.is_some_and(|shape| shape.layers.iter().any(|layer| layer.mix.chooses().is_some()));
+    let with = |choice: Choice| {
+        let sizes = shape.map(|shape| Sizes::new(config, ranks, shape, choice, !room.host_only));
+        Plan {
+            ranks,
+            ranks_per_node: if room.ranks_here == 0 { ranks } else { room.ranks_here.min(ranks) },
+            cp_size: config.cp_size(ranks),
+            pages: config.prompt_pages(),
+            pages_per_rank: config.pages_per_rank(ranks),
+            keeping: choice.keeping,
+            index_sets: choosing.then_some(choice.index_sets),
+            rollout: sizes.as_ref().and_then(|sizes| Rollout::new(sizes)),
+            addends: sizes.map(|sizes| sum::addends(&sizes)).unwrap_or_default(),
+            seconds: None,
+        }
+    };
+    let fits = |choice: Choice| with(choice).refuse(room).is_ok();
+    let known = room.device.is_some() || room.host.is_some();
+    let least = Choice::stated(config, Residency::Host);
+    let Some(shape) = shape else { return with(least) };
+    let mut choice = if known {
+        let tried = tried(config, shape, choosing);
+        let sum = |choice: &Choice| {
+            let plan = with(*choice);
+            plan.sum(Place::Host).0.saturating_add(plan.sum(Place::Device).0)
+        };
+        let first = tried.iter().copied().find(|&choice| fits(choice));
+        first.unwrap_or_else(|| tried.into_iter().min_by_key(sum).unwrap_or(least))
+    } else {
+        least
+    };
+    // Pages that stay on the device for all tokens cost no time, whatever else was chosen.
+    let all_pages = Choice { all_pages: true, ..choice };
+    let roomy = room.device.is_some() || (room.host_only && room.host.is_some());
+    if config.rollout.sample && config.rollout.pages_on_device == When::Auto && roomy && fits(all_pages) {
+        choice = all_pages;
+    }
+    let mut plan = with(choice);
+    if !room.host_only {
+        plan.time_answers(config, shape, &Rates::h200(shape));
+    }
+    plan
+}
+
+/// The choices that the configuration leaves open, the cheapest in time first.
+fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<Choice> {
+    let memory = &config.memory;
+    let most = if memory.inputs_every == 0 { shape.layers.len().max(1) } else { 1 };
+    let swept = choosing && config.tail(config.context.prompt_len) > memory.micro_block;
+    let mut tried = Vec::new();
+    for (pages, index_sets) in [Residency::Device, Residency::Host].into_iter().flat_map(|at| [(at, true), (at, false)])
+    {
+        if index_sets && !swept {
+            continue;
+        }
+        for step in 1..=most {
+            let stated = Choice::stated(config, pages);
+            let every = if memory.inputs_every == 0 { step } else { stated.keeping.every };
+            let attention = memory.keep_attention == When::Auto && step == 1;
+            let choice = |keeping: Keeping| Choice { keeping, index_sets, ..stated };
+            tried.extend(attention.then_some(choice(Keeping { every, attention, ..stated.keeping })));
+            tried.push(choice(Keeping { every, ..stated.keeping }));
+        }
+    }
+    // Computing again costs more than copying pages. Choosing keys again costs most, a score of every pair of positions; then
+    // layers that are left out, then attention; pages in host memory cost least.
+    tried.sort_by_key(|&Choice { keeping, index_sets, .. }| {
+        (!index_sets, keeping.every, !keeping.attention, keeping.pages == Residency::Host)
+    });
+    tried
+}
+
+/// `count` GiB.
+#[must_use]
+pub fn gib(count: u64) -> Bytes {
+    Bytes(count.saturating_mul(1 << 30))
+}
+
+/// A note where the longest sequence exceeds the model's context window.
+#[must_use]
+pub fn context_note(config: &RunConfig, spec: &Spec) -> Option<String> {
+    spec.context_note(config.context.max_seq_len)
+}

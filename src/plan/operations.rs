@@ -1,0 +1,146 @@
+//! Operations of a layer: how often a phase runs its parts, and what one run costs.
+
+use super::special::DELTA_CHUNK;
+use crate::model::shape::{Layer, Mix};
+use crate::runtime::units::float;
+
+/// The work of one phase, on the rank that has most.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Work {
+    /// Operations of matrix products.
+    pub(super) products: f64,
+    /// Operations of attention, forward.
+    pub(super) attention_forward: f64,
+    /// Operations of attention, backward.
+    pub(super) attention_backward: f64,
+    /// Index scores that keys are chosen from.
+    pub(super) choosing: f64,
+    /// Bytes from host memory to the device.
+    pub(super) bytes_in: f64,
+    /// Bytes from the device to host memory.
+    pub(super) bytes_out: f64,
+    /// Bytes that the device reads from its own memory, where reading may take longer than computing.
+    pub(super) reads: f64,
+    /// Small operations, where the host sets the pace.
+    pub(super) launches: f64,
+    /// Messages between ranks that do not overlap any computation.
+    pub(super) messages: f64,
+    /// Bytes of these messages, from device to device.
+    pub(super) message_bytes: f64,
+}
+
+impl Work {
+    /// The same work `by` times.
+    pub(super) fn times(self, by: f64) -> Work {
+        Work {
+            products: self.products * by,
+            attention_forward: self.attention_forward * by,
+            attention_backward: self.attention_backward * by,
+            choosing: self.choosing * by,
+            bytes_in: self.bytes_in * by,
+            bytes_out: self.bytes_out * by,
+            reads: self.reads * by,
+            launches: self.launches * by,
+            messages: self.messages * by,
+            message_bytes: self.message_bytes * by,
+        }
+    }
+}
+
+/// How often a phase runs one part of a layer.
+#[derive(Clone, Copy)]
+pub(super) struct Passes {
+    pub(super) forward: f64,
+    pub(super) backward: f64,
+}
+
+impl Passes {
+    pub(super) const ONE: Passes = Passes { forward: 1.0, backward: 0.0 };
+
+    /// A backward with `forward` forwards, its own included.
+    pub(super) const fn back(forward: f64) -> Passes {
+        Passes { forward, backward: 1.0 }
+    }
+}
+
+/// How often a phase runs each part of a layer.
+#[derive(Clone, Copy)]
+pub(super) struct Runs {
+    pub(super) a: Passes,
+    pub(super) b: Passes,
+    pub(super) attention: Passes,
+    pub(super) choosing: f64,
+}
+
+impl Runs {
+    /// One pass without a graph.
+    pub(super) const FORWARD: Runs = Runs { a: Passes::ONE, b: Passes::ONE, attention: Passes::ONE, choosing: 1.0 };
+}
+
+/// Consecutive rows of a sequence.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub(super) start: f64,
+    pub(super) count: f64,
+}
+
+impl Rows {
+    /// Pairs of a row and a key that it attends to, itself included: all earlier keys, or at most `most` of them.
+    pub(super) fn pairs(self, most: Option<u64>) -> f64 {
+        let Rows { start, count } = self;
+        let most = most.map_or(f64::INFINITY, float);
+        let growing = (most - start).clamp(0.0, count);
+        let beyond = count - growing;
+        let full = if beyond > 0.0 { beyond * most } else { 0.0 };
+        growing * start + growing * (growing + 1.0) / 2.0 + full
+    }
+}
+
+/// Elements of a row's partial attention output with its log-sum-exp.
+pub(super) fn partial(layer: &Layer) -> u64 {
+    let widths = layer.mix.widths();
+    widths.output + widths.beside
+}
+
+/// Operations of `rows` in a layer's mixer.
+pub(super) fn mixing(layer: &Layer, rows: Rows, runs: Runs, work: &mut Work) {
+    let Passes { forward, backward } = runs.attention;
+    let mut attention = |operations: f64| {
+        work.attention_forward += forward * operations;
+        work.attention_backward += 2.5 * backward * operations;
+    };
+    match layer.mix {
+        Mix::Grouped { query_heads, head_dim, window, .. } => {
+            attention(4.0 * float(query_heads) * float(head_dim) * rows.pairs(window));
+        }
+        Mix::Latent { heads, latent, rotated, index } => {
+            let row = float(latent) * 2.0 + float(rotated);
+            attention(2.0 * float(heads) * row * rows.pairs(Some(index.top)));
+            if index.owner {
+                let scores = runs.choosing * rows.pairs(None);
+                work.products += 2.0 * float(index.heads) * float(index.dim) * scores;
+                work.choosing += scores;
+            }
+        }
+        Mix::Delta { value_heads, key_dim, value_dim, .. } => {
+            let (key, value, chunk) = (float(key_dim), float(value_dim), float(DELTA_CHUNK));
+            let row = 6.0 * key * value + chunk * (5.0 * key + 3.0 * value);
+            // Intermediates of the chunks are not kept, so a backward includes a forward, even where outputs are kept.
+            work.products += (forward.max(backward) + 2.0 * backward) * rows.count * float(value_heads) * row;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_those_of_a_loop_over_rows() {
+        for (start, count, most) in [(0, 9, None), (5, 4, None), (0, 9, Some(4)), (2, 7, Some(4)), (6, 3, Some(4))] {
+            let seen = (start..start + count).map(|row| most.map_or(row + 1, |most: u64| most.min(row + 1)));
+            let pairs = Rows { start: float(start), count: float(count) }.pairs(most);
+            assert!((pairs - float(seen.sum())).abs() < 1e-9, "{start} {count} {most:?}: {pairs}");
+        }
+    }
+}

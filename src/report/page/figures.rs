@@ -1,0 +1,175 @@
+//! The figures of one run: curves over its updates, seconds by phase, memory by phase and rank.
+
+use std::collections::BTreeSet;
+
+use super::plot::{About, Bars, Column, Figure, Series, bars, lines, stacks};
+use super::read::{Facts, Run};
+use crate::report::receipt::Seconds;
+use crate::report::step::{Step, ends};
+use crate::runtime::units::float;
+
+/// Up to this many ranks each has its own bar; of more, the least and the most are drawn.
+const RANKS_MAX: usize = 8;
+
+/// One number of each update that has it.
+pub(super) fn series(name: &str, steps: &[Step], number: impl Fn(&Step) -> Option<f64>) -> Series {
+    let points = steps.iter().filter_map(|step| Some((float(step.step), number(step)?))).collect();
+    Series { name: name.to_owned(), points, band: Vec::new() }
+}
+
+/// As [`series`], but without a point where all numbers are zero.
+fn seldom(name: &str, steps: &[Step], number: impl Fn(&Step) -> f64) -> Series {
+    let found = series(name, steps, |step| Some(number(step)));
+    if found.points.iter().all(|(_, value)| *value == 0.0) { Series::default() } else { found }
+}
+
+/// Lines over updates.
+pub(super) fn curve(title: &str, reading: &str, unit: &'static str, series: &[Series]) -> Option<Figure> {
+    lines(About { title: title.into(), reading: reading.into(), x_name: "update", unit, wide: false }, series)
+}
+
+/// Curves over updates.
+pub(super) fn curves(steps: &[Step]) -> Vec<Figure> {
+    [rewards(steps), policy(steps), answers(steps)].into_iter().flatten().flatten().collect()
+}
+
+fn rewards(steps: &[Step]) -> Vec<Option<Figure>> {
+    let mut reward = series("mean", steps, |step| step.reward_mean);
+    let spread = |step: &Step| Some((step.reward_mean?, step.reward_std.unwrap_or(0.0)));
+    reward.band = steps.iter().filter_map(spread).map(|(mean, std)| [mean - std, mean + std]).collect();
+    let names: BTreeSet<&String> = steps.iter().flat_map(|step| step.reward_parts.keys()).collect();
+    let part = |name: &String| series(name, steps, |step| step.reward_parts.get(name).copied());
+    let parts: Vec<Series> = names.into_iter().map(part).collect();
+    let shares = [
+        series("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std)),
+        series("answers cut off", steps, |step| step.truncated_share),
+    ];
+    vec![
+        curve("Reward", "Mean over the update's answers; the band is one standard deviation.", "", &[reward]),
+        curve("Parts of the reward", "Mean of each part.", "", &parts),
+        curve("Equal rewards and cut answers", "Share of the update's groups, or answers.", "", &shares),
+    ]
+}
+
+fn policy(steps: &[Step]) -> Vec<Option<Figure>> {
+    let one = |name: &str, number: fn(&Step) -> Option<f64>| [series(name, steps, number)];
+    let ratio = [
+        series("smallest", steps, |step| step.ratio.map(|[least, _]| least)),
+        series("largest", steps, |step| step.ratio.map(|[_, most]| most)),
+    ];
+    let clipped = [
+        seldom("from below", steps, |step| step.clip_low_share),
+        seldom("from above", steps, |step| step.clip_high_share),
+    ];
+    let kl = "Divergence from the starting policy";
+    let gap = "Largest difference of log-probabilities.";
+    vec![
+        curve("Loss", "", "", &one("loss", |step| Some(step.loss))),
+        curve("Gradient norm", "Before clipping.", "", &one("norm", |step| Some(step.grad_norm))),
+        curve("Ratio to the frozen scores", "", "", &ratio),
+        curve("Clipped tokens", "Share of the trained tokens.", "", &clipped),
+        curve(kl, "k3 estimate, mean over tokens.", " nats", &one("KL", |step| step.kl)),
+        curve("Entropy", "Mean over the sampled tokens.", " nats", &one("entropy", |step| step.entropy)),
+        curve("Sampling against score", gap, " nats", &one("gap", |step| step.sampled_gap)),
+        curve("Learning rate", "", "", &one("rate", |step| Some(step.learning_rate))),
+    ]
+}
+
+fn answers(steps: &[Step]) -> Vec<Option<Figure>> {
+    let mut length = series("mean", steps, |step| step.answer_tokens.map(|[mean, ..]| mean));
+    length.band = steps.iter().filter_map(|step| step.answer_tokens).map(|[_, least, most]| [least, most]).collect();
+    let missing = seldom("answers", steps, |step| float(step.reward_missing));
+    let skipped = seldom("groups", steps, |step| float(step.groups_skipped));
+    vec![
+        curve("Answer length", "Mean; the band goes from the shortest to the longest.", " tokens", &[length]),
+        curve("Answers without a reward", "", "", &[missing]),
+        curve("Groups left out", "", "", &[skipped]),
+    ]
+}
+
+/// Seconds by phase, tokens a second, and the prompts that they depend on.
+pub(super) fn time(steps: &[Step]) -> Vec<Figure> {
+    let column = |step: &Step| Column {
+        first: float(step.step),
+        last: float(step.step),
+        heights: step.seconds.phases().map(|(_, seconds)| seconds).into(),
+    };
+    let columns: Vec<Column> = steps.iter().map(column).collect();
+    let about = About {
+        title: "Seconds by phase".into(),
+        reading: "Each update's phases on rank 0, and their shares of all updates.".into(),
+        x_name: "update",
+        unit: " s",
+        wide: true,
+    };
+    let speed = series("tokens", steps, |step| (step.tokens_per_second > 0.0).then_some(step.tokens_per_second));
+    let prompts = series("tokens", steps, |step| (step.prompt_tokens > 0).then(|| float(step.prompt_tokens)));
+    let throughput = "Prompt and answer tokens, each counted once, per second of the update.";
+    let figures = [
+        stacks(about, &Seconds::default().phases().map(|(name, _)| name), &columns),
+        curve("Throughput", throughput, " tokens/s", &[speed]),
+        curve("Prompt tokens of an update", "", " tokens", &[prompts]),
+    ];
+    figures.into_iter().flatten().collect()
+}
+
+/// The unit in which numbers up to `bytes` are drawn, and its size in bytes.
+pub(super) fn byte_unit(bytes: u64) -> (&'static str, f64) {
+    const GIB: u64 = 1 << 30;
+    const MIB: u64 = 1 << 20;
+    if bytes >= GIB { (" GiB", float(GIB)) } else { (" MiB", float(MIB)) }
+}
+
+/// Peaks by phase and rank from the receipt; while there is no receipt, rank 0's peaks from the metrics.
+pub(super) fn memory(run: &Run) -> Vec<Figure> {
+    let none = Facts::default();
+    let receipt = run.receipt.as_ref().unwrap_or(&none);
+    let mut device: Vec<Peaks> = Vec::new();
+    let mut host: Vec<Peaks> = Vec::new();
+    for phase in &receipt.memory {
+        device.push(Peaks { phase: &phase.phase, by_rank: phase.device_peak.clone() });
+        host.push(Peaks { phase: &phase.phase, by_rank: phase.host_peak.clone() });
+    }
+    let mut reading = "Peak of each phase by rank; the line is the plan's sum for rank 0.";
+    if receipt.memory.is_empty() {
+        reading = "Peak of each phase so far on rank 0.";
+        for (phase, _) in Seconds::default().phases() {
+            let peaks = || run.steps.iter().filter_map(|step| step.memory.get(phase));
+            device.extend(peaks().map(|[device, _]| *device).max().map(|most| Peaks { phase, by_rank: vec![most] }));
+            host.extend(peaks().map(|[_, host]| *host).max().map(|most| Peaks { phase, by_rank: vec![most] }));
+        }
+    }
+    let figures = [
+        peaks_by_phase("Device memory by phase", reading, &device, receipt.plan_device_bytes),
+        peaks_by_phase("Host memory by phase", reading, &host, receipt.plan_host_bytes),
+    ];
+    figures.into_iter().flatten().collect()
+}
+
+/// Bytes that a phase held at its peak, by rank.
+struct Peaks<'a> {
+    phase: &'a str,
+    by_rank: Vec<u64>,
+}
+
+fn peaks_by_phase(title: &str, reading: &str, phases: &[Peaks<'_>], plan_bytes: u64) -> Option<Figure> {
+    let ranks = phases.iter().map(|peaks| peaks.by_rank.len()).max().filter(|&ranks| ranks > 0)?;
+    let most = phases.iter().flat_map(|peaks| peaks.by_rank.iter().copied()).max().unwrap_or(0).max(plan_bytes);
+    if most == 0 || phases.iter().any(|peaks| peaks.by_rank.len() != ranks) {
+        return None;
+    }
+    let (unit, size) = byte_unit(most);
+    let members: Vec<String> = if ranks <= RANKS_MAX {
+        (0..ranks).map(|rank| format!("rank {rank}")).collect()
+    } else {
+        vec!["rank with the least".into(), "rank with the most".into()]
+    };
+    let heights = |bytes: &[u64]| -> Vec<f64> {
+        let each: Vec<f64> = bytes.iter().map(|&bytes| float(bytes) / size).collect();
+        if ranks <= RANKS_MAX { each } else { ends(&each).map(Vec::from).unwrap_or_default() }
+    };
+    let bar = |peaks: &Peaks<'_>| Bars { name: peaks.phase.to_owned(), heights: heights(&peaks.by_rank) };
+    let about = About { title: title.into(), reading: reading.into(), x_name: "phase", unit, wide: true };
+    let limit = (plan_bytes > 0).then_some(("plan", float(plan_bytes) / size));
+    bars(about, &members, &phases.iter().map(bar).collect::<Vec<_>>(), limit)
+}

@@ -1,0 +1,174 @@
+//! Writes a run directory and the terminal while a run goes on.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use super::answers::AnswerLine;
+use super::error::Error;
+use super::events::Events;
+use super::jsonl;
+use super::progress::Progress;
+use super::receipt::{Receipt, write_receipt};
+use super::step::Step;
+use super::summary;
+use super::terminal::say;
+use crate::runtime::liveness::Recorder;
+
+/// Reports a run. Rank 0 writes; on other ranks every call does nothing, but each rank's log has the lines.
+pub struct Reporter {
+    folder: PathBuf,
+    /// On rank 0.
+    files: Option<Files>,
+    progress: Progress,
+}
+
+/// The open files of a run directory.
+struct Files {
+    metrics: File,
+    /// Present once an answer was sampled.
+    answers: Option<File>,
+    events: Events,
+}
+
+impl Files {
+    /// Opens the files, cut to the first `made` updates, and returns the metrics of those.
+    fn open(folder: &Path, config_toml: &str, made: u64) -> Result<(Files, Vec<Step>), Error> {
+        let write = |file: PathBuf| move |source| Error::Write { file, source };
+        fs::create_dir_all(folder).map_err(write(folder.into()))?;
+        let file = folder.join("metrics.jsonl");
+        let opened = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(&file);
+        let mut metrics = opened.map_err(write(file.clone()))?;
+        // The lock ends with the process, however the process ends.
+        match metrics.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(Error::Busy { folder: folder.into() }),
+            Err(TryLockError::Error(source)) => return Err(write(file)(source)),
+        }
+        // No file changes before the lock is held.
+        let earlier = jsonl::cut_metrics(&mut metrics, made).map_err(write(file))?;
+        let file = folder.join("answers.jsonl");
+        let answers = reopen_answers(&file, made).map_err(write(file))?;
+        let events = Events::open(folder, made)?;
+        let file = folder.join("config.resolved.toml");
+        fs::write(&file, config_toml).map_err(write(file))?;
+        let file = folder.join("receipt.json");
+        match fs::remove_file(&file) {
+            Err(source) if source.kind() != ErrorKind::NotFound => return Err(write(file)(source)),
+            _ => {}
+        }
+        Ok((Files { metrics, answers, events }, earlier))
+    }
+}
+
+/// The answers of an earlier run, if there are some; a run that samples none has no such file.
+fn reopen_answers(file: &Path, made: u64) -> io::Result<Option<File>> {
+    let mut answers = match OpenOptions::new().read(true).write(true).open(file) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    jsonl::cut_answers(&mut answers, made)?;
+    Ok(Some(answers))
+}
+
+impl Reporter {
+    /// Opens `folder` on rank 0 (`first`). The receipt of an earlier run is removed, since it must not pass for this run's.
+    /// Metrics and answers are cut to the first `made` updates (0 for a new run), and the metrics of those are returned.
+    ///
+    /// # Errors
+    /// When the folder cannot be written, or another run writes to it.
+    pub fn open(folder: &Path, first: bool, config_toml: &str, made: u64) -> Result<(Reporter, Vec<Step>), Error> {
+        let opened = if first { Some(Files::open(folder, config_toml, made)?) } else { None };
+        let (files, earlier) = opened.unzip();
+        let progress = Progress::begin(first);
+        Ok((Reporter { folder: folder.into(), files, progress }, earlier.unwrap_or_default()))
+    }
+
+    /// Prints a line; every rank's log has it too.
+    pub fn line(&self, text: &str) {
+        tracing::info!("{}", text.trim_start());
+        self.show(text);
+    }
+
+    fn show(&self, text: &str) {
+        if self.files.is_some() {
+            self.progress.suspend(|| say(text));
+        }
+    }
+
+    /// Says what is happening now, beside the bar; nothing where there is no bar.
+    pub fn now(&mut self, text: &str) {
+        self.progress.now(text);
+    }
+
+    /// Sets the updates to come: `left` of them, up to update `steps`. `ahead` has the prompt lengths of the next updates
+    /// in tokens, one entry an update; with the seconds of past updates they give the time that is left.
+    pub fn expect(&mut self, ahead: &[Vec<u64>], left: u64, steps: u64) {
+        self.progress.expect(ahead, left, steps);
+    }
+
+    /// Receives the phases of this rank for the bar, if there is a bar.
+    #[must_use]
+    pub fn phases(&self) -> Option<Box<dyn Recorder>> {
+        self.progress.phases()
+    }
+
+    /// Reports an update that is done.
+    ///
+    /// # Errors
+    /// When metrics.jsonl or the event file cannot be written.
+    pub fn step(&mut self, step: &Step, steps: u64) -> Result<(), Error> {
+        tracing::info!("step {}/{steps}: loss {}, grad norm {}", step.step, step.loss, step.grad_norm);
+        let Some(files) = &mut self.files else { return Ok(()) };
+        let written = jsonl::append(&mut files.metrics, std::slice::from_ref(step));
+        written.map_err(|source| Error::Write { file: self.folder.join("metrics.jsonl"), source })?;
+        files.events.step(step)?;
+        let left = self.progress.done(step.step, step.seconds.total).map_or(String::new(), |left| format!("  {left}"));
+        self.show(&(summary::step(step, steps) + &left));
+        summary::step_notes(step).iter().for_each(|note| self.line(note));
+        Ok(())
+    }
+
+    /// Appends sampled answers to answers.jsonl, before [`Reporter::step`] of their update.
+    ///
+    /// # Errors
+    /// When answers.jsonl cannot be written.
+    pub fn answers(&mut self, lines: &[AnswerLine]) -> Result<(), Error> {
+        let Some(files) = self.files.as_mut().filter(|_| !lines.is_empty()) else { return Ok(()) };
+        let file = self.folder.join("answers.jsonl");
+        let written = match &mut files.answers {
+            Some(opened) => jsonl::append(opened, lines),
+            absent => File::create(&file).and_then(|opened| jsonl::append(absent.insert(opened), lines)),
+        };
+        written.map_err(|source| Error::Write { file, source })
+    }
+
+    /// Brings metrics and answers to the disk: a checkpoint must not know updates that they lack.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn settle(&self) -> Result<(), Error> {
+        let Some(files) = &self.files else { return Ok(()) };
+        for (name, opened) in [("metrics.jsonl", Some(&files.metrics)), ("answers.jsonl", files.answers.as_ref())] {
+            let Some(opened) = opened else { continue };
+            if opened.metadata().is_ok_and(|about| about.is_file()) {
+                opened.sync_data().map_err(|source| Error::Write { file: self.folder.join(name), source })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes receipt.json on rank 0.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn receipt(&self, receipt: &Receipt) -> Result<(), Error> {
+        if self.files.is_some() { write_receipt(&self.folder, receipt) } else { Ok(()) }
+    }
+
+    /// Prints the table at the end of a run.
+    pub fn table(&mut self, receipt: &Receipt) {
+        self.progress.end();
+        self.show(&summary::table(receipt, &self.folder));
+    }
+}

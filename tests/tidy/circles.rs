@@ -1,0 +1,100 @@
+//! No file of `src` imports, through whatever other files, what imports it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::paths::named_paths;
+use crate::source::Source;
+
+/// Circles that are still there, each as the list of its files. The list may only shrink.
+const ALLOWED: [&[&str]; 10] = [
+    &["data/keychain/fit", "data/keychain/mod", "data/keychain/notes", "data/keychain/prompts"],
+    &[
+        "model/decoder",
+        "model/family/mod",
+        "model/lora",
+        "model/shape/mod",
+        "model/shards/mod",
+        "model/spec",
+        "model/weights",
+    ],
+    &["plan/mod", "plan/seconds", "plan/sizes", "plan/special", "plan/work"],
+    &["report/events", "report/mod"],
+    &["report/page/mod", "report/page/read"],
+    &["reward/judge", "reward/mod", "reward/program", "reward/text"],
+    &["tools/gate/checks", "tools/gate/mod", "tools/gate/order"],
+    &["tools/generate/error", "tools/generate/questions", "tools/generate/texts"],
+    &["tools/review/answers", "tools/review/mod"],
+    &[
+        "train/mod",
+        "train/records",
+        "train/rewards",
+        "train/round",
+        "train/saves",
+        "train/step",
+        "train/tally",
+        "train/whole",
+    ],
+];
+
+/// Circles, and entries of `ALLOWED` that no longer are one.
+pub(crate) fn faults(sources: &[Source]) -> Vec<String> {
+    let circles = circles(sources);
+    let allowed = |circle: &BTreeSet<&str>| ALLOWED.iter().any(|files| circle.iter().all(|file| files.contains(file)));
+    let there = |files: &[&str]| circles.iter().any(|circle| circle.iter().all(|file| files.contains(file)));
+    let new = circles.iter().filter(|circle| !allowed(circle)).map(|circle| {
+        let files: Vec<&str> = circle.iter().copied().collect();
+        format!("src/{}.rs:1: imports itself through {}: move what they share below", files[0], files[1..].join(", "))
+    });
+    let is_tree = sources.len() > 100;
+    let stale = ALLOWED.iter().filter(|files| is_tree && !there(files));
+    let stale =
+        stale.map(|files| format!("tests/tidy/circles.rs:1: no circle any more, remove it: {}", files.join(", ")));
+    new.chain(stale).collect()
+}
+
+/// Sets of files that reach each other by imports. A `pub use` in a `mod.rs` is no import: it only renames what its children
+/// define. `main.rs` and `lib.rs` only name modules.
+fn circles(sources: &[Source]) -> Vec<BTreeSet<&str>> {
+    let file_of = |source: &'_ Source| Some((source.module_path()?.join("::"), name(source)?));
+    let files: BTreeMap<String, &str> = sources.iter().filter_map(file_of).collect();
+    let mut edges: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for source in sources {
+        let (Some(own), Some(file)) = (source.module_path(), name(source)) else { continue };
+        if ["lib", "main"].contains(&file) {
+            continue;
+        }
+        for path in named_paths(source, &own) {
+            if path.reexported && file.ends_with("/mod") {
+                continue;
+            }
+            let lengths = (1..=path.segments.len()).rev();
+            let target = lengths.filter_map(|length| files.get(&path.segments[..length].join("::"))).next();
+            edges.entry(file).or_default().extend(target.filter(|target| **target != file));
+        }
+    }
+    let reach: BTreeMap<&str, BTreeSet<&str>> = edges.keys().map(|file| (*file, reached(&edges, file))).collect();
+    let mut circles = BTreeSet::new();
+    for (file, targets) in &reach {
+        if targets.contains(file) {
+            let back = |target: &&&str| reach.get(**target).is_some_and(|targets| targets.contains(file));
+            circles.insert(targets.iter().filter(back).copied().collect::<BTreeSet<&str>>());
+        }
+    }
+    circles.into_iter().collect()
+}
+
+/// `src/model/mod.rs` → `model/mod`.
+fn name(source: &Source) -> Option<&str> {
+    source.path.strip_prefix("src/")?.strip_suffix(".rs")
+}
+
+fn reached<'a>(edges: &BTreeMap<&'a str, BTreeSet<&'a str>>, start: &str) -> BTreeSet<&'a str> {
+    let mut found = BTreeSet::new();
+    let mut next: Vec<&str> = edges.get(start).into_iter().flatten().copied().collect();
+    while let Some(file) = next.pop() {
+        if found.insert(file) {
+            next.extend(edges.get(file).into_iter().flatten().copied());
+        }
+    }
+    found
+}
