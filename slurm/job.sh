@@ -1,51 +1,51 @@
 # shellcheck shell=bash
-# The body of every template: starts the ranks, hands on the signals that ask for a stop, and turns what comes out into
-# the job's exit code. A template goes to the project's folder, sources this file and calls `run_job NAME`.
+# The body of every template: starts the ranks, passes stop signals on to them, and sets the job's exit code. A template
+# changes to the project's folder, sources this file and calls `run_job NAME`.
 #
-# The rule of the exit code:
-#   0   the launcher left with 0, and the receipt that this start has written says passed
-#   75  all ranks left with 0 after a stop. Rank 0 has left the file `requeue` in the run directory: the job comes back;
-#       or the receipt says that the run was stopped otherwise: it does not
+# Exit codes:
+#   0   the launcher left with 0, and the receipt of this start says passed
+#   75  all ranks left with 0 after a stop. The job is requeued if rank 0 has written the file `requeue` in the run
+#       directory. It is not requeued if only the receipt says stopped
 #   8   the ranks left with 0 and the receipt does not say passed, or a gate's new receipt says that a check failed
-#   else what the launcher said
-# A rank's own code is not used as a message: a launcher that ends the other ranks may report theirs in its place.
+#   otherwise the launcher's own code
+# The code of a single rank decides nothing: a launcher that ends the other ranks may report their code instead.
 
-# Where sites keep the file that brings the module command.
+# The folder of the file that defines the module command.
 MODULE_FILES=${MODULE_FILES:-/etc/profile.d}
 
 launcher_pid=
-asked=
+stop_signal=
 interrupted=0
-# Slurm signals this shell alone (--signal=B:): USR1 ahead of a time limit, TERM ahead of a preemption or a cancellation,
-# which leaves less time: the ranks hear of it as USR2. Before they have started the wish is only noted.
+# Slurm signals this shell alone (--signal=B:): USR1 ahead of a time limit, TERM ahead of a preemption or a cancellation.
+# TERM leaves less time, so the ranks get USR2 for it. Before the ranks have started, the signal is only stored.
 on_signal() { # SIGNAL
-    asked=$1
+    stop_signal=$1
     interrupted=1
-    say "asked to stop after ${SECONDS} s"
-    [ -z "$launcher_pid" ] || remind
+    say "stop signal after ${SECONDS} s"
+    [ -z "$launcher_pid" ] || repeat_signal
 }
 trap 'on_signal USR1' USR1
 trap 'on_signal USR2' TERM
 
 say() { printf '%s %s: %s\n' "$(date -u +%FT%TZ)" "${SLURM_JOB_NAME:-job}" "$*"; }
 
-# The launcher hands USR1 and USR2 on to every rank; TERM would make it end them. A signal is lost on a launcher or a rank that has
-# not set its handler yet, so it is repeated until the launcher is gone.
-reminder=
-remind() {
-    [ -z "$reminder" ] || kill "$reminder" 2>/dev/null || true
+# The launcher passes USR1 and USR2 on to every rank; on TERM it would end them. A launcher or a rank without a handler loses
+# the signal, so it is repeated until the launcher has ended.
+repeater_pid=
+repeat_signal() {
+    [ -z "$repeater_pid" ] || kill "$repeater_pid" 2>/dev/null || true
     (
         trap - USR1 TERM
-        while kill "-$asked" "$launcher_pid" 2>/dev/null; do sleep 10; done
+        while kill "-$stop_signal" "$launcher_pid" 2>/dev/null; do sleep 10; done
     ) &
-    reminder=$!
+    repeater_pid=$!
 }
 
 load_modules() {
     local names=() file
     read -ra names <<<"$MODULES"
     [ "${#names[@]}" -gt 0 ] || return 0
-    set +u # the module command is not written for it
+    set +u # the module command reads unset variables
     for file in modules.sh lmod.sh z00_lmod.sh; do
         command -v module >/dev/null && break
         # shellcheck source=/dev/null
@@ -58,7 +58,7 @@ load_modules() {
     set -u
 }
 
-# The allocation must be what the site's file says: `sbatch` alone does not read it.
+# The allocation must be that of the site's file, which `sbatch` alone does not read.
 check_allocation() { # NAME
     local nodes tasks
     nodes=$(nodes "$1")
@@ -68,7 +68,7 @@ check_allocation() { # NAME
             "submit with  slurm/submit $1, which takes the options of sbatch from there"
 }
 
-# launch_words: sets LAUNCH to the launcher's command line.
+# Sets LAUNCH to the launcher's command line.
 launch_words() {
     local further=()
     case $LAUNCHER in
@@ -80,34 +80,34 @@ launch_words() {
     LAUNCH+=(${further[@]+"${further[@]}"})
 }
 
-# Starts the ranks and waits for them; the launcher's exit code is the function's.
+# Starts the ranks and waits for them. Returns the launcher's exit code.
 start_and_wait() { # WORD...
     local code
-    # A rank that has no handler yet ignores the signal instead of dying of it: what is ignored stays so over exec.
-    # shellcheck disable=SC2016 # the rank's shell expands them
+    # A signal must not end a rank that has no handler yet. What is ignored here stays ignored after exec.
+    # shellcheck disable=SC2016 # the rank's shell expands $@
     "${LAUNCH[@]}" bash -c 'trap "" USR1 USR2; exec "$@"' rank "$@" &
     launcher_pid=$!
-    [ -z "$asked" ] || remind
+    [ -z "$stop_signal" ] || repeat_signal
     while :; do
         interrupted=0
         code=0
         wait "$launcher_pid" || code=$?
-        # A trap ends the wait early; the launcher goes on.
+        # A trap ends the wait early while the launcher still runs.
         [ "$interrupted" = 1 ] || break
     done
     launcher_pid=
-    [ -z "$reminder" ] || kill "$reminder" 2>/dev/null || true
+    [ -z "$repeater_pid" ] || kill "$repeater_pid" 2>/dev/null || true
     return "$code"
 }
 
-# Leaves with 75; the job starts again where it may.
+# Exits with 75, and requeues the job if that is allowed.
 requeue() { # NAME
     local count=${SLURM_RESTART_COUNT:-0} state
     if [ "$count" -ge "$REQUEUES_MAX" ]; then
-        say "not requeued: this was start $((count + 1)), and REQUEUES_MAX is $REQUEUES_MAX; submit it again to go on"
+        say "not requeued: this was start $((count + 1)), and REQUEUES_MAX is $REQUEUES_MAX; submit $1 again to continue"
         exit 75
     fi
-    # A job that somebody cancels must not come back.
+    # A cancelled job must not come back.
     state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
     if [ "$state" != RUNNING ]; then
         say "not requeued: the job is $state"
@@ -116,11 +116,11 @@ requeue() { # NAME
     say "requeueing, time $((count + 1)) of at most $REQUEUES_MAX"
     trap 'exit 75' TERM
     if scontrol requeue "$SLURM_JOB_ID"; then
-        # Slurm ends this shell; its own exit would race with that.
+        # Slurm ends this shell. An exit here would race with that.
         sleep 60 &
         wait $!
     else
-        say "scontrol requeue failed; submit $1 again to go on"
+        say "scontrol requeue failed; submit $1 again to continue"
     fi
     exit 75
 }
@@ -139,11 +139,11 @@ run_job() { # NAME
     mkdir -p "$directory"
     rm -f "$directory/requeue"
     : >"$directory/.started"
-    # Under a launcher that binds, a rank sees its own cores only and would divide them once more.
+    # Under a launcher that binds, a rank sees its own cores only and would divide them again.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
 
     say "start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST: ${LAUNCH[*]} $LONGSTRAW ${WORDS[*]}"
-    [ -z "$asked" ] || requeue "$name"
+    [ -z "$stop_signal" ] || requeue "$name"
     start_and_wait "$LONGSTRAW" "${WORDS[@]}" --set "run.grace_sec=$SIGNAL_SECONDS" || code=$?
 
     if [ "$code" != 0 ]; then
@@ -159,7 +159,7 @@ run_job() { # NAME
         requeue "$name"
     fi
     if new_receipt "$name" "$directory/.started" && says "$name" stopped true; then
-        say "stopped as asked, and saved; submit $name again to go on"
+        say "stopped as requested, and saved; submit $name again to continue"
         exit 75
     fi
     if ! passed "$name" "$directory/.started"; then

@@ -1,8 +1,8 @@
 //! The project's own rules, on the project's own files. Rules that clippy knows are in clippy.toml and Cargo.toml.
 //!
-//! Each rule is a function from sources to faults (`file:line: what and what to do`). It runs twice: over the tree, where
-//! it must find nothing, and over a planted fault, where it must find exactly that, so that a rule that no longer works is
-//! noticed.
+//! Each rule is a function from sources to faults (`file:line: what and what to do`). It runs twice: over the tree,
+//! where it must find nothing, and over a planted fault, where it must find exactly that, so that a rule that no longer
+//! works is noticed.
 
 #[path = "tidy/circles.rs"]
 mod circles;

@@ -1,7 +1,7 @@
 //! What is saved: adapters in PEFT's format, and checkpoints, which hold all that a run needs to go on.
 //!
-//! A checkpoint is a folder that is written beside its place, brought to the disk, and renamed; whoever finds
-//! `checkpoints/step_N` finds all of it, or a digest that does not hold:
+//! A checkpoint is a folder. It is written under another name, brought to the disk, and renamed. So `checkpoints/step_N` is
+//! whole, or a digest does not match:
 //!
 //! ```text
 //!   <run directory>/latest                          the name of the newest checkpoint that all ranks agreed on
@@ -29,7 +29,7 @@ use crate::model::spec::Spec;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::float;
 
-/// Writes the adapters into `folder`, each file beside and renamed. Rank 0 calls it; the others wait for its outcome.
+/// Writes the adapters into `folder`; each file is written under another name and renamed. Rank 0 alone calls it.
 ///
 /// # Errors
 /// When the folder cannot be written.
@@ -51,7 +51,7 @@ fn save_adapters(folder: &Path, adapters: &Adapters, shape: &AdapterShape) -> Re
     adapter_file::save(folder, shape, &entries)
 }
 
-/// Adapters from a PEFT folder, which must be of `shape`.
+/// Reads adapters from a PEFT folder, which must be of `shape`.
 ///
 /// # Errors
 /// When a file is missing or does not fit the model or the shape.

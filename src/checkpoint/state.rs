@@ -1,4 +1,4 @@
-//! `state.json`: everything of a checkpoint that is no tensor.
+//! `state.json`: everything of a checkpoint but tensors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,33 +15,32 @@ use crate::runtime::digest::sha256_hex;
 pub struct State {
     /// Updates made.
     pub updates: u64,
-    /// Version of the adapters, which every page names that was captured under them.
+    /// Version of the adapters; pages name the version that they were captured under.
     pub adapter_version: u64,
-    /// Steps that the optimizer's moments have seen.
+    /// Steps of the optimizer in its moments.
     pub optimizer_steps: u32,
-    /// Where the data stand after these updates. Groups that were only captured are not behind it: they run again.
+    /// Position in the data after these updates. Groups that were only captured lie after the position: they run again.
     pub cursor: Cursor,
     /// The configuration's digest, as the receipt of the run would have it.
     pub config_digest: String,
-    /// The configuration but `run.steps`, so that what differs can be named.
+    /// The configuration without `run.steps`, to name what differs.
     pub config: Value,
-    /// Digests of what the run reads besides: the model, the data, the adapters it started from.
+    /// Digests of the run's inputs: the model, the data, the starting adapters.
     pub inputs: BTreeMap<String, String>,
-    /// The held-out margin before the first update, as the receipt tells it.
+    /// The held-out evaluation before the first update, as in the receipt.
     pub held_out: Value,
     /// Answers and scores that further updates are made of (`grpo.updates_per_group`); null between rounds.
     #[serde(default)]
     pub round: Value,
 }
 
-/// One thing that is not as it was saved.
+/// One value that differs from the saved one.
 #[derive(Clone, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "the names say everything")]
 pub struct Difference {
     /// A key of the configuration, or the name of an input.
     pub what: String,
-    /// As it was saved.
     pub saved: String,
-    /// As this run has it.
     pub now: String,
 }
 
@@ -52,7 +51,7 @@ impl fmt::Display for Difference {
 }
 
 impl State {
-    /// What keeps a run with the configuration and inputs of `now` from going on from here.
+    /// What keeps a run with the configuration and inputs of `now` from resuming here.
     #[must_use]
     pub fn differences(&self, now: &State) -> Vec<Difference> {
         let texts = |state: &State| {
@@ -91,7 +90,7 @@ pub(super) struct Sealed {
     pub(super) state: State,
     /// SHA-256 by file name.
     pub(super) files: BTreeMap<String, String>,
-    /// SHA-256 over the two above: nothing else says that they are whole.
+    /// SHA-256 over the two fields above; nothing else shows that they are whole.
     pub(super) seal: String,
 }
 
@@ -101,7 +100,7 @@ impl Sealed {
         Ok(Sealed { state, files, seal })
     }
 
-    /// The digest that the seal should be.
+    /// The digest that `seal` should equal.
     pub(super) fn digest(&self) -> Result<String, serde_json::Error> {
         seal(&self.state, &self.files)
     }
@@ -135,7 +134,7 @@ mod tests {
         let mut other = state();
         other.config = json!({"optimizer": {"lr": 0.2, "betas": [0.9, 0.999]}, "lora": {"rank": 4, "alpha": 8.0}});
         other.inputs.insert("the model".into(), "n".into());
-        // Where the data stand is what a run goes on from, and so is how far it came.
+        // Progress and the position in the data are no differences.
         other.updates = 4;
         other.cursor.take(2);
         let words: Vec<String> = state().differences(&other).iter().map(ToString::to_string).collect();

@@ -5,8 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::View;
-use safetensors::{Dtype, SafeTensors, serialize_to_file};
+use safetensors::{SafeTensors, serialize_to_file};
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
@@ -14,11 +13,11 @@ use super::error::Error;
 use super::state::{Sealed, State};
 use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
 use crate::model::lora::Adapters;
-use crate::model::shards::kind_of;
 use crate::prompt::handoff::Moments;
 use crate::runtime::digest::{hex, sha256_hex};
 use crate::runtime::units::{as_index, from_dim};
-use crate::tensor::bytes::{bytes_of, fill_from_bytes, map_file};
+use crate::tensor::bytes::{fill_from_bytes, map_file};
+use crate::tensor::stored::{StoredTensor, kind_of};
 
 const STATE: &str = "state.json";
 const MASTERS: &str = "masters.safetensors";
@@ -26,34 +25,33 @@ const MASTERS: &str = "masters.safetensors";
 const LISTED: [&str; 3] = [MASTERS, VALUES, CONFIG];
 const FOLDER: &str = "checkpoints";
 const LATEST: &str = "latest";
-/// What a checkpoint's tensors are named after, behind which the adapter's name follows.
+/// First parts of the tensors' names; a dot and the adapter's name follow.
 const PARTS: [&str; 3] = ["master", "mean", "square"];
 
-/// A place for checkpoints. One rank writes, removes and chooses; all ranks read.
+/// The checkpoints of a run directory. Rank 0 writes, removes and chooses; all ranks read.
 #[derive(Debug)]
 pub struct Store {
     run_dir: PathBuf,
 }
 
-/// The newest checkpoint that is whole, and those after it that are not.
+/// The newest checkpoint that is whole, and the damaged ones after it.
 #[derive(Debug, Default)]
 pub struct Newest {
     /// Its number of updates.
     pub updates: Option<u64>,
-    /// What is wrong with each that was passed over, newest first.
+    /// Each damaged checkpoint with its error, newest first.
     pub passed_over: Vec<(PathBuf, Error)>,
 }
 
 /// A checkpoint that was read.
 #[derive(Debug)]
+#[expect(missing_docs, reason = "the names and types say everything")]
 pub struct Saved {
-    /// Everything but the tensors.
     pub state: State,
-    /// The adapters, in their order.
+    /// In the adapters' order.
     pub masters: Vec<Tensor>,
-    /// The optimizer's.
     pub moments: Moments,
-    /// Digest of all of it: the same on every rank, or ranks have read different files.
+    /// Digest of the whole checkpoint; compared over ranks, which may have read different files.
     pub digest: String,
 }
 
@@ -64,22 +62,22 @@ impl Store {
         Store { run_dir: run_dir.to_owned() }
     }
 
-    /// Where all of them lie.
+    /// Folder of all checkpoints.
     #[must_use]
     pub fn folder(&self) -> PathBuf {
         self.run_dir.join(FOLDER)
     }
 
-    /// Where the one after `updates` updates lies.
+    /// Folder of the checkpoint after `updates` updates.
     #[must_use]
     pub fn place(&self, updates: u64) -> PathBuf {
         self.folder().join(format!("step_{updates}"))
     }
 
-    /// Numbers of updates for which there is a folder, whole or not, in rising order.
+    /// Updates of each checkpoint folder, whole or not, in rising order.
     ///
     /// # Errors
-    /// When the folder is there and cannot be read.
+    /// When the folder exists and cannot be read.
     pub fn all(&self) -> Result<Vec<u64>, Error> {
         let folder = self.folder();
         let mut found: Vec<u64> = names(&folder)
@@ -91,10 +89,10 @@ impl Store {
         Ok(found)
     }
 
-    /// Writes a checkpoint beside its place, brings it to the disk, and renames it. One that stood there is replaced.
+    /// Writes a checkpoint under another name, brings it to the disk, and renames it. An earlier one of that name is replaced.
     ///
     /// # Errors
-    /// When something cannot be written. What was begun is removed, and whole checkpoints stay as they were.
+    /// When something cannot be written. The unfinished folder is removed, and whole checkpoints stay as they were.
     pub fn write(
         &self,
         state: State,
@@ -105,34 +103,37 @@ impl Store {
         let folder = self.folder();
         fs::create_dir_all(&folder).map_err(|source| Error::Write { file: folder.clone(), source })?;
         self.sweep()?;
-        let (place, beside) = (self.place(state.updates), beside(&folder, state.updates, "partial"));
-        let written = fill(&beside, state, adapters, moments, shape).and_then(|updates| {
+        let place = self.place(state.updates);
+        let partial = unfinished(&folder, state.updates, "partial");
+        let written = fill(&partial, state, adapters, moments, shape).and_then(|updates| {
             let replaced = self.set_aside(updates)?;
-            let moved = fs::rename(&beside, &place).and_then(|()| settle(&folder)).and_then(|()| settle(&self.run_dir));
+            let moved =
+                fs::rename(&partial, &place).and_then(|()| settle(&folder)).and_then(|()| settle(&self.run_dir));
             moved.map_err(|source| Error::Write { file: place, source })?;
             replaced.map_or(Ok(()), |old| remove(&old))
         });
         if written.is_err() {
-            // The failure that led here is the one to tell; the next save removes what may be left.
-            let _ = fs::remove_dir_all(&beside);
+            // The first failure is the one to report; the next save removes what may be left.
+            let _ = fs::remove_dir_all(&partial);
         }
         written
     }
 
-    /// Makes `latest` name the checkpoint after `updates` updates; called once all ranks know that it is whole.
+    /// Makes `latest` name the checkpoint after `updates` updates; called once all ranks know that the checkpoint is whole.
     ///
     /// # Errors
-    /// When `latest` cannot be replaced; it then names the one before.
+    /// When `latest` cannot be replaced; it then names the checkpoint before.
     pub fn point(&self, updates: u64) -> Result<(), Error> {
-        let (file, beside) = (self.run_dir.join(LATEST), self.run_dir.join(".latest.partial"));
-        let written = durable(&beside, format!("{FOLDER}/step_{updates}\n").as_bytes())
-            .and_then(|()| fs::rename(&beside, &file))
+        let file = self.run_dir.join(LATEST);
+        let partial = self.run_dir.join(".latest.partial");
+        let written = durable(&partial, format!("{FOLDER}/step_{updates}\n").as_bytes())
+            .and_then(|()| fs::rename(&partial, &file))
             .and_then(|()| settle(&self.run_dir));
         written.map_err(|source| Error::Write { file, source })
     }
 
-    /// Removes all but `keep` checkpoints. The one after `updates` updates, which `latest` names, stays, and so do the
-    /// nearest before it; what claims to come after it was passed over when the run went on from an older one.
+    /// Removes all but `keep` checkpoints: the one after `updates` updates, which `latest` names, and the nearest before it
+    /// stay. Later ones go: the run has resumed from an older checkpoint and passed them over.
     ///
     /// # Errors
     /// When one cannot be removed.
@@ -141,7 +142,7 @@ impl Store {
             self.all()?.into_iter().filter(|&step| step != updates).partition(|&step| step < updates);
         let older = before.into_iter().rev().skip(as_index(keep.saturating_sub(1)));
         for step in older.chain(after) {
-            // Renamed first, so that one which is half removed is never taken for a checkpoint.
+            // Renamed first, so that a half removed folder is never taken for a checkpoint.
             if let Some(aside) = self.set_aside(step)? {
                 remove(&aside)?;
             }
@@ -149,7 +150,7 @@ impl Store {
         Ok(())
     }
 
-    /// The newest checkpoint whose digests hold. Reads every file of those it looks at.
+    /// The newest checkpoint whose digests match. Reads every file of the checkpoints it checks.
     ///
     /// # Errors
     /// When the folder of checkpoints cannot be read.
@@ -177,8 +178,8 @@ impl Store {
         Ok(())
     }
 
-    /// Reads the checkpoint after `updates` updates for a run that has `adapters`. Tensors come in the adapters' dtype
-    /// and on their device, with the bits that were saved.
+    /// Reads the checkpoint after `updates` updates for a run that has `adapters`. Tensors have the adapters' dtype and
+    /// device, and the bits that were saved.
     ///
     /// # Errors
     /// When a file is not what was written, or does not fit the adapters.
@@ -199,15 +200,15 @@ impl Store {
         Ok(Saved { masters, moments, digest: seal, state })
     }
 
-    /// Where the run stood after `updates` updates, without its tensors.
+    /// The state after `updates` updates, without tensors.
     ///
     /// # Errors
-    /// When the file of counts is not what was written.
+    /// When `state.json` is not what was written.
     pub fn state(&self, updates: u64) -> Result<State, Error> {
         Ok(self.sealed(updates)?.state)
     }
 
-    /// The state with its digests, which hold for themselves and name every file.
+    /// The state with its digests; the seal is checked, and every file is listed.
     fn sealed(&self, updates: u64) -> Result<Sealed, Error> {
         let file = self.place(updates).join(STATE);
         let text = fs::read(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
@@ -220,9 +221,10 @@ impl Store {
         }
     }
 
-    /// Moves what stands in a checkpoint's place out of it; says where to.
+    /// Renames a checkpoint that is to go, if there is one; returns its new path.
     fn set_aside(&self, updates: u64) -> Result<Option<PathBuf>, Error> {
-        let (place, aside) = (self.place(updates), beside(&self.folder(), updates, "removed"));
+        let place = self.place(updates);
+        let aside = unfinished(&self.folder(), updates, "removed");
         match fs::rename(&place, &aside) {
             Ok(()) => Ok(Some(aside)),
             Err(source) if source.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -230,7 +232,7 @@ impl Store {
         }
     }
 
-    /// Removes what a save or a removal left that did not come to its end.
+    /// Removes what an interrupted save or removal has left.
     fn sweep(&self) -> Result<(), Error> {
         let folder = self.folder();
         let names = names(&folder).map_err(|source| Error::Read { file: folder.clone(), source })?;
@@ -238,7 +240,7 @@ impl Store {
     }
 }
 
-/// Writes all files of a checkpoint into `folder` and brings them to the disk; returns the number of updates.
+/// Writes all files of a checkpoint into `folder` and brings them to the disk; returns the state's updates.
 fn fill(
     folder: &Path,
     state: State,
@@ -254,7 +256,7 @@ fn fill(
     for (part, tensors) in PARTS.iter().zip(parts) {
         for (name, tensor) in adapters.names().zip(tensors) {
             let name = format!("{part}.{name}");
-            let value = Value::of(tensor).map_err(|source| Error::Bytes { name: name.clone(), source })?;
+            let value = StoredTensor::master(tensor).map_err(|source| Error::Bytes { name: name.clone(), source })?;
             values.push((name, value));
         }
     }
@@ -274,7 +276,7 @@ fn fill(
     Ok(updates)
 }
 
-/// A tensor of the file, which must be of the dtype and shape of `like`: nothing is converted on the way back.
+/// A tensor of the file, which must have the dtype and shape of `like`: nothing is converted.
 fn tensor(tensors: &SafeTensors<'_>, file: &Path, name: String, like: &Tensor) -> Result<Tensor, Error> {
     let view = tensors.tensor(&name).map_err(|source| Error::Tensors { file: file.to_owned(), source })?;
     let (found, wanted) = ((kind_of(view.dtype()), view.shape().to_vec()), (Some(like.kind()), sizes(like)));
@@ -297,46 +299,12 @@ fn sizes(tensor: &Tensor) -> Vec<usize> {
     tensor.size().into_iter().map(|size| as_index(from_dim(size))).collect()
 }
 
-/// A tensor as the file holds it: its own dtype, in row-major order, in host memory.
-struct Value {
-    dtype: Dtype,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
-}
-
-impl Value {
-    fn of(tensor: &Tensor) -> Result<Value, crate::tensor::bytes::Error> {
-        // Masters and moments are in the accumulation dtype, which is one of these two.
-        let dtype = if tensor.kind() == Kind::Double { Dtype::F64 } else { Dtype::F32 };
-        debug_assert_eq!(kind_of(dtype), Some(tensor.kind()), "masters are in the accumulation dtype");
-        Ok(Value { dtype, shape: sizes(tensor), bytes: bytes_of(tensor)? })
-    }
-}
-
-impl View for Value {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
-        (&self.bytes).into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes.len()
-    }
-}
-
-/// A name that is no checkpoint's, for what is on its way into or out of one's place.
-fn beside(folder: &Path, updates: u64, why: &str) -> PathBuf {
+/// A name that is no checkpoint's, for a folder that is being written or removed.
+fn unfinished(folder: &Path, updates: u64, why: &str) -> PathBuf {
     folder.join(format!(".step_{updates}.{why}"))
 }
 
-/// Names in a folder; none where there is no folder.
+/// Names in a folder; none without the folder.
 fn names(folder: &Path) -> io::Result<Vec<String>> {
     match fs::read_dir(folder) {
         Ok(entries) => entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect(),
@@ -380,6 +348,7 @@ mod tests {
     use super::*;
     use crate::data::Cursor;
     use crate::model::lora::Adapter;
+    use crate::tensor::bytes::bytes_of;
 
     fn adapters(kind: Kind) -> Adapters {
         let drawn = |rows: i64| Tensor::rand([rows, 3], (kind, Device::Cpu));

@@ -92,8 +92,8 @@ pub(super) fn start(text: &str) -> Result<study::Start, String> {
     })
 }
 
-/// Removes every `--set` from the arguments and returns its pairs, in order. clap would drop those before the verb if others
-/// follow it. A `--set` without a value stays, so that clap reports it.
+/// Removes every `--set` from the arguments and returns its pairs, in order. clap would drop those before the verb if
+/// others follow it. A `--set` without a value stays, so that clap reports it.
 pub(crate) fn take_set_flags(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>, Vec<String>) {
     let mut rest = Vec::new();
     let mut set = Vec::new();

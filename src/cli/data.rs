@@ -47,7 +47,8 @@ pub(super) struct KeychainFlags {
     /// Notes on the way from the place in question to its code: each but the last refers to another place
     #[arg(long, default_value_t = 1, value_name = "N")]
     hops: usize,
-    /// Depth of these notes in percent of the text, spread evenly over the range from the first prompt of a file to its last
+    /// Depth of these notes in percent of the text, spread evenly over the range from the first prompt of a file to its
+    /// last
     #[arg(long, default_value = "0..100", value_name = "FROM..TO", value_parser = depth)]
     depth: notes::Depth,
     /// Answers of a prompt, one of them right; 0 leaves them out, for `rollout.sample = true`

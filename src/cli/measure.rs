@@ -20,19 +20,15 @@ use super::arguments::{at_least_one, device, dtype, gradient, length, residency,
 use super::output::print_report;
 use super::start::start_world;
 
-/// Sizes in which rows are processed.
-#[derive(Args, Debug)]
-struct Cut {
+/// What all verbs that measure have in common.
+#[derive(Args, Clone, Copy, Debug)]
+struct CommonFlags {
     /// Positions in a page
     #[arg(long, default_value = "64", value_parser = at_least_one)]
     page_size: u64,
     /// Maximum number of rows of a segment
     #[arg(long, default_value = "2048", value_parser = at_least_one)]
     micro_block: u64,
-}
-
-#[derive(Args, Clone, Copy, Debug)]
-struct Place {
     /// auto, cpu or cuda; auto takes GPUs where every rank has one
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
@@ -42,6 +38,9 @@ struct Place {
     /// Send tensors between GPUs through host memory even if there is a transport from GPU to GPU
     #[arg(long)]
     through_host: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Args, Debug)]
@@ -55,12 +54,7 @@ pub(super) struct ParityFlags {
     #[arg(long, default_value = "float64", value_parser = dtype)]
     dtype: tch::Kind,
     #[command(flatten)]
-    cut: Cut,
-    #[command(flatten)]
-    place: Place,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    common: CommonFlags,
 }
 
 #[derive(Args, Debug)]
@@ -83,9 +77,7 @@ pub(super) struct BenchFlags {
     #[arg(long, default_value = "float32", value_parser = dtype)]
     dtype: tch::Kind,
     #[command(flatten)]
-    cut: Cut,
-    #[command(flatten)]
-    place: Place,
+    common: CommonFlags,
     /// Also run the conventional schedule (one rank only): whole sequences, activation checkpointing
     #[arg(long)]
     conventional: bool,
@@ -101,9 +93,6 @@ pub(super) struct BenchFlags {
     /// Keep the tail's block inputs of every N-th layer, and recompute the others
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     inputs_every: u64,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(Args, Debug)]
@@ -133,24 +122,19 @@ pub(super) struct StudyFlags {
     #[arg(long, default_value = "float32", value_parser = dtype)]
     dtype: tch::Kind,
     #[command(flatten)]
-    cut: Cut,
-    #[command(flatten)]
-    place: Place,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    common: CommonFlags,
 }
 
 /// Starts MPI, selects this rank's device, measures, and prints the report.
 fn measure_and_report<R>(
-    place: Place,
+    common: CommonFlags,
     measure: impl FnOnce(&World, Device) -> Result<R, Failure>,
     report: impl FnOnce(&World, &R) -> Exit,
 ) -> Result<Exit, Failure> {
     let world = start_world(&Environment::process())?;
-    let device = devices::choose(&world, place.device, place.share_device, false);
+    let device = devices::choose(&world, common.device, common.share_device, false);
     let connected = device.and_then(|device| {
-        if !place.through_host {
+        if !common.through_host {
             exchange::connect(&world.cp, device)?;
         }
         Ok(device)
@@ -165,19 +149,19 @@ pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
     let options = |device| parity::Options {
         gradient: flags.gradient,
         kind: flags.dtype,
-        page_size: Tokens(flags.cut.page_size),
-        micro_block: Tokens(flags.cut.micro_block),
+        page_size: Tokens(flags.common.page_size),
+        micro_block: Tokens(flags.common.micro_block),
         device,
     };
     let measure = |world: &World, device| parity::run(world, &flags.case_dir, &options(device));
-    measure_and_report(flags.place, measure, |world, report| {
-        print_report(world, flags.json, report, &report.text());
+    measure_and_report(flags.common, measure, |world, report| {
+        print_report(world, flags.common.json, report, &report.text());
         if report.passed { Exit::Done } else { Exit::Gate }
     })
 }
 
 pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
-    let (place, json) = (flags.place, flags.json);
+    let common = flags.common;
     let options = |device| bench::Options {
         model: flags.model,
         prompt: Tokens(flags.prompt),
@@ -185,8 +169,8 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         groups: flags.group,
         gradients: flags.gradient,
         kind: flags.dtype,
-        page_size: Tokens(flags.cut.page_size),
-        micro_block: Tokens(flags.cut.micro_block),
+        page_size: Tokens(flags.common.page_size),
+        micro_block: Tokens(flags.common.micro_block),
         conventional: flags.conventional,
         keeping: Keeping {
             pages: flags.pages,
@@ -197,14 +181,14 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         device,
     };
     let measure = |world: &World, device| bench::run(world, &options(device));
-    measure_and_report(place, measure, |world, report| {
-        print_report(world, json, report, &report.text());
+    measure_and_report(common, measure, |world, report| {
+        print_report(world, common.json, report, &report.text());
         Exit::Done
     })
 }
 
 pub(super) fn study(flags: StudyFlags) -> Result<Exit, Failure> {
-    let (place, json) = (flags.place, flags.json);
+    let common = flags.common;
     let options = |device| study::Options {
         model: flags.model,
         lengths: flags.length,
@@ -214,13 +198,13 @@ pub(super) fn study(flags: StudyFlags) -> Result<Exit, Failure> {
         group_size: flags.group_size,
         seed: flags.seed,
         kind: flags.dtype,
-        page_size: Tokens(flags.cut.page_size),
-        micro_block: Tokens(flags.cut.micro_block),
+        page_size: Tokens(flags.common.page_size),
+        micro_block: Tokens(flags.common.micro_block),
         device,
     };
     let measure = |world: &World, device| study::run(world, &options(device));
-    measure_and_report(place, measure, |world, report| {
-        print_report(world, json, report, &report.text());
+    measure_and_report(common, measure, |world, report| {
+        print_report(world, common.json, report, &report.text());
         Exit::Done
     })
 }

@@ -81,7 +81,8 @@ enum Verb {
     Bench(BenchFlags),
     /// Compare gradient modes with the exact gradient on real text, by length and projection; nothing is trained
     Study(StudyFlags),
-    /// Write one HTML page about one or several runs: curves, seconds and bytes by phase, gates, answers; needs no network
+    /// Write one HTML page about one or several runs: curves, seconds and bytes by phase, gates, answers; needs no
+    /// network
     Report(ReportFlags),
     /// Convert a GGUF file, with its tokenizer, to an HF folder
     Convert(ConvertFlags),

@@ -41,8 +41,8 @@ pub(super) fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit
     }
 }
 
-/// Rank 0 lets the endpoint review the run. The other ranks wait for it, so the review must end before the signals' deadline,
-/// and within half of the time after which a watchdog would report a stall.
+/// Rank 0 lets the endpoint review the run. The other ranks wait for it, so the review must end before the signals'
+/// deadline, and within half of the time after which a watchdog would report a stall.
 fn review(loaded: &Loaded, environment: &Environment, world: &World, ended: Ended<'_>) {
     if world.all.rank().0 != 0 {
         return;

@@ -6,6 +6,7 @@
 use figment::value::{Num, Value};
 
 use super::rewards::RewardName;
+use crate::runtime::names::likeness;
 
 /// What a value must look like.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -263,17 +264,9 @@ pub(super) fn homes(name: &str) -> Vec<String> {
     keys().map(|(path, _)| path).chain(tables).filter(|p| tail(p)).collect()
 }
 
-/// Characters of a name that are compared with those of known ones.
-const NAME_CHARS_MAX: usize = 80;
-
 /// The known key or table whose name is nearest to `name`: in `table` if one there is near, else anywhere.
 pub(super) fn nearest(table: &str, name: &str) -> String {
-    // Likeness takes time and memory by the product of two lengths, and what is longer than this is like nothing here.
-    let wanted = name.chars().take(NAME_CHARS_MAX).collect::<String>().to_lowercase();
-    let likeness = |path: &str| {
-        let last = path.rsplit('.').next().unwrap_or(path);
-        strsim::jaro_winkler(&wanted, last).max(strsim::normalized_damerau_levenshtein(&wanted, last))
-    };
+    let likeness = |path: &str| likeness(name, path.rsplit('.').next().unwrap_or(path));
     let best = |paths: Vec<String>| {
         paths.into_iter().map(|p| (likeness(&p), p)).max_by(|a, b| a.0.total_cmp(&b.0).then_with(|| b.1.cmp(&a.1)))
     };

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use super::error::Error;
+use super::files::{Hidden, list_files};
 use super::order::Random;
 use super::tokenizer::Tokenizer;
 use crate::runtime::units::{Tokens, from_index};
@@ -17,8 +18,6 @@ pub(super) const DEFAULT_FOLDERS: [&str; 3] = ["/usr/share/common-licenses", "/u
 const FILES_MAX: usize = 200_000;
 /// Longer files are skipped.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// Levels of folders below a given one.
-const DEPTH_MAX: usize = 16;
 /// Longer paragraphs are cut at the end of a line.
 const PARAGRAPH_BYTES_MAX: usize = 2_000;
 
@@ -48,7 +47,7 @@ pub(super) fn collect(
 ) -> Result<Corpus, Error> {
     let mut files = Vec::new();
     for folder in folders {
-        list(folder, DEPTH_MAX, &mut files)?;
+        list_files(folder, Hidden::Include, FILES_MAX, &mut files)?;
     }
     files.sort();
     files.dedup();
@@ -75,24 +74,6 @@ pub(super) fn collect(
         corpus.files += usize::from(corpus.paragraphs.len() > before);
     }
     Ok(corpus)
-}
-
-/// All plain files under `path`; does not follow links, so that no text comes twice.
-fn list(path: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), Error> {
-    let failed = Error::io(path, "list it");
-    for entry in fs::read_dir(path).map_err(&failed)? {
-        let entry = entry.map_err(&failed)?;
-        let kind = entry.file_type().map_err(&failed)?;
-        if files.len() >= FILES_MAX {
-            break;
-        }
-        if kind.is_file() {
-            files.push(entry.path());
-        } else if kind.is_dir() && depth > 0 {
-            list(&entry.path(), depth - 1, files)?;
-        }
-    }
-    Ok(())
 }
 
 /// The file's text if it is text: UTF-8 without control characters, neither tiny nor huge.

@@ -1,6 +1,8 @@
 //! Random numbers whose sequence is part of the project: the same on every machine, rank and version.
 
-/// `SplitMix64` (Steele, Lea and Flood, 2014): a counter passed through a mixing function.
+use crate::runtime::random::{STEP, split_mix};
+
+/// A sequence of numbers of [`split_mix`].
 #[derive(Clone, Debug)]
 pub struct Random {
     state: u64,
@@ -24,10 +26,9 @@ impl Random {
     /// 64 random bits.
     #[expect(clippy::should_implement_trait, reason = "it never ends, and an iterator's `next` says that it may")]
     pub fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.state ^ (self.state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+        let number = split_mix(self.state);
+        self.state = self.state.wrapping_add(STEP);
+        number
     }
 
     /// A number below `bound`, every one equally likely to within `bound` / 2^64.

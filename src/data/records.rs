@@ -238,7 +238,7 @@ impl Record<'_> {
         let flag = |(index, flag): (usize, &Json)| match (flag.as_bool(), flag.as_u64()) {
             (Some(flag), _) => Ok(flag),
             (_, Some(flag @ 0..=1)) => Ok(flag == 1),
-            _ => Err(self.wrong(&format!("{parent}.mask[{index}]"), flag, "0, 1, true or false")),
+            _ => Err(self.wrong(&format!("{parent}.mask[{index}]"), flag.to_string(), "0, 1, true or false")),
         };
         flags.iter().enumerate().map(flag).collect()
     }
@@ -273,7 +273,7 @@ impl Record<'_> {
                 _ => (true, ""),
             };
             if !fits {
-                return Err(self.wrong(&format!("reward_data.{key}"), value, wanted));
+                return Err(self.wrong(&format!("reward_data.{key}"), value.to_string(), wanted));
             }
         }
         Ok(())
@@ -316,8 +316,8 @@ impl Record<'_> {
         Place { file: self.path.to_owned(), line: self.line, field: field.to_owned() }
     }
 
-    fn wrong(&self, field: &str, found: impl ToString, wanted: &'static str) -> Error {
-        Error::Field { place: self.place(field), found: found.to_string(), wanted }
+    fn wrong(&self, field: &str, found: impl Into<String>, wanted: &'static str) -> Error {
+        Error::Field { place: self.place(field), found: found.into(), wanted }
     }
 }
 

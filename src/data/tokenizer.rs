@@ -37,10 +37,10 @@ impl Tokenizer {
         let file = folder.join("tokenizer.json");
         let bytes = fs::read(&file).map_err(Error::io(&file, "read it"))?;
         let mut backend = Backend::from_bytes(&bytes)
-            .map_err(|reason| refused(&file, "is not a tokenizer that can be loaded", reason))?;
+            .map_err(|reason| refused(&file, "is not a tokenizer that can be loaded", &reason))?;
         // A file may configure truncation and padding; neither may happen here.
         let whole = backend.with_truncation(None).map(|backend| backend.with_padding(None));
-        whole.map_err(|reason| refused(&file, "has a truncation that cannot be turned off", reason))?;
+        whole.map_err(|reason| refused(&file, "has a truncation that cannot be turned off", &reason))?;
         Ok(Tokenizer { file, backend, template: Template::open(folder) })
     }
 
@@ -52,7 +52,7 @@ impl Tokenizer {
         let encoding = self
             .backend
             .encode_fast(text, false)
-            .map_err(|reason| refused(&self.file, "cannot encode a text", reason))?;
+            .map_err(|reason| refused(&self.file, "cannot encode a text", &reason))?;
         Ok(encoding.get_ids().iter().map(|id| i64::from(*id)).collect())
     }
 
@@ -76,9 +76,9 @@ impl Tokenizer {
         const ACTION: &str = "cannot decode ids";
         let ids: Vec<u32> = ids
             .iter()
-            .map(|id| u32::try_from(*id).map_err(|_| refused(&self.file, ACTION, format!("{id} is no token id"))))
+            .map(|id| u32::try_from(*id).map_err(|_| refused(&self.file, ACTION, &format!("{id} is no token id"))))
             .collect::<Result<_, _>>()?;
-        self.backend.decode(&ids, plain).map_err(|reason| refused(&self.file, ACTION, reason))
+        self.backend.decode(&ids, plain).map_err(|reason| refused(&self.file, ACTION, &reason))
     }
 
     /// Number of tokens, added ones included; the model's embedding may have more rows.
@@ -143,7 +143,7 @@ impl Tokenizer {
     /// As [`Tokenizer::turn_end_text`].
     pub fn turn_end(&self) -> Result<i64, Error> {
         let text = self.turn_end_text()?;
-        self.id(&text).ok_or_else(|| refused(&self.file, "has no token for the end of a turn", text))
+        self.id(&text).ok_or_else(|| refused(&self.file, "has no token for the end of a turn", &text))
     }
 
     /// As [`Tokenizer::turn_end`]; `None` if there is no template, or the template fails or writes no end.
@@ -168,7 +168,7 @@ impl Tokenizer {
     }
 }
 
-fn refused(file: &Path, action: &'static str, reason: impl ToString) -> Error {
+fn refused(file: &Path, action: &'static str, reason: &dyn fmt::Display) -> Error {
     Error::Tokenizer { file: file.to_owned(), action, reason: reason.to_string() }
 }
 

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use crate::runtime::failure::{Classified, Exit};
 
-/// What was wrong with the last attempt of a request. `said` is the service's, the system's or the client's own message.
+/// What was wrong with the last attempt of a request. `said` is the service's, the system's or the client's own
+/// message.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what each variant and field is")]
 pub enum Fault {

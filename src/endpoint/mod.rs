@@ -1,8 +1,8 @@
 //! The HTTP boundary: requests to the service that judges answers, for its list of models or for one message.
 //!
-//! Every attempt has one time-out; attempts, waits and the size of an answer are bounded. The key is sent in one header and
-//! nowhere else. Redirects are not followed, since they would receive the key, and the key is removed from all text of the
-//! service before that is repeated.
+//! Every attempt has one time-out; attempts, waits and the size of an answer are bounded. The key is sent in one header
+//! and nowhere else. Redirects are not followed, since they would receive the key, and the key is removed from all text
+//! of the service before that is repeated.
 
 mod error;
 pub mod json;
@@ -78,8 +78,8 @@ pub struct CallerLimits {
     pub given_up: fn() -> bool,
 }
 
-/// The service of a configuration. It has no `Debug` form, since it holds the key. Several threads may use it at the same
-/// time.
+/// The service of a configuration. It has no `Debug` form, since it holds the key. Several threads may use it at the
+/// same time.
 pub struct Endpoint {
     agent: Agent,
     base: String,

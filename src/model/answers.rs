@@ -1,7 +1,7 @@
 //! State of answers that are being sampled, in one layer on one rank.
 //!
-//! Row j of every answer stands at position prompt + j and lies on rank j mod R, so that memory and reading are shared
-//! evenly however long answers become:
+//! Row j of every answer stands at position prompt + j. Rank j mod R holds it, so ranks share memory and reading evenly at
+//! every length:
 //!
 //! ```text
 //!   row     0  1  2  3  4  5  6      (R = 3)

@@ -9,35 +9,37 @@
 //!    rank attends to the pages it owns, partial results return and are merged in rank order.
 //! 3. Answer keys and values are never gathered: an answer's rows on a rank are one more block of that rank.
 
-use std::cell::Cell;
 use std::convert::Infallible;
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
 use super::answers::AnswerState;
+use super::attention_rows::{
+    BackwardRows, KeyBlock, KeyValue, Merging, Queries, QueryRows, Rectangle, rows, saved_lse,
+};
 use super::mixer::{
     Backward, BlockBackward, BlockQueries, CaptureGradient, CpGroup, Mixed, MixedRow, Mixer, MixerInput,
 };
 use super::past::{ChunkState, Past, PastGradient};
 use super::planes::Planes;
-use crate::prompt::layout::{Piece, PromptLayout, Run, Span, Tile, TileSizes, positions, tiles};
+use crate::prompt::layout::{PromptLayout, Run, Span, TileSizes, tiles};
 use crate::prompt::pages::PlaneRow;
 use crate::prompt::ring::{RingRuns, visit_runs, visit_runs_with_sums};
-use crate::runtime::units::{Position, Tokens, as_dim, from_dim, from_index};
+use crate::runtime::units::{Tokens, as_dim, from_dim, from_index};
 use crate::tensor::accumulation;
 use crate::tensor::attention::{self, Merged, Partial};
 use crate::tensor::kernels::Kernel;
-use crate::world::exchange::{gather_rows, merge_into, nothing, return_rows, sum_in_order};
+use crate::world::exchange::{gather_rows, return_rows, sum_in_order};
 
 /// Grouped-query attention with an optional sliding window.
 #[derive(Clone, Debug)]
 pub struct Attention {
-    /// Query heads.
+    /// Query heads, h.
     pub heads: i64,
-    /// Key and value heads.
+    /// Key and value heads, g.
     pub kv_heads: i64,
-    /// Width of a head.
+    /// Width of a head, d.
     pub head_dim: i64,
     /// How many positions a query sees, itself included.
     pub window: Option<i64>,
@@ -52,156 +54,6 @@ pub struct Attention {
 /// Most keys of a rectangle on a GPU: what a kernel takes as workspace grows with them (dk and dv of every query head),
 /// and some index with 32 bits.
 pub const KEYS_MAX: i64 = 32_768;
-
-/// Queries of some rows after rotation: the one query plane.
-#[derive(Debug)]
-pub struct Queries {
-    /// [t, h, d]
-    pub q_thd: Tensor,
-}
-
-/// Keys and values of some rows after rotation, or their gradients: the two state planes.
-#[derive(Debug)]
-pub struct KeyValue {
-    /// [t, g, d]
-    pub k_tgd: Tensor,
-    /// [t, g, d]
-    pub v_tgd: Tensor,
-}
-
-impl From<Queries> for Planes {
-    fn from(queries: Queries) -> Planes {
-        vec![queries.q_thd].into()
-    }
-}
-
-impl From<&Planes> for Queries {
-    fn from(planes: &Planes) -> Queries {
-        let [q_thd] = planes.tensors() else { unreachable!("attention has one query plane") };
-        Queries { q_thd: q_thd.shallow_clone() }
-    }
-}
-
-impl From<KeyValue> for Planes {
-    fn from(kv: KeyValue) -> Planes {
-        vec![kv.k_tgd, kv.v_tgd].into()
-    }
-}
-
-impl From<&Planes> for KeyValue {
-    fn from(planes: &Planes) -> KeyValue {
-        KeyValue::from(planes.tensors())
-    }
-}
-
-impl From<&[Tensor]> for KeyValue {
-    fn from(planes: &[Tensor]) -> KeyValue {
-        let [k_tgd, v_tgd] = planes else { unreachable!("attention has two state planes, keys and values") };
-        KeyValue { k_tgd: k_tgd.shallow_clone(), v_tgd: v_tgd.shallow_clone() }
-    }
-}
-
-impl KeyValue {
-    /// The rows in `range`; a view.
-    fn rows(&self, range: &Range<i64>) -> KeyValue {
-        KeyValue { k_tgd: rows(&self.k_tgd, range), v_tgd: rows(&self.v_tgd, range) }
-    }
-}
-
-/// Rows of `x` in `range`; a view.
-fn rows(x: &Tensor, range: &Range<i64>) -> Tensor {
-    x.narrow(0, range.start, range.end - range.start)
-}
-
-/// Keys and values at consecutive positions.
-struct KeyBlock {
-    positions: Range<i64>,
-    kv: KeyValue,
-}
-
-impl KeyBlock {
-    fn new(start: Position, kv: KeyValue) -> KeyBlock {
-        let start = as_dim(start.0);
-        KeyBlock { positions: start..start + kv.k_tgd.size()[0], kv }
-    }
-}
-
-/// A visible rectangle of queries and keys, with the keys' own tensors.
-struct Rectangle {
-    /// Rows of the gathered queries.
-    query_rows: Range<i64>,
-    /// Rows of the key block.
-    key_rows: Range<i64>,
-    tile: Tile,
-    kv: KeyValue,
-}
-
-/// Queries at consecutive positions, with the offset of their first row in a gathered tensor.
-struct QueryRows {
-    first: i64,
-    positions: Range<i64>,
-}
-
-impl QueryRows {
-    /// Rows of one piece, from the first row of a tensor on.
-    fn alone(piece: &Piece) -> QueryRows {
-        QueryRows { first: 0, positions: positions(piece) }
-    }
-
-    /// The rows of `pieces`, one piece after another in a gathered tensor.
-    fn gathered<'a>(pieces: impl Iterator<Item = &'a Piece>) -> Vec<QueryRows> {
-        let place = |first: &mut i64, piece: &Piece| {
-            let rows = QueryRows { first: *first, positions: positions(piece) };
-            *first += piece.rows().dim();
-            Some(rows)
-        };
-        pieces.scan(0, place).collect()
-    }
-}
-
-/// Some queries' output and log-sum-exp over the keys seen so far, in the accumulation dtype.
-struct Merging {
-    out_thd: Tensor,
-    lse_th: Tensor,
-    /// Whether no part has been merged yet.
-    empty: Cell<bool>,
-}
-
-impl Merging {
-    /// Merges a part over further keys into the rows `range`. The first part of all rows is copied.
-    fn add(&self, range: &Range<i64>, part: &Partial) {
-        let mut out_thd = rows(&self.out_thd, range);
-        let mut lse_th = rows(&self.lse_th, range);
-        let first = self.empty.replace(false) && range.end - range.start == self.out_thd.size()[0];
-        if first {
-            out_thd.copy_(&part.out_thd);
-            lse_th.copy_(&part.lse_th);
-        } else {
-            merge_into(&mut out_thd, &mut lse_th, &part.out_thd, &part.lse_th);
-        }
-    }
-
-    /// The output in the model's dtype, with the log-sum-exp as the one saved plane.
-    fn finish(self, kind: Kind) -> Mixed {
-        Mixed { out: self.out_thd.to_kind(kind), saved: vec![self.lse_th].into() }
-    }
-}
-
-/// The saved plane of [`Merging::finish`].
-fn saved_lse(mixed: &Mixed) -> Tensor {
-    let [lse_th] = mixed.saved.tensors() else { unreachable!("attention saves the log-sum-exp") };
-    lse_th.shallow_clone()
-}
-
-/// Rows in backward: those of all ranks where queries are gathered, else this rank's.
-struct BackwardRows {
-    q_thd: Tensor,
-    out_thd: Tensor,
-    lse_th: Tensor,
-    dout_thd: Tensor,
-    /// In the accumulation dtype.
-    dq_thd: Tensor,
-}
 
 impl Attention {
     /// Visible rectangles of `queries` and `keys`, none too large for a kernel's indices.
@@ -236,8 +88,7 @@ impl Attention {
 
     /// `rows` queries that have seen no key yet.
     fn no_keys_yet(&self, rows: i64, device: Device) -> Merging {
-        let (out_thd, lse_th) = nothing(rows, self.heads, self.head_dim, accumulation(self.kind), device);
-        Merging { out_thd, lse_th, empty: Cell::new(true) }
+        Merging::new([rows, self.heads, self.head_dim], accumulation(self.kind), device)
     }
 
     /// Backward of [`Attention::attend`] with the merged output: adds dq of `queries`, and dk and dv of `keys` to

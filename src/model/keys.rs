@@ -12,89 +12,32 @@ const LAYERS_MAX: u64 = 1 << 14;
 
 /// One thing that is wrong with a config, with its key and value.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each is")]
 pub enum Problem {
-    /// A key that the family needs is not there.
     #[error("`{key}` is missing; a model of this family states it")]
-    Missing {
-        /// The key.
-        key: String,
-    },
-    /// A value of the wrong kind or outside its range.
+    Missing { key: String },
     #[error("`{key}` is {found}; it must be {wanted}")]
-    Value {
-        /// The key.
-        key: String,
-        /// The value, as JSON.
-        found: String,
-        /// What is accepted.
-        wanted: &'static str,
-    },
-    /// The family is not known.
+    Value { key: String, found: String, wanted: &'static str },
     #[error(
         "`{key}` is \"{found}\", which longstraw does not compute; it computes {known}, and the nearest of these is \"{nearest}\""
     )]
-    ModelType {
-        /// The key.
-        key: String,
-        /// The type in the file.
-        found: String,
-        /// The types longstraw computes.
-        known: String,
-        /// The one spelled most alike.
-        nearest: String,
-    },
-    /// The family is planned and not trained.
+    ModelType { key: String, found: String, known: String, nearest: String },
     #[error(
         "`{key}` is \"{found}\": this build plans that family (longstraw plan) and does not compute it yet; it computes {known}"
     )]
-    OnlyPlanned {
-        /// The key.
-        key: String,
-        /// The type in the file.
-        found: String,
-        /// The types longstraw computes.
-        known: String,
-    },
-    /// A valid value whose maths is not built.
+    OnlyPlanned { key: String, found: String, known: String },
     #[error("`{key}` is {found}, which longstraw does not compute; it computes {supported}")]
-    Unsupported {
-        /// The key.
-        key: String,
-        /// The value, as JSON.
-        found: String,
-        /// What is computed.
-        supported: &'static str,
-    },
-    /// Query heads do not share key/value heads evenly.
+    Unsupported { key: String, found: String, supported: &'static str },
     #[error(
         "`num_attention_heads` is {query_heads} and `num_key_value_heads` is {kv_heads}; the first must be a multiple of the second"
     )]
-    Heads {
-        /// Query heads.
-        query_heads: u64,
-        /// Key and value heads.
-        kv_heads: u64,
-    },
-    /// No head width is stated and none can be derived.
+    Heads { query_heads: u64, kv_heads: u64 },
     #[error(
         "`head_dim` is missing and `hidden_size` {width} is no multiple of `num_attention_heads` {query_heads}; state `head_dim`"
     )]
-    HeadDim {
-        /// Model width.
-        width: u64,
-        /// Query heads.
-        query_heads: u64,
-    },
-    /// A per-layer list of the wrong length.
+    HeadDim { width: u64, query_heads: u64 },
     #[error("`{key}` has {found} entries for {layers} layers (`num_hidden_layers`)")]
-    Layers {
-        /// The key.
-        key: String,
-        /// Entries in the file.
-        found: usize,
-        /// Layers of the model.
-        layers: usize,
-    },
+    Layers { key: String, found: usize, layers: usize },
 }
 
 impl Problem {
@@ -245,12 +188,51 @@ impl<'a> Keys<'a> {
         })
     }
 
+    /// As [`Keys::tokens`], from the top level where the text model's table does not state the key.
+    pub fn tokens_here_or_outside(&mut self, key: &str, default: &[u64]) -> Vec<u64> {
+        if self.states(key) {
+            return self.tokens(key, default);
+        }
+        let mut outer = Keys::within(self.outer, "");
+        let ids = outer.tokens(key, default);
+        self.problems.append(&mut outer.problems);
+        ids
+    }
+
+    /// A list with one word a layer: for each layer its index in `known`. `None` where the list is absent or not sound.
+    pub fn layer_words(
+        &mut self,
+        key: &str,
+        layers: usize,
+        known: &[&str],
+        wanted: &'static str,
+    ) -> Option<Vec<usize>> {
+        let value = self.value(key)?;
+        let Some(list) = value.as_array() else {
+            self.refuse(key, value, "a list with one entry per layer");
+            return None;
+        };
+        if list.len() != layers {
+            self.problems.push(Problem::Layers { key: self.name(key), found: list.len(), layers });
+            return None;
+        }
+        let mut indices = Vec::with_capacity(layers);
+        for word in list {
+            let Some(index) = known.iter().position(|known| word == known) else {
+                self.unsupported(key, word, wanted);
+                return None;
+            };
+            indices.push(index);
+        }
+        Some(indices)
+    }
+
     /// Notes that the value of `key` is not one of what is `wanted`.
     pub fn refuse(&mut self, key: &str, found: &Value, wanted: &'static str) {
         self.problems.push(Problem::Value { key: self.name(key), found: found.to_string(), wanted });
     }
 
-    /// Notes that the maths behind the value of `key` is not built.
+    /// Notes that the maths for the value of `key` is not built.
     pub fn unsupported(&mut self, key: &str, found: &Value, supported: &'static str) {
         self.problems.push(Problem::Unsupported { key: self.name(key), found: found.to_string(), supported });
     }

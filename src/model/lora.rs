@@ -17,7 +17,7 @@ use crate::tensor::views;
 /// The pair of one linear layer.
 #[derive(Debug)]
 pub struct Adapter {
-    /// The layer it is added to (`model.layers.0.self_attn.q_proj`).
+    /// The linear layer it adapts (`model.layers.0.self_attn.q_proj`).
     pub module: String,
     /// The down projection A, [rank, inputs].
     pub a_ri: Tensor,
@@ -43,12 +43,12 @@ impl Adapters {
             .iter()
             .map(|linear| {
                 let bound = 1.0 / (float(linear.inputs)).sqrt();
-                // Drawn in float64 on the CPU, so that one seed gives one start whatever the dtype and device.
-                let drawn = Tensor::empty([as_dim(rank), as_dim(linear.inputs)], (Kind::Double, Device::Cpu))
+                // Sampled in float64 on the CPU, so that one seed gives one start whatever the dtype and device.
+                let sampled = Tensor::empty([as_dim(rank), as_dim(linear.inputs)], (Kind::Double, Device::Cpu))
                     .uniform(-bound, bound);
                 Adapter {
                     module: linear.module.clone(),
-                    a_ri: drawn.to_kind(acc).to_device(device),
+                    a_ri: sampled.to_kind(acc).to_device(device),
                     b_or: Tensor::zeros([as_dim(linear.outputs), as_dim(rank)], (acc, device)),
                 }
             })
@@ -88,8 +88,8 @@ impl Adapters {
         adapters
     }
 
-    /// The same values as they are applied in a dtype, the scale in B already: for many products with few rows, in which
-    /// that would be asked for again each time. The products have the same bits.
+    /// The same values in dtype `kind`, with the scale in B: for many products with few rows, each of which would convert them
+    /// again. The products have the same bits.
     #[must_use]
     pub fn applied(&self, kind: Kind) -> Self {
         let pair = |adapter: &Adapter| Adapter {
@@ -119,7 +119,7 @@ impl Adapters {
         &self.stamp
     }
 
-    /// The pair of `module`, if it is adapted.
+    /// The pair of `module`; `None` where it is not adapted.
     #[must_use]
     pub fn of(&self, module: &str) -> Option<&Adapter> {
         self.index.get(module).map(|&at| &self.entries[at])
@@ -181,7 +181,7 @@ pub fn linear(x_tw: &Tensor, weight_oi: &Tensor, bias_o: Option<&Tensor>, adapte
     if let Some((adapter, scale)) = adapter {
         let kind = x_tw.kind();
         let low = x_tw.linear(&adapter.a_ri.to_kind(kind), None::<&Tensor>);
-        // Added inside the product: what it adds is never written out, nor scaled in a pass of its own.
+        // The product adds in place, so its result is neither written out nor scaled in a pass of its own.
         let b_or = if (scale - 1.0).abs() > 0.0 { &adapter.b_or * scale } else { adapter.b_or.shallow_clone() };
         let _itself = y.addmm_(&low, &b_or.to_kind(kind).tr());
     }

@@ -18,9 +18,9 @@ use crate::world::Axis;
 /// This rank among the ranks that share a prompt.
 #[derive(Clone, Copy)]
 pub struct CpGroup<'a> {
-    /// The ranks.
+    /// Ranks that share the prompt.
     pub axis: &'a Axis,
-    /// Counts bytes.
+    /// Counts the bytes that the mixer holds.
     pub ledger: &'a Ledger,
 }
 
@@ -53,10 +53,9 @@ pub struct MixedRow {
 
 /// Queries of consecutive prompt rows.
 #[derive(Debug)]
+#[expect(missing_docs, reason = "the names say everything")]
 pub struct BlockQueries {
-    /// The rows.
     pub piece: Piece,
-    /// Their queries.
     pub queries: Planes,
 }
 
@@ -83,7 +82,7 @@ pub struct CaptureGradient {
 /// What [`Mixer::backward`] reads.
 #[derive(Debug)]
 pub struct Backward<'a> {
-    /// The rows.
+    /// Rows of the forward.
     pub span: &'a Span,
     /// Input of the forward.
     pub input: &'a MixerInput,

@@ -6,6 +6,7 @@
 pub mod adapter_file;
 pub mod answers;
 pub mod attention;
+pub mod attention_rows;
 pub mod decoder;
 pub mod dense;
 pub mod family;

@@ -26,9 +26,9 @@ use crate::tensor::boundary::backward as backward_graph;
 /// What a pass over blocks needs besides rows.
 #[derive(Clone, Copy)]
 pub struct Pass<'a> {
-    /// The model.
+    /// Frozen weights and the maths of blocks.
     pub decoder: &'a dyn Decoder,
-    /// The policy.
+    /// The policy's trained part.
     pub adapters: &'a Adapters,
     /// This rank among those that share the prompt.
     pub cp_group: CpGroup<'a>,
@@ -39,9 +39,9 @@ pub struct Pass<'a> {
 /// Rows that a segment computes at one time.
 #[derive(Clone, Copy, Debug)]
 pub struct MicroBlock {
-    /// The rows.
+    /// Positions of the rows.
     pub piece: Piece,
-    /// The first of them in a tensor of this rank's rows.
+    /// First row in a tensor of this rank's rows.
     pub first: i64,
 }
 
@@ -85,7 +85,7 @@ pub const MIXED_ROWS: u64 = 32_768;
 /// Rows that the mixer takes at one time: whole micro-blocks.
 #[derive(Debug)]
 pub struct MixerBlock {
-    /// The rows.
+    /// Positions of the rows.
     pub piece: Piece,
     /// Its micro-blocks, at least one.
     pub micro_blocks: Vec<MicroBlock>,
@@ -101,7 +101,7 @@ impl MixerBlock {
 /// A tail in one layer, for the route on which rows stay and state travels.
 #[derive(Clone, Copy)]
 pub struct Tail<'a> {
-    /// Its rows.
+    /// Rows of all ranks.
     pub span: &'a Span,
     /// Which rank owns which position.
     pub layout: &'a PromptLayout,
@@ -114,7 +114,7 @@ pub struct Tail<'a> {
 /// One span's rows on this rank, for a backward.
 #[derive(Clone, Copy)]
 pub struct SpanRows<'a> {
-    /// Which rows.
+    /// Rows of all ranks.
     pub span: &'a Span,
     /// Input of the block.
     pub x_tw: &'a Tensor,

@@ -7,7 +7,7 @@ use crate::tensor::accumulation;
 /// Tensors of the same rows, first dimension rows: the queries, the state or the gradients of one mixer.
 ///
 /// Only the mixer knows what each plane is: it converts planes from and to a struct of its own with named fields
-/// (for attention [`super::attention::KeyValue`]).
+/// (for attention [`super::attention_rows::KeyValue`]).
 #[derive(Debug, Default)]
 pub struct Planes(Vec<Tensor>);
 
@@ -24,6 +24,7 @@ impl Planes {
     }
 
     /// One tensor for each plane.
+    #[must_use]
     pub fn into_tensors(self) -> Vec<Tensor> {
         self.0
     }

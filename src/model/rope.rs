@@ -1,4 +1,5 @@
-//! Rotary position embedding: inverse frequencies and gain (default, llama3, YaRN), tables, and the half-split rotation.
+//! Rotary position embedding: inverse frequencies and gain (default, linear, llama3, YaRN), tables, and the half-split
+//! rotation.
 //!
 //! The formulas are those of the published configs' readers: Llama 3.1's frequency blend, and YaRN (arXiv 2309.00071) with
 //! its static attention factor. Frequencies are float64 here; the angle is formed in the accumulation dtype.
@@ -17,8 +18,11 @@ use crate::runtime::units::float;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Scaling {
-    /// None.
+    /// No stretching.
     Default,
+    /// All frequencies are divided by `factor`.
+    #[expect(missing_docs, reason = "the name says everything")]
+    Linear { factor: f64 },
     /// Llama 3.1: low frequencies are divided by `factor`, high ones stay, with a linear blend between.
     Llama3 {
         /// Stretch of the low frequencies.
@@ -54,46 +58,96 @@ pub struct RopeSpec {
     pub theta: f64,
     /// Leading dimensions of a head that rotate (even).
     pub rotary_dim: u64,
-    /// Context stretching.
+    /// How the context is stretched.
     pub scaling: Scaling,
 }
 
+/// The keys of one rotary embedding in a published config.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeKeys {
+    /// Base of the frequencies, at the top level.
+    theta_key: &'static str,
+    theta_default: f64,
+    /// Table within `rope_parameters`; `None`: `rope_parameters` is the table itself.
+    layer_kind: Option<&'static str>,
+    /// Whether `rope_scaling` belongs to it.
+    scaled: bool,
+}
+
+impl RopeKeys {
+    /// The one embedding of all layers.
+    pub const ONE: RopeKeys =
+        RopeKeys { theta_key: "rope_theta", theta_default: 10_000.0, layer_kind: None, scaled: true };
+
+    /// The embedding of the layers without a window, where those with one have their own.
+    #[must_use]
+    pub fn full_layers(theta_default: f64) -> RopeKeys {
+        RopeKeys { theta_key: "rope_theta", theta_default, layer_kind: Some("full_attention"), scaled: true }
+    }
+
+    /// The embedding of the layers with a window, where they have their own.
+    #[must_use]
+    pub fn sliding_layers(theta_default: f64) -> RopeKeys {
+        let (theta_key, layer_kind) = ("rope_local_base_freq", Some("sliding_attention"));
+        RopeKeys { theta_key, theta_default, layer_kind, scaled: false }
+    }
+}
+
 impl RopeSpec {
-    /// Positions that the stretched embedding was made for, where it is stretched: the original context times the factor.
+    /// Positions that the stretched embedding was made for, where the config says so: the original context times the factor.
     #[must_use]
     pub fn stretched_positions(&self) -> Option<f64> {
         match self.scaling {
-            Scaling::Default => None,
+            Scaling::Default | Scaling::Linear { .. } => None,
             Scaling::Llama3 { factor, original_positions, .. } | Scaling::Yarn { factor, original_positions, .. } => {
                 Some(factor * float(original_positions))
             }
         }
     }
 
-    /// Reads both spellings of the published configs: `rope_parameters`, or `rope_theta` with `rope_scaling` (a non-empty
-    /// one replaces `rope_parameters`). `replacement` takes the place of the file's scaling; `null` or an empty table in it
-    /// means none. Problems are left in `keys`.
+    /// Reads both spellings of the published configs: `rope_parameters`, or a top-level base with `rope_scaling` (a
+    /// non-empty one replaces the table in `rope_parameters`). `replacement` takes the place of the file's scaling; `null` or
+    /// an empty table in it means none. Problems are left in `keys`.
     #[must_use]
-    pub fn read(keys: &mut Keys<'_>, replacement: Option<&Value>, rotary_dim: u64, positions: u64) -> RopeSpec {
-        let nothing = Map::new();
-        let (name, found) = match replacement {
-            Some(value) => ("[model] rope_scaling.", Some(value).filter(|value| !value.is_null())),
-            None => match keys.value("rope_scaling").filter(|value| value.as_object().is_none_or(|t| !t.is_empty())) {
-                Some(value) => ("rope_scaling.", Some(value)),
-                None => ("rope_parameters.", keys.value("rope_parameters")),
-            },
+    pub fn read(
+        keys: &mut Keys<'_>,
+        replacement: Option<&Value>,
+        own: &RopeKeys,
+        rotary_dim: u64,
+        positions: u64,
+    ) -> RopeSpec {
+        let no_keys = Map::new();
+        let parameters = keys.value("rope_parameters");
+        if let (Some(_), Some(Value::Object(table))) = (own.layer_kind, parameters)
+            && !["full_attention", "sliding_attention"].iter().all(|kind| table.contains_key(*kind))
+            && !table.is_empty()
+        {
+            let found = Value::Object(table.clone());
+            keys.unsupported("rope_parameters", &found, "a table for each kind of layers in this family");
+        }
+        let (parameters_name, parameters) = match own.layer_kind {
+            None => ("rope_parameters.".to_owned(), parameters),
+            Some(kind) => (format!("rope_parameters.{kind}."), parameters.and_then(|table| table.get(kind))),
         };
-        let table = found.map_or(Some(&nothing), Value::as_object).unwrap_or_else(|| {
+        let scaling = keys
+            .value("rope_scaling")
+            .filter(|value| own.scaled && value.as_object().is_none_or(|table| !table.is_empty()));
+        let (name, found) = match (replacement, scaling) {
+            (Some(value), _) => ("[model] rope_scaling.", Some(value).filter(|value| !value.is_null())),
+            (None, Some(value)) => ("rope_scaling.", Some(value)),
+            (None, None) => (&*parameters_name, parameters),
+        };
+        let table = found.map_or(Some(&no_keys), Value::as_object).unwrap_or_else(|| {
             let key = name.trim_end_matches('.').to_owned();
             let found = found.map_or_else(String::new, Value::to_string);
             keys.problems.push(Problem::Value { key, found, wanted: "a table such as {\"rope_type\": \"default\"}" });
-            &nothing
+            &no_keys
         });
         let mut rope = Keys::within(table, name);
-        let file_theta = keys.positive("rope_theta", Some(10_000.0));
-        let replaced_theta = match (replacement, keys.value("rope_theta"), keys.value("rope_parameters")) {
+        let file_theta = keys.positive(own.theta_key, Some(own.theta_default));
+        let replaced_theta = match (replacement, keys.value(own.theta_key), parameters) {
             (Some(_), None, Some(Value::Object(file))) => {
-                Keys::within(file, "rope_parameters.").positive("rope_theta", Some(file_theta))
+                Keys::within(file, &parameters_name).positive("rope_theta", Some(file_theta))
             }
             _ => file_theta,
         };
@@ -111,7 +165,7 @@ impl RopeSpec {
 }
 
 fn read_scaling(rope: &mut Keys<'_>, rotary_dim: u64, positions: u64) -> Scaling {
-    const SUPPORTED: &str = "\"default\", \"llama3\" and \"yarn\"";
+    const SUPPORTED: &str = "\"default\", \"linear\", \"llama3\" and \"yarn\"";
     if let Some((layer_kind, inner)) =
         ["full_attention", "sliding_attention"].into_iter().find_map(|kind| rope.value(kind).map(|value| (kind, value)))
     {
@@ -122,6 +176,7 @@ fn read_scaling(rope: &mut Keys<'_>, rotary_dim: u64, positions: u64) -> Scaling
     let original_positions = rope.count("original_max_position_embeddings", Some(positions));
     match kind {
         "default" => Scaling::Default,
+        "linear" => Scaling::Linear { factor: rope.positive("factor", None) },
         "llama3" => {
             let factor = rope.positive("factor", None);
             let low_turns = rope.positive("low_freq_factor", None);
@@ -183,6 +238,7 @@ impl Rope {
         let pairs = (0..spec.rotary_dim / 2).map(|j| (float(j), spec.theta.powf(-2.0 * float(j) / width)));
         let (inverse_frequencies, gain) = match spec.scaling {
             Scaling::Default => (pairs.map(|(_, inv)| inv).collect(), 1.0),
+            Scaling::Linear { factor } => (pairs.map(|(_, inv)| inv / factor).collect(), 1.0),
             Scaling::Llama3 { factor, low_turns, high_turns, original_positions } => {
                 let blend = |inv: f64| {
                     let turns = float(original_positions) * inv / (2.0 * PI);
@@ -257,7 +313,7 @@ mod tests {
         let mut keys = Keys::of_text_model(config.as_object().unwrap());
         let rotary_dim = config["head_dim"].as_u64().unwrap();
         let positions = config["max_position_embeddings"].as_u64().unwrap();
-        (RopeSpec::read(&mut keys, replacement, rotary_dim, positions), keys.problems)
+        (RopeSpec::read(&mut keys, replacement, &RopeKeys::ONE, rotary_dim, positions), keys.problems)
     }
 
     fn assert_close(found: &[f64], wanted: &[f64]) {

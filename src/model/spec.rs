@@ -7,63 +7,29 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::family::{self, Family};
-use super::keys::{Keys, Problem};
+use super::keys::Problem;
 use super::problems::Problems;
 use super::rope::RopeSpec;
-use super::shape;
 use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::names;
 use crate::runtime::units::{LayerIndex, Tokens};
 
 /// Why a config gives no spec.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each is")]
 pub enum Error {
-    /// The file is not there or cannot be read.
     #[error("{}: {source}; give the folder of a checkpoint, or its config.json", file.display())]
-    Unreadable {
-        /// The file.
-        file: PathBuf,
-        /// What the system says.
-        source: io::Error,
-    },
-    /// The file is no JSON object.
+    Unreadable { file: PathBuf, source: io::Error },
     #[error("{}: not a JSON object: {source}", file.display())]
-    NotJson {
-        /// The file.
-        file: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
-    /// Values that cannot be computed.
+    NotJson { file: PathBuf, source: serde_json::Error },
     #[error("{}: {problems}", file.display())]
-    Refused {
-        /// The file.
-        file: PathBuf,
-        /// Everything that is wrong.
-        problems: Problems<Problem>,
-    },
-    /// An adapter target that the family does not have.
+    Refused { file: PathBuf, problems: Problems<Problem> },
     #[error(
         "adapter target \"{target}\" is no linear layer of {model_type}; these are {known}, the nearest is \"{nearest}\""
     )]
-    Target {
-        /// The unknown name.
-        target: String,
-        /// The family.
-        model_type: &'static str,
-        /// Names that exist.
-        known: String,
-        /// The one spelled most alike.
-        nearest: &'static str,
-    },
-    /// No adapter target at all.
+    Target { target: String, model_type: &'static str, known: String, nearest: &'static str },
     #[error("the list of adapter targets is empty; leave it out to adapt all linear layers of {model_type}: {known}")]
-    NoTarget {
-        /// The family.
-        model_type: &'static str,
-        /// Names that exist.
-        known: String,
-    },
+    NoTarget { model_type: &'static str, known: String },
 }
 
 impl Classified for Error {
@@ -79,22 +45,69 @@ impl Classified for Error {
 /// Which projections carry a bias.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
 #[expect(clippy::struct_excessive_bools, reason = "five independent facts of a checkpoint, not a state")]
+#[expect(missing_docs, reason = "the names say everything")]
 pub struct Biases {
-    /// Query projection.
     pub q: bool,
-    /// Key projection.
     pub k: bool,
-    /// Value projection.
     pub v: bool,
-    /// Output projection.
     pub o: bool,
-    /// The three feed-forward projections.
     pub mlp: bool,
+}
+
+/// Formula of a norm: x / √(mean(x²) + eps), then the weight.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NormForm {
+    /// Cast to the model's dtype, then times w.
+    #[default]
+    Weight,
+    /// Times 1 + w in the accumulation dtype, then cast.
+    OnePlusWeight,
+}
+
+/// Norms around a block's two parts, attention and feed-forward.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BlockNorms {
+    /// One before each part.
+    #[default]
+    Two,
+    /// One before and one after each part.
+    Four,
+}
+
+/// Activation of the gate in the feed-forward.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// z · sigmoid(z).
+    #[default]
+    Silu,
+    /// GELU by its tanh formula.
+    GeluTanh,
+}
+
+impl Activation {
+    /// The name in published configs.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        self.in_quotes().trim_matches('"')
+    }
+
+    /// The name in quotes, for messages.
+    #[must_use]
+    pub fn in_quotes(self) -> &'static str {
+        match self {
+            Activation::Silu => "\"silu\"",
+            Activation::GeluTanh => "\"gelu_pytorch_tanh\"",
+        }
+    }
 }
 
 /// A dense decoder. Sizes are counts of elements; every head has the same width.
 ///
-/// Equality of two specs is equality of [`Spec::canonical`].
+/// Equality of two specs is equality of [`Spec::canonical`]. A field after `eos` stands in it only where it is not the
+/// default, so that a difference of one family changes no digest of another's models.
 #[derive(Clone, Debug, Serialize)]
 pub struct Spec {
     /// The family's name in the config (`qwen3`, …).
@@ -105,9 +118,9 @@ pub struct Spec {
     pub width: u64,
     /// Width of the feed-forward's inner layer.
     pub ffn_width: u64,
-    /// Decoder layers.
+    /// How many decoder layers.
     pub layers: usize,
-    /// Query heads.
+    /// How many query heads.
     pub query_heads: u64,
     /// Key and value heads; divides `query_heads`.
     pub kv_heads: u64,
@@ -115,7 +128,7 @@ pub struct Spec {
     pub head_dim: u64,
     /// Epsilon of every norm.
     pub norm_eps: f64,
-    /// Rotary position embedding.
+    /// Rotary position embedding; with `sliding_rope` that of the layers without a window.
     pub rope: RopeSpec,
     /// Whether the head is the embedding.
     pub tied_embeddings: bool,
@@ -131,9 +144,31 @@ pub struct Spec {
     pub bos: Option<u64>,
     /// Tokens that end a text.
     pub eos: Vec<u64>,
-    /// The rules of the family.
-    #[serde(skip)]
-    pub family: &'static dyn Family,
+    /// Formula of every norm.
+    #[serde(skip_serializing_if = "is_default")]
+    pub norm: NormForm,
+    /// Norms around a block's two parts.
+    #[serde(skip_serializing_if = "is_default")]
+    pub block_norms: BlockNorms,
+    /// Activation of the gate.
+    #[serde(skip_serializing_if = "is_default")]
+    pub activation: Activation,
+    /// Scores are multiplied by 1/√ of this; `None`: of `head_dim`.
+    #[serde(skip_serializing_if = "is_default")]
+    pub score_scalar: Option<f64>,
+    /// Rotary position embedding of the layers with a window; `None`: as in the others.
+    #[serde(skip_serializing_if = "is_default")]
+    pub sliding_rope: Option<RopeSpec>,
+    /// Whether embedding rows are multiplied by √width.
+    #[serde(skip_serializing_if = "is_default")]
+    pub scaled_embeddings: bool,
+    /// Logits z become cap · tanh(z / cap).
+    #[serde(skip_serializing_if = "is_default")]
+    pub logit_cap: Option<f64>,
+}
+
+fn is_default<T: Default + PartialEq>(field: &T) -> bool {
+    *field == T::default()
 }
 
 /// A linear layer that an adapter may target.
@@ -156,7 +191,7 @@ pub struct Linear {
 pub struct Expected {
     /// The name, after the prefix of composite models is stripped.
     pub name: String,
-    /// The shape.
+    /// Sizes of all dimensions.
     pub shape: Vec<u64>,
 }
 
@@ -182,48 +217,37 @@ pub const FINAL_NORM: &str = "model.norm.weight";
 pub const HEAD: &str = "lm_head.weight";
 
 impl Spec {
-    /// Reads the spec of a checkpoint folder, or of the path of a bare config.json.
-    ///
-    /// `rope_scaling`, in the spelling of published configs, replaces the file's scaling; `null` in it removes the scaling.
-    ///
-    /// # Errors
-    /// When the file cannot be read, or holds anything whose maths is not built: everything wrong in one message.
-    pub fn read(path: &Path, rope_scaling: Option<&Value>) -> Result<Spec, Error> {
-        let (file, config) = parsed(path)?;
-        Spec::from_config(&config, rope_scaling, &file)
-    }
-
-    /// The spec of a parsed config; `file` is the name that messages give it.
-    ///
-    /// # Errors
-    /// When it holds anything whose maths is not built: everything wrong in one message.
-    pub fn from_config(config: &Map<String, Value>, rope_scaling: Option<&Value>, file: &Path) -> Result<Spec, Error> {
-        let mut keys = Keys::of_text_model(config);
-        let refused = |problems| Error::Refused { file: file.to_owned(), problems: Problems(problems) };
-        let Some(family) = find_family(&mut keys) else { return Err(refused(keys.problems)) };
-        if let Some(value) = keys.value_here_or_outside("quantization_config") {
-            keys.unsupported("quantization_config", value, "float32, float16, bfloat16 and float64 weights");
-        }
-        let spec = family.read(&mut keys, rope_scaling);
-        if keys.problems.is_empty() { Ok(spec) } else { Err(refused(keys.problems)) }
-    }
-
-    /// Every linear layer that an adapter may target: layer by layer, within a layer in the family's order.
+    /// Every linear layer that an adapter may target: layer by layer, within a layer in the order of the computation.
     #[must_use]
     pub fn linear_layers(&self) -> Vec<Linear> {
-        (0..self.layers).flat_map(|layer| self.family.linear_layers(self, LayerIndex(layer))).collect()
+        (0..self.layers).flat_map(|layer| self.linear_layers_of(LayerIndex(layer))).collect()
     }
 
-    /// The names that a list of adapter targets may hold, in the family's order.
+    /// The seven linear layers of one layer, in the order of the computation.
+    #[must_use]
+    pub fn linear_layers_of(&self, layer: LayerIndex) -> Vec<Linear> {
+        let (query_width, kv_width) = (self.query_heads * self.head_dim, self.kv_heads * self.head_dim);
+        [
+            ("self_attn", "q_proj", self.width, query_width),
+            ("self_attn", "k_proj", self.width, kv_width),
+            ("self_attn", "v_proj", self.width, kv_width),
+            ("self_attn", "o_proj", query_width, self.width),
+            ("mlp", "gate_proj", self.width, self.ffn_width),
+            ("mlp", "up_proj", self.width, self.ffn_width),
+            ("mlp", "down_proj", self.ffn_width, self.width),
+        ]
+        .into_iter()
+        .map(|(part, projection, inputs, outputs)| {
+            let module = format!("model.layers.{layer}.{part}.{projection}");
+            Linear { layer, projection, module, inputs, outputs }
+        })
+        .collect()
+    }
+
+    /// The names that a list of adapter targets may hold, in the order of the computation.
     #[must_use]
     pub fn projections(&self) -> Vec<&'static str> {
-        let mut names: Vec<&'static str> = Vec::new();
-        for linear in self.linear_layers() {
-            if !names.contains(&linear.projection) {
-                names.push(linear.projection);
-            }
-        }
-        names
+        self.linear_layers_of(LayerIndex(0)).into_iter().map(|linear| linear.projection).collect()
     }
 
     /// The linear layers that `targets` name (all of them for `None`), in canonical order.
@@ -243,13 +267,54 @@ impl Spec {
     pub fn tensors(&self) -> Vec<Expected> {
         let mut tensors = vec![Expected::new(EMBEDDING.to_owned(), &[self.vocabulary, self.width])];
         for layer in 0..self.layers {
-            tensors.extend(self.family.tensors(self, LayerIndex(layer)));
+            tensors.extend(self.tensors_of(LayerIndex(layer)));
         }
         tensors.push(Expected::new(FINAL_NORM.to_owned(), &[self.width]));
         if !self.tied_embeddings {
             tensors.push(Expected::new(HEAD.to_owned(), &[self.vocabulary, self.width]));
         }
         tensors
+    }
+
+    /// The tensors of one layer, in the order of the computation.
+    #[must_use]
+    pub fn tensors_of(&self, layer: LayerIndex) -> Vec<Expected> {
+        let norm = |name: &str, width: u64| Expected::new(format!("model.layers.{layer}.{name}.weight"), &[width]);
+        let mut tensors = vec![norm("input_layernorm", self.width)];
+        for linear in self.linear_layers_of(layer) {
+            let biased = match linear.projection {
+                "q_proj" => self.biases.q,
+                "k_proj" => self.biases.k,
+                "v_proj" => self.biases.v,
+                "o_proj" => self.biases.o,
+                _ => self.biases.mlp,
+            };
+            if linear.projection == "gate_proj" {
+                tensors.push(norm("post_attention_layernorm", self.width));
+                if self.block_norms == BlockNorms::Four {
+                    tensors.push(norm("pre_feedforward_layernorm", self.width));
+                }
+            }
+            tensors.push(Expected::new(format!("{}.weight", linear.module), &[linear.outputs, linear.inputs]));
+            if biased {
+                tensors.push(Expected::new(format!("{}.bias", linear.module), &[linear.outputs]));
+            }
+            if self.qk_norm && linear.projection == "k_proj" {
+                tensors.push(norm("self_attn.q_norm", self.head_dim));
+                tensors.push(norm("self_attn.k_norm", self.head_dim));
+            }
+        }
+        if self.block_norms == BlockNorms::Four {
+            tensors.push(norm("post_feedforward_layernorm", self.width));
+        }
+        tensors
+    }
+
+    /// The same model with its first layers only.
+    #[must_use]
+    pub fn first_layers(&self, layers: usize) -> Spec {
+        let layers = layers.min(self.layers);
+        Spec { layers, window: self.window[..layers].to_vec(), ..self.clone() }
     }
 
     /// Elements of all tensors; a tied head counts once.
@@ -287,21 +352,21 @@ pub(super) fn parsed(path: &Path) -> Result<(PathBuf, Map<String, Value>), Error
     }
 }
 
-/// Refuses targets that are not among the `names` of a family's linear layers, and an empty list of them.
+/// Refuses targets that are not among a family's `projections`, and an empty list of them.
 pub(super) fn check_targets(
     model_type: &'static str,
-    names: &[&'static str],
+    projections: &[&'static str],
     targets: Option<&[String]>,
 ) -> Result<(), Error> {
     let Some(targets) = targets else { return Ok(()) };
-    let known = || names.join(", ");
+    let known = || projections.join(", ");
     if targets.is_empty() {
         return Err(Error::NoTarget { model_type, known: known() });
     }
-    match targets.iter().find(|target| !names.contains(&target.as_str())) {
+    match targets.iter().find(|target| !projections.contains(&target.as_str())) {
         None => Ok(()),
         Some(target) => {
-            let nearest = nearest(target, names).unwrap_or_default();
+            let nearest = names::nearest(target, projections).unwrap_or_default();
             Err(Error::Target { target: target.clone(), model_type, known: known(), nearest })
         }
     }
@@ -324,36 +389,6 @@ pub(super) fn context_note(native: u64, stretched: Option<f64>, positions: Token
              was never trained there ([model] rope_scaling can stretch it)"
         )),
     }
-}
-
-/// The entry of `known` that is spelled most like `word`.
-pub(super) fn nearest(word: &str, known: &[&'static str]) -> Option<&'static str> {
-    let likeness = |name: &&&'static str| strsim::jaro_winkler(word, name);
-    known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b))).copied()
-}
-
-fn find_family(keys: &mut Keys<'_>) -> Option<&'static dyn Family> {
-    if keys.value_here_or_outside("model_type").is_none() {
-        keys.problems.push(Problem::Missing { key: keys.name("model_type") });
-        return None;
-    }
-    let found = keys.word("model_type", "");
-    let family = family::find(found);
-    let known: Vec<&'static str> = family::model_types();
-    // A wrapper names the family outside where the text model's own table does not.
-    let outside = keys.value_here_or_outside("model_type").and_then(Value::as_str).unwrap_or(found);
-    if family.is_none() && keys.problems.is_empty() && shape::only_planned(outside) {
-        let (key, found) = (keys.name("model_type"), outside.to_owned());
-        keys.problems.push(Problem::OnlyPlanned { key, found, known: known.join(", ") });
-    } else if family.is_none() && keys.problems.is_empty() {
-        keys.problems.push(Problem::ModelType {
-            key: keys.name("model_type"),
-            found: found.to_owned(),
-            nearest: nearest(found, &known).unwrap_or_default().to_owned(),
-            known: known.join(", "),
-        });
-    }
-    family
 }
 
 /// Positions as a number to compare with; beyond 2³² they exceed every context there is.

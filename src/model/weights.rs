@@ -11,13 +11,15 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
-use super::shards::{self, Checkpoint, Place, kind_of};
-use super::spec::{EMBEDDING, Expected, HEAD, Spec};
+use super::shards::{self, Checkpoint, Place};
+use super::spec::{EMBEDDING, Expected, HEAD, NormForm, Spec};
 use crate::runtime::digest::hex;
 use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::random::{FACTORS, STEP, split_mix};
 use crate::runtime::units::{Bytes, as_dim, as_index, float, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::bytes::{self, fill_from_bytes};
+use crate::tensor::stored::kind_of;
 
 /// Bytes at either end of a tensor that the digest reads.
 const DIGEST_SAMPLE_BYTES: usize = 4096;
@@ -30,60 +32,31 @@ const BLOCK_ELEMENTS: i64 = 1 << 20;
 
 /// A tensor that holds NaN or infinite values.
 #[derive(Clone, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "the names say everything")]
 pub struct NotFinite {
-    /// The tensor.
     pub name: String,
-    /// The shard it stands in.
     pub file: String,
-    /// Values that are NaN.
     pub nan: u64,
-    /// Values that are infinite.
     pub infinite: u64,
-    /// Values in all.
     pub elements: u64,
-    /// Index of the first one, a number per dimension.
     pub first: Vec<u64>,
 }
 
 /// Why weights could not be had.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each is")]
 pub enum Error {
-    /// The files are absent, damaged or do not match the config.
     #[error(transparent)]
     Checkpoint(#[from] shards::Error),
-    /// Values are NaN or infinite.
     #[error("{}: {}; the checkpoint is damaged, or its values exceed dtype {kind:?}", folder.display(), list(tensors))]
-    NotFinite {
-        /// The checkpoint.
-        folder: PathBuf,
-        /// The dtype loaded into.
-        kind: Kind,
-        /// The tensors.
-        tensors: Vec<NotFinite>,
-    },
-    /// The config ties the head to the embedding, and the file holds another head.
+    NotFinite { folder: PathBuf, kind: Kind, tensors: Vec<NotFinite> },
     #[error(
         "{}: {HEAD} differs from {EMBEDDING}, but the config says `tie_word_embeddings` true; correct the one or the other",
         folder.display()
     )]
-    HeadNotTied {
-        /// The checkpoint.
-        folder: PathBuf,
-    },
-    /// A tensor could not be made or filled.
+    HeadNotTied { folder: PathBuf },
     #[error("{name} {shape:?} as {kind:?} on {device:?}: {source}")]
-    Tensor {
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// The dtype asked for.
-        kind: Kind,
-        /// The device asked for.
-        device: Device,
-        /// What libtorch says.
-        source: Box<bytes::Error>,
-    },
+    Tensor { name: String, shape: Vec<u64>, kind: Kind, device: Device, source: Box<bytes::Error> },
 }
 
 impl Classified for Error {
@@ -147,16 +120,16 @@ impl Weights {
 
     /// Random weights for measurements: the same numbers for the same seed, on every device and rank.
     ///
-    /// Matrices are uniform with standard deviation 1/√inputs, norm weights are 1, biases are 0.
+    /// Matrices are uniform with standard deviation 1/√inputs, norms keep their input's scale, biases are 0.
     ///
     /// # Errors
     /// When memory does not suffice.
     pub fn random(spec: &Spec, seed: u64, kind: Kind, device: Device) -> Result<Weights, Error> {
         let mut tensors = BTreeMap::new();
         for (number, expected) in spec.tensors().iter().enumerate() {
-            let stream = mix(seed ^ mix(from_index(number)));
+            let stream = split_mix(seed ^ split_mix(from_index(number)));
             let tensor = create(expected, kind, device)
-                .and_then(|mut tensor| fill_random(&mut tensor, expected, stream).map(|()| tensor))
+                .and_then(|mut tensor| fill_random(&mut tensor, expected, spec.norm, stream).map(|()| tensor))
                 .map_err(|source| failed(&expected.name, &expected.shape, kind, device, source))?;
             tensors.insert(expected.name.clone(), tensor);
         }
@@ -358,25 +331,17 @@ fn ends<'a>(checkpoint: &'a Checkpoint, place: &Place) -> [&'a [u8]; 2] {
     [&bytes[..DIGEST_SAMPLE_BYTES], &bytes[bytes.len() - DIGEST_SAMPLE_BYTES..]]
 }
 
-/// One step of `SplitMix64`: a well-mixed number for each counter value, the same on every machine.
-fn mix(counter: u64) -> u64 {
-    let mut z = counter.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// Fills a norm with 1, a bias with 0, and a matrix with uniform values of standard deviation 1/√inputs.
-fn fill_random(tensor: &mut Tensor, expected: &Expected, stream: u64) -> Result<(), bytes::Error> {
+/// Fills a norm with what leaves its input's scale as it is, a bias with 0, and a matrix with uniform values of standard deviation 1/√inputs.
+fn fill_random(tensor: &mut Tensor, expected: &Expected, norm: NormForm, stream: u64) -> Result<(), bytes::Error> {
     let [_, inputs] = expected.shape[..] else {
         let is_bias = expected.name.rsplit('.').next() == Some("bias");
-        let constant = if is_bias { 0.0 } else { 1.0 };
+        let constant = if is_bias || norm == NormForm::OnePlusWeight { 0.0 } else { 1.0 };
         let _itself = tensor.f_fill_(constant)?;
         return Ok(());
     };
     let half_width = (3.0 / float(inputs)).sqrt();
     let value = |counter: u64| {
-        let [_, _, _, _, a, b, c, d] = mix(stream.wrapping_add(counter)).to_le_bytes();
+        let [_, _, _, _, a, b, c, d] = split_mix(stream.wrapping_add(counter)).to_le_bytes();
         (f64::from(u32::from_le_bytes([a, b, c, d])) / 2_147_483_648.0 - 1.0) * half_width
     };
     let flat = tensor.f_view([-1])?;
@@ -399,15 +364,15 @@ fn fill_random(tensor: &mut Tensor, expected: &Expected, stream: u64) -> Result<
     Ok(())
 }
 
-/// What [`mix`] makes of `stream` + counter, as numbers in [−1, 1): the same bits as on the processor. Additions and
+/// What [`split_mix`] makes of `stream` + counter, as numbers in [−1, 1): the same bits as on the processor. Additions and
 /// products of signed integers wrap as unsigned ones do; shifts to the right bring the sign along, which is masked.
 fn uniform_on(device: Device, stream: u64, counters: Range<i64>) -> Tensor {
     let signed = |x: u64| i64::from_ne_bytes(x.to_ne_bytes());
     let shifted = |z: &Tensor, bits: i64| z.bitwise_right_shift_tensor_scalar(bits).bitwise_and(i64::MAX >> (bits - 1));
-    let start = signed(stream.wrapping_add(0x9e37_79b9_7f4a_7c15));
+    let start = signed(stream.wrapping_add(STEP));
     let z = Tensor::arange_start(counters.start, counters.end, (Kind::Int64, device)) + start;
-    let z = z.bitwise_xor_tensor(&shifted(&z, 30)) * signed(0xbf58_476d_1ce4_e5b9);
-    let z = z.bitwise_xor_tensor(&shifted(&z, 27)) * signed(0x94d0_49bb_1331_11eb);
+    let z = z.bitwise_xor_tensor(&shifted(&z, 30)) * signed(FACTORS[0]);
+    let z = z.bitwise_xor_tensor(&shifted(&z, 27)) * signed(FACTORS[1]);
     let z = z.bitwise_xor_tensor(&shifted(&z, 31));
     shifted(&z, 32).to_kind(Kind::Double) / 2_147_483_648.0 - 1.0
 }

@@ -99,8 +99,8 @@ impl PlacedGroup {
     }
 }
 
-/// Where a captured prompt waits, and how much of its tail is kept for backward instead of being recomputed. Equal on all
-/// ranks, since every rank takes part in a recomputation.
+/// Where a captured prompt waits, and how much of its tail is kept for backward instead of being recomputed. Equal on
+/// all ranks, since every rank takes part in a recomputation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 pub struct Keeping {
     /// Where pages wait between phases.

@@ -41,8 +41,8 @@ impl<'a> Ring<'a> {
         let device = own.first().map_or(Device::Cpu, Tensor::device);
         let link = direct::transport(axis, device);
         if axis.size() > 1 && link.is_none() {
-            // The host is about to write into pinned memory. Queued work of the device may still use a block of it that has
-            // been freed. (Work of the device alone is ordered by its streams.)
+            // The host is about to write into pinned memory. Queued work of the device may still use a block of it that
+            // has been freed. (Work of the device alone is ordered by its streams.)
             gpu::synchronize(device).unwrap_or_else(|error| panic!("{error}"));
         }
         Ring { axis, ledger, device, link }
@@ -124,9 +124,9 @@ fn hold_foreign(ledger: &Ledger, space: MemorySpace, planes: &[Tensor]) -> Held 
     ledger.hold(Purpose::Foreign, space, planes.iter().map(storage_bytes).sum())
 }
 
-/// Calls `visit` with every rank's run: this rank's own run first, then that of the next lower rank, and so on round the
-/// ring. `run_of` returns the run of a rank; `own` are the filled rows of this rank's run, one tensor for each plane.
-/// `visit` is not called for a run without rows, but the run is still passed on.
+/// Calls `visit` with every rank's run: this rank's own run first, then that of the next lower rank, and so on round
+/// the ring. `run_of` returns the run of a rank; `own` are the filled rows of this rank's run, one tensor for each
+/// plane. `visit` is not called for a run without rows, but the run is still passed on.
 ///
 /// # Errors
 /// The first error of `visit`; all runs are passed on nevertheless, so that no rank is left waiting.
@@ -169,9 +169,10 @@ pub struct RingRuns<'a> {
     pub sum_rows: &'a dyn Fn(Rank) -> i64,
 }
 
-/// As [`visit_runs`], with sums that are passed on with their run and return to the run's owner. `own_sums` are this rank's
-/// sums for its own run, one tensor for each plane. Each rank adds its part while it holds the run; one more step returns the
-/// sums to their owner, complete. Sums are formed in ring order from the owner on, so they repeat bit for bit.
+/// As [`visit_runs`], with sums that are passed on with their run and return to the run's owner. `own_sums` are this
+/// rank's sums for its own run, one tensor for each plane. Each rank adds its part while it holds the run; one more
+/// step returns the sums to their owner, complete. Sums are formed in ring order from the owner on, so they repeat bit
+/// for bit.
 pub fn visit_runs_with_sums(
     axis: &Axis,
     ledger: &Ledger,

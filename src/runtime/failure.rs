@@ -1,7 +1,7 @@
 //! How a run ends: exit codes, sites, and the one error type that crosses phase borders.
 //!
-//! Each module has its own `thiserror` enum that implements [`Classified`]. `?` turns it into a [`Failure`], and the phase
-//! border adds the site once.
+//! Each module has its own `thiserror` enum that implements [`Classified`]. `?` turns it into a [`Failure`], and the
+//! phase border adds the site once.
 
 use std::error::Error;
 use std::fmt;

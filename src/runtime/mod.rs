@@ -1,7 +1,10 @@
-//! What every other room uses: units, failures, digests, the memory ledger, and where a rank is. Contains no MPI and no tensors.
+//! What every other room uses: units, failures, digests, the memory ledger, and where a rank is. Contains no MPI and no
+//! tensors.
 
 pub mod digest;
 pub mod failure;
 pub mod liveness;
 pub mod memory;
+pub mod names;
+pub mod random;
 pub mod units;

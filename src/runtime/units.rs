@@ -7,20 +7,20 @@ use serde::{Deserialize, Serialize};
 
 /// A number of positions (tokens).
 #[derive(
-    Add,
-    AddAssign,
     Clone,
     Copy,
     Debug,
     Default,
-    Deserialize,
-    Display,
     Eq,
-    FromStr,
     Hash,
     Ord,
     PartialEq,
     PartialOrd,
+    Add,
+    AddAssign,
+    Deserialize,
+    Display,
+    FromStr,
     Serialize,
     Sum,
 )]
@@ -29,20 +29,20 @@ pub struct Tokens(pub u64);
 
 /// A number of pages.
 #[derive(
-    Add,
-    AddAssign,
     Clone,
     Copy,
     Debug,
     Default,
-    Deserialize,
-    Display,
     Eq,
-    FromStr,
     Hash,
     Ord,
     PartialEq,
     PartialOrd,
+    Add,
+    AddAssign,
+    Deserialize,
+    Display,
+    FromStr,
     Serialize,
     Sum,
 )]
@@ -51,7 +51,7 @@ pub struct Pages(pub u64);
 
 /// A size in bytes.
 #[derive(
-    Add, AddAssign, Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, Sum,
+    Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd, Add, AddAssign, Deserialize, Serialize, Sum,
 )]
 #[serde(transparent)]
 pub struct Bytes(pub u64);

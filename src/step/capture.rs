@@ -56,10 +56,10 @@ pub fn make_room(pass: &Pass, group: &PlacedGroup, keeping: Keeping) -> Result<(
     if keeping.tail == Residency::Host {
         add(keeping.layer_inputs(layers, pass.travels(&tail)), rows(&tail) * row);
         if keeping.attention && pass.travels(&tail) {
-            let mixed = mixer.mixed_row();
+            let mixed_row = mixer.mixed_row();
             for block in pass.mixer_blocks(&tail) {
-                add(layers, block.piece.rows().0 * mixed.out * element);
-                add(layers, block.piece.rows().0 * mixed.saved * acc_element);
+                add(layers, block.piece.rows().0 * mixed_row.out * element);
+                add(layers, block.piece.rows().0 * mixed_row.saved * acc_element);
             }
         }
     }

@@ -54,13 +54,13 @@ impl Transaction<'_> {
     ///
     /// # Errors
     /// When a phase or `reward` fails.
-    pub fn run(
+    pub fn run<E: From<Failure>>(
         &self,
         prompt_ids: &[i64],
         request: Option<&SampleRequest>,
         observer: &mut Observer,
-        reward: impl FnOnce(&mut Observer, Result<Vec<SampledAnswer>, Failure>) -> Result<Verdict, Failure>,
-    ) -> Result<Outcome, Failure> {
+        reward: impl FnOnce(&mut Observer, Result<Vec<SampledAnswer>, Failure>) -> Result<Verdict, E>,
+    ) -> Result<Outcome, E> {
         let sampled = request.map(|request| self.sample(prompt_ids, request, observer)).transpose();
         let (captured, answers) = match sampled {
             Ok(Some((captured, answers))) => (Some(captured), Ok(answers)),
@@ -69,8 +69,10 @@ impl Transaction<'_> {
         };
         match reward(observer, answers)? {
             Verdict::Skip => Ok(Outcome::Skipped),
-            Verdict::Score(answers) => self.score(prompt_ids, captured, answers, observer).map(Outcome::Scored),
-            Verdict::Train(answers) => self.train(prompt_ids, captured, &answers, None, observer).map(Outcome::Trained),
+            Verdict::Score(answers) => Ok(Outcome::Scored(self.score(prompt_ids, captured, answers, observer)?)),
+            Verdict::Train(answers) => {
+                Ok(Outcome::Trained(self.train(prompt_ids, captured, &answers, None, observer)?))
+            }
         }
     }
 

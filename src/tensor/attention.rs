@@ -1,8 +1,8 @@
 //! Attention of one rectangle of queries and keys: (out, log-sum-exp) forward, (dq, dk, dv) backward.
 //!
-//! Rectangles are merged by the caller, so a query's out and log-sum-exp here cover the rectangle's keys only. The
-//! library's fused kernels serve rectangles that are wholly visible or causal squares; a rectangle that a window or an
-//! odd edge cuts goes through plain matrix products under a mask.
+//! The caller merges rectangles, so a query's out and log-sum-exp here cover only the keys of the rectangle. The
+//! library's fused kernels compute rectangles that are entirely visible, and causal squares. A rectangle that a window
+//! cuts is computed by matrix products with a mask.
 //!
 //! Shapes: t queries, s keys, h query heads, g key/value heads (h a multiple of g), d head width.
 
@@ -16,13 +16,13 @@ use super::kernels::{Kernel, Saved};
 pub enum Visible {
     /// Every query sees every key.
     All,
-    /// Queries and keys cover the same positions; a query sees itself and what lies before.
+    /// Queries and keys are at the same positions; a query sees itself and the keys before it.
     Causal,
-    /// Query i, key j, both counted from their rectangle's edge: visible iff 0 <= i + offset - j < window.
+    /// Query i sees key j iff 0 <= i + offset - j < window; both are counted from the start of the rectangle.
     Band {
         /// First query's position minus first key's position.
         offset: i64,
-        /// How many positions a query sees, itself included.
+        /// Number of positions that a query sees, itself included.
         window: i64,
     },
 }
@@ -57,7 +57,7 @@ fn rows_first(x_1hnd: &Tensor) -> Tensor {
 }
 
 impl Visible {
-    /// As a band, for the plain form: offset and window that say the same.
+    /// Offset and window of the band with the same visible pairs.
     fn band(self, rows: i64, keys: i64) -> (i64, i64) {
         match self {
             Visible::All => (keys, rows + keys),
@@ -67,10 +67,10 @@ impl Visible {
     }
 }
 
-/// Attention of one rectangle, no graph.
+/// Attention of one rectangle, without a graph.
 ///
 /// # Panics
-/// When a fused kernel refuses a rectangle although its trial ran.
+/// When a fused kernel refuses a rectangle although its trial succeeded.
 #[must_use]
 pub fn forward(
     kernel: Kernel,
@@ -112,10 +112,10 @@ pub fn forward(
     }
 }
 
-/// Attention of a few queries, one for each of several answers at the same place, over keys that all of them see, without a
-/// graph: `q_ahd` is [a, h, d]; `keys` are [s, g, d] where all answers share them, or [a, s, g, d]. Query heads of one key
-/// head become rows of one rectangle, so keys are read once for all answers; long stretches of keys are cut into parts that
-/// run side by side and are merged by log-sum-exp.
+/// Attention of one query for each of several answers over keys that all of them see, without a graph. `q_ahd` is [a,
+/// h, d]; `k` and `v` are [s, g, d] if all answers share them, else [a, s, g, d]. Query heads of one key head become
+/// rows of one rectangle, so keys are read once for all answers. Many keys are cut into parts that are computed in
+/// parallel and merged by log-sum-exp.
 ///
 /// # Panics
 /// As [`forward`].
@@ -150,7 +150,7 @@ pub fn few(kernel: Kernel, q_ahd: &Tensor, k: &Tensor, v: &Tensor, scale: f64) -
     Partial { out_thd: answers_first(&out_grd), lse_th: answers_first(&lse_gr) }
 }
 
-/// Keys of a part in [`few`]: enough parts of a long prompt to keep all of a GPU at work.
+/// Number of keys of a part in [`few`]: a long prompt has enough parts to occupy a GPU.
 const FEW_KEYS: i64 = 2_048;
 
 /// Out [b, g, r, d] and log-sum-exp [b, g, r] in the accumulation dtype of queries [b, g, r, d] and keys [b, g, s, d].
@@ -160,7 +160,7 @@ fn rectangles(kernel: Kernel, q: &Tensor, k: &Tensor, v: &Tensor, scale: f64) ->
         Kernel::Cpu => {
             Tensor::internal_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, None::<&Tensor>, scale)
         }
-        // cuDNN's kernel makes a plan for every number of keys, and with each token there is one more.
+        // cuDNN's kernel makes a plan for every number of keys, and each sampled token adds a key.
         Kernel::Cudnn | Kernel::Flash => {
             Kernel::Flash.forward(q, k, v, false, scale).unwrap_or_else(|error| panic!("{error}"))
         }
@@ -173,7 +173,7 @@ fn rectangles(kernel: Kernel, q: &Tensor, k: &Tensor, v: &Tensor, scale: f64) ->
     (out.to_kind(acc), lse.to_kind(acc))
 }
 
-/// Parts [b, …] over different keys as one.
+/// Merges parts [b, …] over different keys.
 fn merged((out, lse): (Tensor, Tensor)) -> (Tensor, Tensor) {
     if lse.size()[0] == 1 {
         return (out.squeeze_dim(0), lse.squeeze_dim(0));
@@ -182,7 +182,7 @@ fn merged((out, lse): (Tensor, Tensor)) -> (Tensor, Tensor) {
     ((out * (lse - &all).exp().unsqueeze(-1)).sum_dim_intlist(0i64, false, all.kind()), all)
 }
 
-/// What a rectangle's backward needs of its queries: everything merged over *all* rectangles of the query.
+/// Input of a rectangle's backward, merged over *all* rectangles of the queries.
 #[derive(Debug)]
 pub struct Merged<'a> {
     /// Queries, [t, h, d].
@@ -195,7 +195,7 @@ pub struct Merged<'a> {
     pub dout_thd: &'a Tensor,
 }
 
-/// Backward of one rectangle with the merged out and log-sum-exp, which makes it exact.
+/// Backward of one rectangle; exact, because out and log-sum-exp are the merged ones.
 ///
 /// # Panics
 /// As [`forward`].
@@ -275,8 +275,8 @@ fn banded_scores(q_thd: &Tensor, k_sgd: &Tensor, offset: i64, window: i64, scale
     (q.matmul(&k.transpose(-1, -2)) * scale).masked_fill(&hidden, f64::NEG_INFINITY)
 }
 
-/// Softmax weights from scores [g, m, t, s] and log-sum-exp [g, m, t]; 0 for a query that sees no key. Only that case is
-/// set: a NaN that comes from anywhere else stays one.
+/// Softmax weights from scores [g, m, t, s] and log-sum-exp [g, m, t]; 0 for a query that sees no key. Any other NaN
+/// stays.
 fn weights(scores: &Tensor, lse_gmt: &Tensor) -> Tensor {
     let lse = lse_gmt.unsqueeze(-1);
     (scores - &lse).exp().masked_fill(&lse.isneginf(), 0.0)
@@ -309,14 +309,14 @@ mod tests {
     }
 
     #[test]
-    fn a_nan_key_shows_itself_in_a_band_too_and_a_query_without_keys_is_zero() {
+    fn a_nan_key_is_visible_in_a_band_and_a_query_without_keys_is_zero() {
         let randn = |rows: i64| Tensor::randn([rows, 2, 4], (Kind::Double, Device::Cpu));
         let (q, k, v) = (randn(3), randn(6), randn(6));
         let band = Visible::Band { offset: 3, window: 2 };
         assert!(forward(Kernel::Cpu, &q, &k, &v, band, 0.5).out_thd.isfinite().all().int64_value(&[]) == 1);
         let _ = k.get(4).fill_(f64::NAN);
         let seen = forward(Kernel::Cpu, &q, &k, &v, band, 0.5).out_thd.isnan().any().int64_value(&[]);
-        assert_eq!(seen, 1, "the NaN is not swallowed");
+        assert_eq!(seen, 1, "the NaN stays");
         let none = forward(Kernel::Cpu, &q, &randn(6), &v, Visible::Band { offset: 100, window: 2 }, 0.5);
         assert!(none.out_thd.any().int64_value(&[]) == 0 && none.lse_th.isneginf().all().int64_value(&[]) == 1);
     }

@@ -44,8 +44,8 @@ impl Classified for Error {
 
 /// A read-only memory map of the whole file.
 ///
-/// The file must stay as it is while it is mapped: another process that shortens it ends this one by a bus error. Weights
-/// are read once at the start, and the map is dropped as soon as its tensors are filled.
+/// The file must stay as it is while it is mapped: another process that shortens it ends this one by a bus error.
+/// Weights are read once at the start, and the map is dropped as soon as its tensors are filled.
 ///
 /// # Errors
 /// When the file cannot be opened or mapped.
@@ -59,8 +59,8 @@ pub fn map_file(path: &Path) -> io::Result<Mmap> {
 /// Fills `target` (contiguous, any shape, dtype and device, no gradient) with `bytes`: little-endian values of dtype
 /// `kind` in row-major order, converted to the target's dtype on the way.
 ///
-/// The bytes are read where they lie, so no second copy of the tensor exists in host memory; a map whose tensors are not
-/// aligned to their element size goes through a bounded buffer.
+/// The bytes are read where they lie, so no second copy of the tensor exists in host memory; a map whose tensors are
+/// not aligned to their element size goes through a bounded buffer.
 ///
 /// # Errors
 /// When the number of bytes does not fit the target, or libtorch refuses (no memory on the target's device).

@@ -1,9 +1,9 @@
-//! A rank's GPU: opened at run time, so that one binary runs with and without a GPU; copies concurrent with the computation;
-//! pinned host memory of exact size.
+//! A rank's GPU: opened at run time, so that one binary runs with and without a GPU; copies concurrent with the
+//! computation; pinned host memory of exact size.
 //!
-//! There are three streams: the computation, copies in, copies out. A copy starts after all work queued on the computation
-//! before it; whoever needs its result waits for its [`Event`]. The time that the computation waits for copies is measured on
-//! the device.
+//! There are three streams: the computation, copies in, copies out. A copy starts after all work queued on the
+//! computation before it; whoever needs its result waits for its [`Event`]. The time that the computation waits for
+//! copies is measured on the device.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::path::Path;
@@ -71,8 +71,8 @@ unsafe extern "C" {
     fn longstraw_stall_ms() -> f64;
 }
 
-/// Opens libtorch's CUDA library, from `folder` or from the loader's search path, and returns the number of visible GPUs.
-/// Call before the first tensor of the process.
+/// Opens libtorch's CUDA library, from `folder` or from the loader's search path, and returns the number of visible
+/// GPUs. Call before the first tensor of the process.
 ///
 /// # Errors
 /// When there is no such library; the message is the loader's.
@@ -84,8 +84,8 @@ pub fn open(folder: &Path) -> Result<usize, Error> {
     Ok(usize::try_from(unsafe { longstraw_gpu_count() }).unwrap_or(0))
 }
 
-/// Makes GPU `index` the one of this process; sums stay in float32. With `deterministic`, no library kernel with atomics is
-/// used.
+/// Makes GPU `index` the one of this process; sums stay in float32. With `deterministic`, no library kernel with
+/// atomics is used.
 ///
 /// # Errors
 /// When the GPU cannot be used.
@@ -306,9 +306,9 @@ impl Drop for Event {
 /// Copies up to this size should use [`copy_by_kernel`].
 pub const KERNEL_COPY_BYTES_MAX: u64 = 1 << 25;
 
-/// Copies `source` over `target` as a step of the computation: later work on the device sees the new values. Both have the same
-/// shape and are contiguous; one is pinned and the other on the GPU. Copy engines work through large copies in order, so a small
-/// urgent copy would wait for them.
+/// Copies `source` over `target` as a step of the computation: later work on the device sees the new values. Both have
+/// the same shape and are contiguous; one is pinned and the other on the GPU. Copy engines work through large copies in
+/// order, so a small urgent copy would wait for them.
 ///
 /// # Errors
 /// When libtorch refuses.

@@ -1,8 +1,8 @@
-//! Which attention kernel serves a rectangle, and the fused ones of the GPU.
+//! Selects the attention kernel of a rectangle, and calls the fused kernels of the GPU.
 //!
-//! cuDNN's kernel is the fastest at every head width that was measured (docs/benchmarks.md), then flash attention; both
-//! know half precision only and not every width, so the first that a trial shows to run is taken. Plain matrix products
-//! serve everything else: float32 and float64 on a GPU, odd head widths, old GPUs.
+//! cuDNN's kernel is the fastest at every measured head width (docs/benchmarks.md), then flash attention. Both support
+//! only half precision and not every width, so the first one that runs in a trial is used. Matrix products compute
+//! everything else: float32 and float64 on a GPU, odd head widths, old GPUs.
 
 use std::ffi::{c_char, c_int};
 use std::ptr::null_mut;
@@ -46,7 +46,7 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// What computes a rectangle of attention that no window cuts.
+/// Computes a rectangle of attention that no window cuts.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kernel {
@@ -60,7 +60,7 @@ pub enum Kernel {
     Plain,
 }
 
-/// Heads and dtype that a kernel has to serve.
+/// Heads and dtype that a kernel must support.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
     /// Number of query heads.
@@ -74,8 +74,8 @@ pub struct Heads {
 }
 
 impl Kernel {
-    /// The fastest kernel that runs on `device`; flash attention has to run for cuDNN's to be taken, which leaves single
-    /// rows to it. With `repeatable`, flash attention goes before.
+    /// The fastest kernel that runs on `device`. cuDNN's kernel requires that flash attention runs too, for single
+    /// rows. With `repeatable`, flash attention is preferred.
     #[must_use]
     pub fn choose(device: Device, heads: &Heads, repeatable: bool) -> Kernel {
         if device == Device::Cpu {
@@ -90,14 +90,14 @@ impl Kernel {
     /// Whether forward and backward of a small rectangle run.
     ///
     /// # Panics
-    /// When there is no memory for it: that says nothing of the kernel, and other ranks would choose another one.
+    /// When memory for the trial runs out: the result would differ between ranks.
     #[must_use]
     pub fn runs(self, device: Device, heads: &Heads) -> bool {
         if !matches!(heads.kind, Kind::BFloat16 | Kind::Half) || heads.dim % 8 != 0 {
             return false;
         }
-        let draw = |count: i64| Tensor::ones([1, count, 128, heads.dim], (heads.kind, device));
-        let (q, k) = (draw(heads.query), draw(heads.kv));
+        let ones = |count: i64| Tensor::ones([1, count, 128, heads.dim], (heads.kind, device));
+        let (q, k) = (ones(heads.query), ones(heads.kv));
         let tried = self.forward(&q, &k, &k, true, 1.0).and_then(|(out, lse)| {
             let saved = Saved { q: &q, out: &out, lse: &lse, dout: &out };
             self.backward(&saved, &k, &k, true, 1.0)
@@ -106,13 +106,13 @@ impl Kernel {
             Ok(_) => true,
             Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
             Err(error) => {
-                tracing::info!("{self:?} attention does not serve {heads:?}: {error}");
+                tracing::info!("{self:?} attention does not support {heads:?}: {error}");
                 false
             }
         }
     }
 
-    /// The kernel for a rectangle of `rows` queries: cuDNN's takes no single one.
+    /// The kernel for a rectangle of `rows` queries: cuDNN's does not support a single row.
     #[must_use]
     pub(super) fn for_rows(self, rows: i64) -> Kernel {
         if self == Kernel::Cudnn && rows < 2 { Kernel::Flash } else { self }
@@ -198,7 +198,7 @@ impl Kernel {
     }
 }
 
-/// Queries with what is known of them, heads first.
+/// Queries and their merged outputs, heads first.
 pub(super) struct Saved<'a> {
     /// [1, h, t, d]
     pub(super) q: &'a Tensor,

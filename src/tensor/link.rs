@@ -1,7 +1,7 @@
 //! Tensors from GPU to GPU, without the host between: NCCL's sends and receives, opened at run time.
 //!
-//! Messages go on a stream of their own, beside the computation. Nothing is summed on the way, so whatever NCCL chooses,
-//! the bits that arrive are the bits that left.
+//! Messages go on a stream of their own, beside the computation. Nothing is summed on the way, so whatever NCCL
+//! chooses, the bits that arrive are the bits that left.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr::null_mut;

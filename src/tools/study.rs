@@ -246,7 +246,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let weights = Weights::load(&options.model, &spec, options.kind, options.device).map_err(Failure::from);
     let weights = world.agree(weights)?;
     world.require_equal("the checkpoint (digest)", weights.digest())?;
-    let decoder = spec.family.decoder(&spec, Rc::new(weights), options.kind);
+    let decoder = spec.decoder(Rc::new(weights), options.kind);
     world.require_equal("the attention kernel", decoder.kernel().name())?;
     let head = Head { rows_max: 512, temperature: 1.0 };
     let study = Study { world, options, decoder, head, ledger: Ledger::default() };

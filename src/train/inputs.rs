@@ -1,4 +1,6 @@
-//! What a run reads besides the model: data sets, the tokenizer, and the tokens that end an answer.
+//! What a run reads besides the model: data sets, the tokenizer, the tokens that end an answer, and what scores answers.
+
+use std::path::PathBuf;
 
 use tch::{Device, Kind};
 
@@ -8,21 +10,39 @@ use crate::data::{Answer, Answers, Dataset, Group, Limits, Tokenizer, end_ids};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
 use crate::runtime::failure::Failure;
-use crate::runtime::units::{Rank, Tokens, as_dim, as_index};
+use crate::runtime::units::{Tokens, as_dim, as_index};
 use crate::world::World;
 
-/// All of it.
 pub(super) struct Inputs {
-    pub(super) data: Dataset,
+    pub(super) train: Dataset,
+    pub(super) train_digest: String,
     pub(super) held_out: Option<Dataset>,
-    /// What makes texts of answers, where the model's folder has one.
+    /// Empty without held-out data.
+    pub(super) held_out_digest: String,
+    /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
-    /// Empty where answers come with the data.
-    pub(super) ends: Vec<i64>,
+    /// Tokens that end an answer; empty where answers come with the data.
+    pub(super) end_ids: Vec<i64>,
+    /// Scores answers; on rank 0 only.
+    pub(super) scorer: Option<Scorer>,
+}
+
+/// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
+pub(super) fn read(config: &RunConfig, world: &World, spec: &Spec) -> Result<Inputs, Failure> {
+    let mut inputs = world.agree(read_files(config, spec))?;
+    world.require_equal("the data (digest)", &inputs.train_digest)?;
+    world.require_equal("the held-out data (digest)", &inputs.held_out_digest)?;
+    inputs.scorer = world.on_root(|| {
+        // Held-out answers are scored only where they are sampled.
+        let held_out = inputs.held_out.iter().filter(|_| config.rollout.sample);
+        let sets: Vec<&Dataset> = [&inputs.train].into_iter().chain(held_out).collect();
+        rewards::open_scorer(config, &sets, inputs.tokenizer.is_some())
+    })?;
+    Ok(inputs)
 }
 
 /// Training and held-out data; without a data file, random tokens at the planned lengths.
-fn open(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
+fn read_files(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
     let sampled = config.rollout.sample;
     let limits = Limits {
         prompt_len_max: config.context.prompt_len,
@@ -32,60 +52,40 @@ fn open(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
         too_long: config.data.too_long,
     };
     let folder = config.model_path()?;
-    // Random tokens say nothing, so they need nothing that makes texts of them.
-    let reads = (config.data.path.is_some() || sampled) && folder.join("tokenizer.json").is_file();
-    let tokenizer = if reads { Some(Tokenizer::open(folder)?) } else { None };
-    let ends = if sampled { end_ids(folder, tokenizer.as_ref())? } else { Vec::new() };
-    let Some(path) = &config.data.path else {
-        return Ok(Inputs { data: random_group(config, spec), held_out: None, tokenizer, ends });
+    // Random tokens have no text, so they need no tokenizer.
+    let needs_text = config.data.path.is_some() || sampled;
+    let tokenizer =
+        if needs_text && folder.join("tokenizer.json").is_file() { Some(Tokenizer::open(folder)?) } else { None };
+    let end_ids = if sampled { end_ids(folder, tokenizer.as_ref())? } else { Vec::new() };
+    let open = |path: &PathBuf| Dataset::open(path, tokenizer.as_ref(), &limits);
+    let (train, held_out) = match &config.data.path {
+        Some(path) => {
+            let held_out = config.data.held_out.as_ref().map(open).transpose()?;
+            (open(path)?, held_out)
+        }
+        None => (random_group(config, spec), None),
     };
-    let held_out = config.data.held_out.as_ref();
-    let held_out = held_out.map(|path| Dataset::open(path, tokenizer.as_ref(), &limits)).transpose()?;
-    Ok(Inputs { data: Dataset::open(path, tokenizer.as_ref(), &limits)?, held_out, tokenizer, ends })
+    Ok(Inputs {
+        train_digest: train.digest(),
+        held_out_digest: held_out.as_ref().map(Dataset::digest).unwrap_or_default(),
+        train,
+        held_out,
+        tokenizer,
+        end_ids,
+        scorer: None,
+    })
 }
 
-/// Data, the same on all ranks, with their digests, and what rank 0 scores answers with.
-pub(super) fn read(
-    config: &RunConfig,
-    world: &World,
-    spec: &Spec,
-) -> Result<(Inputs, [String; 2], Option<Scorer>), Failure> {
-    let inputs = world.agree(open(config, spec))?;
-    let sets = [Some(&inputs.data), inputs.held_out.as_ref()];
-    let digests = sets.map(|data| data.map(Dataset::digest).unwrap_or_default());
-    world.require_equal("the data (digest)", &digests[0])?;
-    world.require_equal("the held-out data (digest)", &digests[1])?;
-    let scorer = world.agree(scorer(config, world, sets, inputs.tokenizer.is_some()))?;
-    Ok((inputs, digests, scorer))
-}
-
-/// What scores answers, on rank 0; data that are only compared by their own rewards need nothing more.
-fn scorer(
-    config: &RunConfig,
-    world: &World,
-    [data, held_out]: [Option<&Dataset>; 2],
-    texts: bool,
-) -> Result<Option<Scorer>, Failure> {
-    if world.all.rank() != Rank(0) {
-        return Ok(None);
-    }
-    // Held-out answers are scored only where they are drawn.
-    let held_out = held_out.filter(|_| config.rollout.sample);
-    let sets: Vec<&Dataset> = data.into_iter().chain(held_out).collect();
-    rewards::open(config, &sets, texts).map(Some)
-}
-
-/// One group of random tokens at the planned lengths: what a run needs to be measured, not to learn.
+/// One group of random tokens at the planned lengths: enough to measure a run, not to learn.
 fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
     tch::manual_seed(i64::try_from(config.run.seed).unwrap_or(i64::MAX));
-    let draw = |count: Tokens| -> Vec<i64> {
-        let drawn = tch::Tensor::randint(as_dim(spec.vocabulary), [count.dim()], (Kind::Int64, Device::Cpu));
-        Vec::<i64>::try_from(drawn).unwrap_or_default()
+    let random_ids = |count: Tokens| -> Vec<i64> {
+        let ids = tch::Tensor::randint(as_dim(spec.vocabulary), [count.dim()], (Kind::Int64, Device::Cpu));
+        Vec::<i64>::try_from(ids).unwrap_or_default()
     };
-    let prompt_ids = draw(config.context.prompt_len);
-    let answers =
-        (0..config.grpo.group_size).map(|_| Answer { ids: draw(config.context.answer_len), reward: None, mask: None });
+    let prompt_ids = random_ids(config.context.prompt_len);
+    let answer = |_| Answer { ids: random_ids(config.context.answer_len), reward: None, mask: None };
+    let answers = (0..config.grpo.group_size).map(answer).collect();
     let name = "random tokens".to_owned();
-    let answers = answers.collect();
     Dataset::from_groups(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
 }

@@ -1,210 +1,124 @@
-//! Rewards of the groups that prompt groups of ranks have answered side by side. Rank 0 scores all of them; the others sleep
-//! meanwhile and hear what came out.
+//! Rewards of the groups that prompt groups of ranks have answered side by side. Rank 0 scores all of them while the other
+//! ranks sleep; then every rank gets the rewards.
 
-use std::collections::BTreeMap;
+use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
-use super::Session;
-use super::patience::Patience;
-use super::round::Answer;
+use super::answer::{Answer, AnswerReward, MissingReward, RewardedGroup};
+use super::outcome::Interruption;
+use super::session::{Session, TrainingData};
+use super::stop::StopPolicy;
 use crate::config::{Environment, RewardName, RunConfig};
 use crate::data::{Dataset, Group};
 use crate::report::AnswerLine;
 use crate::reward::{Candidate, Rewarded, Scorer};
 use crate::runtime::failure::{Classified, Exit, Failure};
-use crate::runtime::units::{Rank, float, from_index};
+use crate::runtime::units::{Rank, from_index};
 use crate::world::{World, stop_requested};
 
-/// Why rewards end a run.
+/// Rewards judge texts, and nothing makes texts of tokens.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
-    /// Too many could not be had.
-    #[error(
-        "{missing} of the {answers} answers of update {step} have no reward, more than reward.missing_share_max = {most} \
-         allows; most often ({times} of them): {kind}: {words}"
-    )]
-    Missing {
-        missing: usize,
-        answers: usize,
-        step: u64,
-        most: f64,
-        times: usize,
-        kind: String,
-        words: String,
-        /// Whether the service is what they are missed from.
-        service: bool,
-    },
-    /// Rewards judge texts, and there is nothing to make texts of tokens.
-    #[error(
-        "{}: there is no tokenizer.json, and {} judges what answers say; take a model folder with its tokenizer", 
-        folder.display(), reward
-    )]
-    NoTokenizer {
-        /// The model's folder.
-        folder: std::path::PathBuf,
-        /// The reward.
-        reward: &'static str,
-    },
+#[error(
+    "{}: there is no tokenizer.json, and {reward} judges what answers say; take a model folder with its tokenizer",
+    folder.display()
+)]
+struct NoTokenizer {
+    /// The model's folder.
+    folder: PathBuf,
+    reward: &'static str,
 }
 
-impl Classified for Error {
+impl Classified for NoTokenizer {
     fn exit(&self) -> Exit {
-        match self {
-            Error::Missing { service: true, .. } => Exit::Endpoint,
-            _ => Exit::Data,
-        }
+        Exit::Data
     }
 }
 
-/// A group's answers and what was said of each; the same on every rank.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) struct Told {
-    pub(super) answers: Vec<Answer>,
-    pub(super) verdicts: Vec<Verdict>,
-}
-
-/// What was said of an answer.
-#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub(super) struct Verdict {
-    /// What it says, without special tokens; empty where there is no tokenizer.
-    pub(super) text: String,
-    /// The weighted sum; `None`: missing.
-    pub(super) value: Option<f64>,
-    /// Its parts, by the names of rewards.
-    pub(super) parts: BTreeMap<String, f64>,
-    /// Why it is missing.
-    pub(super) failure: Option<Absence>,
-}
-
-/// Why a reward is missing.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-pub(super) struct Absence {
-    /// One word, for counting.
-    pub(super) kind: String,
-    pub(super) words: String,
-    /// Whether the judge is what it is missed from.
-    pub(super) service: bool,
-    /// Whether it should have been there: a data set may leave one out.
-    pub(super) counts: bool,
-}
-
-impl Told {
-    pub(super) fn rewards(&self) -> Vec<Option<f64>> {
-        self.verdicts.iter().map(|verdict| verdict.value).collect()
-    }
-}
-
-/// Scores the answers to `groups`, of which `own` are this prompt group's; every rank takes part. There may be fewer groups
-/// than prompt groups of ranks; who has none brings no answers.
-///
-/// # Errors
-/// When nothing further could be scored, or a stop was asked for meanwhile and answers are left; alike on all ranks.
-pub(super) fn told(
+/// Rewards the answers to `groups`, one group for each prompt group of ranks that has one; `own` are this prompt group's
+/// answers, none where it has no group. Every rank takes part.
+pub(super) fn reward_groups(
     session: &Session,
     world: &World,
-    patience: &Patience,
+    stop: &StopPolicy,
     groups: &[&Group],
     own: &[Answer],
-) -> Result<Vec<Told>, Failure> {
-    let text = if world.cp.rank() == Rank(0) { serde_json::json!(own).to_string() } else { String::new() };
-    let texts = world.all.gather_texts(&text);
-    let read = |text: &String| serde_json::from_str(text).expect("answers come back as they were written");
-    let answers: Vec<Vec<Answer>> = texts.iter().filter(|text| !text.is_empty()).take(groups.len()).map(read).collect();
-    let said = world.on_root_long(|| session.verdicts(groups, &answers, world))?;
-    let text = if world.all.rank() == Rank(0) { serde_json::json!(said).to_string() } else { String::new() };
-    let texts = world.all.gather_texts(&text);
-    let verdicts: Option<Vec<Vec<Verdict>>> =
-        serde_json::from_str(&texts[0]).expect("verdicts come back as they were written");
-    let Some(verdicts) = verdicts else { return Err(patience.given_up("answers were being scored")) };
-    Ok(answers.into_iter().zip(verdicts).map(|(answers, verdicts)| Told { answers, verdicts }).collect())
+) -> Result<Vec<RewardedGroup>, Interruption> {
+    // Every rank of a prompt has the same answers; the first one tells them.
+    let told = (world.cp.rank() == Rank(0)).then_some(own);
+    let answers: Vec<Vec<Answer>> = world.gather(&told.map(<[Answer]>::to_vec)).into_iter().flatten().collect();
+    let answers = &answers[..groups.len()];
+    let rewards = world
+        .from_root_while_others_sleep(|| reward_answers(session, groups, answers, world))
+        .map_err(|failure| Interruption::NoRewards { failure })?;
+    let Some(rewards) = rewards else { return Err(stop.drop_everywhere("answers were being scored")) };
+    let rewarded = answers.iter().cloned().zip(rewards);
+    Ok(rewarded.map(|(answers, rewards)| RewardedGroup { answers, rewards }).collect())
 }
 
-impl Session {
-    /// What rank 0 says of the answers; `None` where some are left because a stop was asked for.
-    fn verdicts(
-        &self,
-        groups: &[&Group],
-        answers: &[Vec<Answer>],
-        world: &World,
-    ) -> Result<Option<Vec<Vec<Verdict>>>, Failure> {
-        let text = |answer: &Answer| self.tokenizer.as_ref().map_or(Ok(String::new()), |known| known.text(&answer.ids));
-        let texts: Vec<Vec<String>> =
-            answers.iter().map(|group| group.iter().map(text).collect::<Result<_, _>>()).collect::<Result<_, _>>()?;
-        let mut asked = Vec::new();
-        for ((group, answers), texts) in groups.iter().zip(answers).zip(&texts) {
-            asked.extend(answers.iter().zip(texts).enumerate().map(|(index, (answer, text))| Candidate {
-                prompt: &group.name,
-                answer: index,
-                text,
-                tokens: from_index(answer.ids.len()),
-                tokens_max: self.answer_len.0,
-                truncated: answer.truncated,
-                reward_data: &group.reward_data,
-                given: answer.given,
-            }));
-        }
-        let scorer = self.scorer.as_ref().expect("rank 0 has opened what it scores with");
-        let rewarded = scorer.score(&asked, &mut || world.report_alive())?;
-        if stop_requested() && rewarded.iter().any(|rewarded| rewarded.failure().is_some()) {
-            return Ok(None);
-        }
-        let mut rewarded = rewarded.into_iter();
-        let mut of = |text: String| verdict(text, &rewarded.next().expect("every answer is scored"));
-        Ok(Some(texts.into_iter().map(|group| group.into_iter().map(&mut of).collect()).collect()))
+/// Rank 0's rewards of each group's answers; `None` where a stop was requested while some were left.
+fn reward_answers(
+    session: &Session,
+    groups: &[&Group],
+    answers: &[Vec<Answer>],
+    world: &World,
+) -> Result<Option<Vec<Vec<AnswerReward>>>, Failure> {
+    let TrainingData { tokenizer, scorer, .. } = &session.data;
+    let text = |answer: &Answer| match tokenizer {
+        Some(tokenizer) => tokenizer.text(&answer.ids),
+        None => Ok(String::new()),
+    };
+    let mut texts: Vec<Vec<String>> = Vec::new();
+    for group in answers {
+        texts.push(group.iter().map(text).collect::<Result<_, _>>()?);
     }
+    let mut requests = Vec::new();
+    for ((group, answers), texts) in groups.iter().zip(answers).zip(&texts) {
+        requests.extend(answers.iter().zip(texts).enumerate().map(|(index, (answer, text))| Candidate {
+            prompt: &group.name,
+            answer: index,
+            text,
+            tokens: answer.tokens(),
+            tokens_max: session.answer_tokens_max().0,
+            truncated: answer.truncated,
+            reward_data: &group.reward_data,
+            given: answer.given,
+        }));
+    }
+    let scorer = scorer.as_ref().expect("rank 0 has opened its scorer");
+    let rewarded = scorer.score(&requests, &mut || world.report_alive())?;
+    if stop_requested() && rewarded.iter().any(|rewarded| rewarded.failure().is_some()) {
+        return Ok(None);
+    }
+    let mut rewarded = rewarded.into_iter();
+    let mut next = |text| answer_reward(text, &rewarded.next().expect("every answer is scored"));
+    Ok(Some(texts.into_iter().map(|group| group.into_iter().map(&mut next).collect()).collect()))
 }
 
-fn verdict(text: String, rewarded: &Rewarded) -> Verdict {
+fn answer_reward(text: String, rewarded: &Rewarded) -> AnswerReward {
     let mut missing = rewarded.parts.iter().filter_map(|part| Some((part.name, part.failure.as_ref()?)));
-    // One that should have been there, if there is such a one.
+    // A data set may leave its own reward out, so a missing part of another kind is named first.
     let missing = missing.clone().find(|(name, _)| *name != RewardName::Data).or_else(|| missing.next());
-    let failure = missing.map(|(name, missing)| Absence {
+    let missing = missing.map(|(name, missing)| MissingReward {
         kind: missing.kind().to_owned(),
         words: missing.to_string(),
         service: name == RewardName::Judge,
         counts: name != RewardName::Data,
     });
     let parts = rewarded.parts.iter().filter_map(|part| Some((part.name.word().to_owned(), part.value?)));
-    Verdict { text, value: rewarded.value, parts: parts.collect(), failure }
+    AnswerReward { text, value: rewarded.value, parts: parts.collect(), missing }
 }
 
-/// Whether no more rewards of an update's answers are missing than the configuration allows.
-pub(super) fn enough<'a>(
-    absent: impl Iterator<Item = &'a Absence>,
-    answers: usize,
-    most: f64,
-    step: u64,
-) -> Result<(), Error> {
-    let absent: Vec<&Absence> = absent.filter(|why| why.counts).collect();
-    let share = float(from_index(absent.len())) / float(from_index(answers.max(1)));
-    let times = |kind: &str| absent.iter().filter(|why| why.kind == kind).count();
-    let Some(worst) = absent.iter().max_by_key(|why| times(&why.kind)).filter(|_| share > most) else { return Ok(()) };
-    Err(Error::Missing {
-        missing: absent.len(),
-        answers,
-        step,
-        most,
-        times: times(&worst.kind),
-        kind: worst.kind.clone(),
-        words: worst.words.clone(),
-        service: absent.iter().any(|why| why.service),
-    })
+/// The first reward that judges texts, if there is one.
+pub(super) fn judge_of_texts(config: &RunConfig) -> Option<RewardName> {
+    let mut names = config.grpo.reward_fn.parts().iter().map(|part| part.name);
+    names.find(|name| !matches!(name, RewardName::Synthetic | RewardName::Data | RewardName::One | RewardName::Length))
 }
 
-/// The first reward that judges what answers say, if there is one.
-pub(super) fn judges(config: &RunConfig) -> Option<RewardName> {
-    let judges = |name: &RewardName| {
-        !matches!(name, RewardName::Synthetic | RewardName::Data | RewardName::One | RewardName::Length)
-    };
-    config.grpo.reward_fn.parts().iter().map(|part| part.name).find(judges)
-}
-
-/// What rank 0 scores with; it checks that every reward has what it needs, before the first step.
-pub(super) fn open(config: &RunConfig, sets: &[&Dataset], texts: bool) -> Result<Scorer, Failure> {
+/// Opens rank 0's scorer, and checks before the first step that every reward has what it needs. `has_tokenizer`: whether
+/// tokens can be made into text.
+pub(super) fn open_scorer(config: &RunConfig, sets: &[&Dataset], has_tokenizer: bool) -> Result<Scorer, Failure> {
     let scorer = Scorer::open(config, &Environment::process())?;
-    if let Some(name) = judges(config).filter(|_| !texts) {
-        return Err(Error::NoTokenizer { folder: config.model_path()?.to_owned(), reward: name.word() }.into());
+    if let Some(name) = judge_of_texts(config).filter(|_| !has_tokenizer) {
+        return Err(NoTokenizer { folder: config.model_path()?.to_owned(), reward: name.word() }.into());
     }
     scorer.probe()?;
     for data in sets {
@@ -214,45 +128,27 @@ pub(super) fn open(config: &RunConfig, sets: &[&Dataset], texts: bool) -> Result
     Ok(scorer)
 }
 
-/// The lines of answers.jsonl of one group.
-pub(super) fn lines(step: u64, group: &Group, told: &Told, advantages: &[Option<f64>]) -> Vec<AnswerLine> {
-    let line = |(index, ((answer, verdict), advantage)): (usize, ((&Answer, &Verdict), &Option<f64>))| AnswerLine {
+/// A group's lines of answers.jsonl; none where answers are neither sampled nor judged by their text.
+pub(super) fn answer_lines(session: &Session, step: u64, group: &Group, rewarded: &RewardedGroup) -> Vec<AnswerLine> {
+    if !session.config().rollout.sample && judge_of_texts(session.config()).is_none() {
+        return Vec::new();
+    }
+    let advantages = session.advantages(&rewarded.values());
+    let answers = rewarded.answers.iter().zip(&rewarded.rewards).zip(advantages).enumerate();
+    let lines = answers.map(|(index, ((answer, reward), advantage))| AnswerLine {
         step,
         prompt: group.name.clone(),
         answer: from_index(index),
-        text: verdict.text.clone(),
-        tokens: from_index(answer.ids.len()),
+        text: reward.text.clone(),
+        tokens: answer.tokens(),
         ids: if answer.logprob.is_some() { answer.ids.clone() } else { Vec::new() },
         logprob: answer.logprob,
-        reward: verdict.value,
-        parts: verdict.parts.clone(),
-        advantage: *advantage,
+        reward: reward.value,
+        parts: reward.parts.clone(),
+        advantage,
         truncated: answer.truncated,
         reward_data: group.reward_data.clone(),
-        failure: verdict.failure.as_ref().map(|why| format!("{}: {}", why.kind, why.words)),
-    };
-    told.answers.iter().zip(&told.verdicts).zip(advantages).enumerate().map(line).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn absent(count: usize, counts: bool) -> Vec<Absence> {
-        let kind = |index: usize| if index == 0 { "status_429" } else { "time_out" };
-        let absence = |index| Absence { kind: kind(index).into(), words: "no answer".into(), service: true, counts };
-        (0..count).map(absence).collect()
-    }
-
-    #[test]
-    fn more_missing_rewards_than_allowed_end_the_run_and_the_commonest_reason_is_named() {
-        assert!(enough(absent(2, true).iter(), 8, 0.25, 3).is_ok());
-        assert!(enough(absent(8, false).iter(), 8, 0.25, 3).is_ok(), "a data set may leave rewards out");
-        assert!(enough([].iter(), 0, 0.0, 1).is_ok());
-        let error = enough(absent(3, true).iter(), 8, 0.25, 3).unwrap_err();
-        assert_eq!(error.exit(), Exit::Endpoint);
-        let words = error.to_string();
-        assert!(words.starts_with("3 of the 8 answers of update 3 have no reward"), "{words}");
-        assert!(words.ends_with("most often (2 of them): time_out: no answer"), "{words}");
-    }
+        failure: reward.missing.as_ref().map(|missing| format!("{}: {}", missing.kind, missing.words)),
+    });
+    lines.collect()
 }

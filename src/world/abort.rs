@@ -39,8 +39,8 @@ pub(super) fn abort_on_panic(site: SharedSite, ledger: Ledger) {
     }));
 }
 
-/// The message of a failure. For lack of memory it is a report. The phase has freed its memory by now, so the report lists
-/// the peaks.
+/// The message of a failure. For lack of memory it is a report. The phase has freed its memory by now, so the report
+/// lists the peaks.
 pub(super) fn message(failure: &Failure, site: &SharedSite, ledger: &Ledger) -> String {
     let message = failure.to_string();
     if failure.exit() != Exit::DoesNotFit || !out_of_memory(&message) {

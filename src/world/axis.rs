@@ -121,8 +121,8 @@ impl Axis {
         reported
     }
 
-    /// Sleeps until rank 0 calls [`Axis::wake`]. Unlike in a collective, no core is busy meanwhile. `report_alive` is called
-    /// every few seconds. If `stop_requested` turns true, rank 0 learns of it once.
+    /// Sleeps until rank 0 calls [`Axis::wake`]. Unlike in a collective, no core is busy meanwhile. `report_alive` is
+    /// called every few seconds. If `stop_requested` turns true, rank 0 learns of it once.
     pub(super) fn sleep(&self, report_alive: impl Fn(), stop_requested: impl Fn() -> bool) {
         let _waiting = self.site.begin_wait();
         let first = self.communicator.process_at_rank(0);
@@ -179,8 +179,8 @@ impl Axis {
         gathered
     }
 
-    /// Sends slice r of `send` to rank r and returns what arrives, in rank order. All ranks know all counts; `bytes_max` is
-    /// the largest of them over all ranks.
+    /// Sends slice r of `send` to rank r and returns what arrives, in rank order. All ranks know all counts;
+    /// `bytes_max` is the largest of them over all ranks.
     ///
     /// # Panics
     /// When the counts do not add up to the bytes.
@@ -221,8 +221,8 @@ impl Axis {
         arrived
     }
 
-    /// One step of a ring: sends the buffers of `send` to the next rank and fills those of `receive` from the previous rank
-    /// while `work` runs. Both sides know all sizes.
+    /// One step of a ring: sends the buffers of `send` to the next rank and fills those of `receive` from the previous
+    /// rank while `work` runs. Both sides know all sizes.
     pub fn ring_step<T>(&self, send: &[&[u8]], receive: Vec<&mut [u8]>, work: impl FnOnce() -> T) -> T {
         let size = i32::try_from(self.size()).unwrap_or(1);
         let rank = self.communicator.rank();
@@ -259,8 +259,8 @@ impl Axis {
         }
     }
 
-    /// Concatenates every rank's bytes in rank order, on rank 0; returns nothing elsewhere. All ranks send the same number of
-    /// bytes, at most one round.
+    /// Concatenates every rank's bytes in rank order, on rank 0; returns nothing elsewhere. All ranks send the same
+    /// number of bytes, at most one round.
     #[must_use]
     pub fn gather_round(&self, send: &[u8]) -> Vec<u8> {
         let _waiting = self.site.begin_wait();
@@ -337,8 +337,8 @@ impl Rounds {
     }
 }
 
-/// Zeros in allocated memory, also for 0 bytes. An empty vector points at address 1, which is Open MPI's `MPI_IN_PLACE`: a
-/// rank with nothing to send would be taken for one whose data are in the receive buffer.
+/// Zeros in allocated memory, also for 0 bytes. An empty vector points at address 1, which is Open MPI's
+/// `MPI_IN_PLACE`: a rank with nothing to send would be taken for one whose data are in the receive buffer.
 fn allocated(bytes: usize) -> Vec<u8> {
     let mut buffer = Vec::with_capacity(bytes.max(1));
     buffer.resize(bytes, 0);

@@ -1,8 +1,8 @@
 //! Which device a rank uses.
 //!
-//! The ranks of a machine take its visible GPUs in turn, whatever the launcher made visible: one GPU to each task, or all to
-//! every task, in any order. Two ranks share a GPU only on request. Addresses on the PCI bus identify GPUs, since indices
-//! differ between processes.
+//! The ranks of a machine take its visible GPUs in turn, whatever the launcher made visible: one GPU to each task, or
+//! all to every task, in any order. Two ranks share a GPU only on request. Addresses on the PCI bus identify GPUs,
+//! since indices differ between processes.
 
 use std::path::{Path, PathBuf};
 
@@ -45,11 +45,12 @@ impl Classified for Error {
     }
 }
 
-/// Selects the device of this rank. All ranks get the same kind of device, or all fail with one message. Must be called before
-/// the first tensor.
+/// Selects the device of this rank. All ranks get the same kind of device, or all fail with one message. Must be called
+/// before the first tensor.
 ///
 /// # Errors
-/// When ranks would have different kinds of device, share a GPU without `share`, or have no device of the requested kind.
+/// When ranks would have different kinds of device, share a GPU without `share`, or have no device of the requested
+/// kind.
 pub fn choose(world: &World, wanted: Wanted, share: bool, repeatable: bool) -> Result<Device, Failure> {
     world.ledger().measure_with(measured);
     let found = match wanted {

@@ -1,8 +1,8 @@
 //! The MPI boundary: start, axes, bounded collectives over bytes, and how a failing rank ends the job.
 //!
-//! Every rank of an axis enters every collective of the axis, also with nothing to send. Counts on the wire are C ints, so
-//! one call moves at most [`Axis::round_bytes`] from a rank and is repeated until everything is moved. A rank that fails
-//! prints its site and aborts the world: if it only returned, the other ranks would wait for ever.
+//! Every rank of an axis enters every collective of the axis, also with nothing to send. Counts on the wire are C ints,
+//! so one call moves at most [`Axis::round_bytes`] from a rank and is repeated until everything is moved. A rank that
+//! fails prints its site and aborts the world: if it only returned, the other ranks would wait for ever.
 
 mod abort;
 mod about;
@@ -10,6 +10,7 @@ mod axis;
 pub mod devices;
 mod error;
 pub mod exchange;
+mod root;
 mod stop;
 mod watchdog;
 
@@ -92,9 +93,9 @@ impl World {
         })
     }
 
-    /// Starts the watchdog of each rank. Until MPI is finalized, the watchdog writes heartbeats to rank 0's `run_dir` and
-    /// ends the job if a rank stalls. `stall_sec` is `run.stall_sec`. Every rank takes part. If a rank does not see that
-    /// folder, no rank reads heartbeats: each rank watches only itself, and a warning says so.
+    /// Starts the watchdog of each rank. Until MPI is finalized, the watchdog writes heartbeats to rank 0's `run_dir`
+    /// and ends the job if a rank stalls. `stall_sec` is `run.stall_sec`. Every rank takes part. If a rank does not see
+    /// that folder, no rank reads heartbeats: each rank watches only itself, and a warning says so.
     ///
     /// # Errors
     /// When rank 0 cannot write a heartbeat, or a thread cannot be started.
@@ -152,8 +153,8 @@ impl World {
     }
 
     /// Agrees on the outcome of an attempt that every rank makes: all succeed, or all fail. The lowest rank that failed
-    /// keeps its own failure and the others get [`Error::Elsewhere`], so one message is printed and every rank can leave in
-    /// order.
+    /// keeps its own failure and the others get [`Error::Elsewhere`], so one message is printed and every rank can
+    /// leave in order.
     ///
     /// # Errors
     /// When the attempt failed on any rank.
@@ -168,9 +169,9 @@ impl World {
         }
     }
 
-    /// Runs `work` on rank 0 while the other ranks sleep: for work that takes long and needs no other rank, such as requests
-    /// to a service. All ranks agree on the outcome; the value is on rank 0 and the default elsewhere. `work` must be
-    /// bounded: while it runs, only rank 0's own deadline holds.
+    /// Runs `work` on rank 0 while the other ranks sleep: for work that takes long and needs no other rank, such as
+    /// requests to a service. All ranks agree on the outcome; the value is on rank 0 and the default elsewhere. `work`
+    /// must be bounded: while it runs, only rank 0's own deadline holds.
     ///
     /// # Errors
     /// When `work` failed.
@@ -186,8 +187,8 @@ impl World {
         self.agree(outcome)
     }
 
-    /// Rank 0 calls this every few seconds inside [`World::on_root_long`]. The watchdog sees that the rank is alive, and the
-    /// rank learns whether another rank was requested to stop.
+    /// Rank 0 calls this every few seconds inside [`World::on_root_long`]. The watchdog sees that the rank is alive,
+    /// and the rank learns whether another rank was requested to stop.
     pub fn report_alive(&self) {
         self.tracker.report_alive();
         if self.all.stop_reported() {
@@ -219,8 +220,8 @@ impl World {
         }
     }
 
-    /// Ends this rank's part after a failure. If all ranks have agreed to fail, one of them prints the reason and all leave
-    /// in order with its exit code. Otherwise the other ranks wait for this one, so the job is aborted.
+    /// Ends this rank's part after a failure. If all ranks have agreed to fail, one of them prints the reason and all
+    /// leave in order with its exit code. Otherwise the other ranks wait for this one, so the job is aborted.
     #[must_use]
     pub fn leave(&self, failure: Failure) -> Exit {
         let Some(speaker) = self.speaker.get() else { self.abort(failure) };

@@ -1,4 +1,5 @@
-//! Signals that request a stop: SIGUSR1 early, with a configured time to leave; SIGUSR2 and SIGTERM shortly before the end.
+//! Signals that request a stop: SIGUSR1 early, with a configured time to leave; SIGUSR2 and SIGTERM shortly before the
+//! end.
 
 #![expect(unsafe_code, reason = "a signal handler may only do what is safe in one")]
 
@@ -11,13 +12,14 @@ use signal_hook::low_level;
 
 use super::error::Error;
 
-/// Time from SIGTERM or SIGUSR2 to the end of the process: what batch systems and service managers leave before they kill.
+/// Time from SIGTERM or SIGUSR2 to the end of the process: what batch systems and service managers leave before they
+/// kill.
 const URGENT_GRACE: Duration = Duration::from_secs(30);
 
 /// Zero of the times below.
 static START: OnceLock<Instant> = OnceLock::new();
-/// When the first SIGUSR1 came, in milliseconds after [`START`], plus 1; 0 before it. A handler receives no argument that
-/// could hold this state, so the state is static.
+/// When the first SIGUSR1 came, in milliseconds after [`START`], plus 1; 0 before it. A handler receives no argument
+/// that could hold this state, so the state is static.
 static REQUEST_MS: AtomicU64 = AtomicU64::new(0);
 /// The same for SIGTERM and SIGUSR2.
 static URGENT_REQUEST_MS: AtomicU64 = AtomicU64::new(0);
@@ -35,8 +37,8 @@ fn note(first_ms: &AtomicU64) {
     let _ = first_ms.compare_exchange(0, now_ms(), Ordering::Relaxed, Ordering::Relaxed);
 }
 
-/// From here on SIGUSR1, SIGUSR2 and SIGTERM request a stop instead of ending the process. Must be called before MPI starts,
-/// because a signal may come while MPI starts.
+/// From here on SIGUSR1, SIGUSR2 and SIGTERM request a stop instead of ending the process. Must be called before MPI
+/// starts, because a signal may come while MPI starts.
 ///
 /// # Errors
 /// When the system refuses a handler.
@@ -49,14 +51,15 @@ pub fn install_signal_handlers() -> Result<(), Error> {
             }
             note(first_ms);
         };
-        // SAFETY: the handler takes no lock and allocates nothing: it loads and stores atomics, reads the monotonic clock,
-        // and calls a function that is meant for handlers.
+        // SAFETY: the handler takes no lock and allocates nothing: it loads and stores atomics, reads the monotonic
+        // clock, and calls a function that is meant for handlers.
         unsafe { low_level::register(signal, handler) }.map_err(|source| Error::Signals { source })?;
     }
     Ok(())
 }
 
-/// The signals end the process again: this rank leaves after a failure, and the launcher's SIGTERM must not find it waiting.
+/// The signals end the process again: this rank leaves after a failure, and the launcher's SIGTERM must not find it
+/// waiting.
 pub(super) fn restore_default_signals() {
     LEAVING.store(true, Ordering::Relaxed);
 }
@@ -72,8 +75,8 @@ pub(super) fn request_stop() {
     note(&REQUEST_MS);
 }
 
-/// Time until this rank is ended, according to the signals so far: `grace` after the first SIGUSR1, at most 30 s after the
-/// first SIGTERM or SIGUSR2. `None` before the first signal.
+/// Time until this rank is ended, according to the signals so far: `grace` after the first SIGUSR1, at most 30 s after
+/// the first SIGTERM or SIGUSR2. `None` before the first signal.
 #[must_use]
 pub fn time_left(grace: Duration) -> Option<Duration> {
     let left = |first_ms: &AtomicU64, grace: Duration| {

@@ -1,7 +1,7 @@
 //! The watchdog of a rank: two threads that keep running whatever the rank itself is stuck in.
 //!
-//! One writes and reads heartbeats; the disk of the run directory may block it. The other never touches a disk: it watches
-//! the time and ends the job when a rank stalls.
+//! One writes and reads heartbeats; the disk of the run directory may block it. The other never touches a disk: it
+//! watches the time and ends the job when a rank stalls.
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -83,8 +83,8 @@ impl Drop for Watchdog {
 }
 
 impl Watchdog {
-    /// Starts both threads. If the ranks do not share the folder (`shared` is false), no heartbeat is written and this rank
-    /// watches only itself.
+    /// Starts both threads. If the ranks do not share the folder (`shared` is false), no heartbeat is written and this
+    /// rank watches only itself.
     pub(super) fn start(watch: Watch, shared: bool) -> io::Result<Watchdog> {
         let files = watch.files.clone();
         let rank = watch.rank;

@@ -1,4 +1,4 @@
-//! `convert` and `data` of what cannot be used: nothing stays behind.
+//! `convert` and `data keychain` of unusable files: nothing remains.
 
 use super::room::Room;
 
@@ -8,12 +8,12 @@ fn gguf(version: u32, tensors: u64, keys: u64, rest: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_file_that_is_no_whole_gguf_is_refused_and_nothing_stays_behind() {
+fn a_broken_gguf_is_refused_and_nothing_remains() {
     let room = Room::new();
     room.write("garbage.gguf", "PK\u{3}\u{4} and so on");
     room.write("short.gguf", "GG");
     room.write("old.gguf", gguf(1, 0, 0, &[]));
-    // One key whose name should have 20 bytes and has 4.
+    // A key with a name of 20 bytes, of which the file has 4.
     room.write("cut.gguf", gguf(3, 1, 1, &[&20_u64.to_le_bytes() as &[u8], b"gene"].concat()));
     room.write("endless.gguf", gguf(3, u64::MAX, u64::MAX, &[]));
     let before = room.files("");
@@ -31,7 +31,7 @@ fn a_file_that_is_no_whole_gguf_is_refused_and_nothing_stays_behind() {
 }
 
 #[test]
-fn a_destination_that_is_taken_stays_as_it_is() {
+fn an_existing_destination_is_unchanged() {
     let room = Room::with(&[("mine/notes.txt", "mine"), ("x.gguf", "garbage")]);
     room.alone(&["convert", "x.gguf", "mine"]).refused(2, &["mine", "--force"]);
     room.alone(&["convert", "x.gguf", "mine", "--force"]).refused(3, &["x.gguf: not a GGUF file"]);
@@ -39,7 +39,7 @@ fn a_destination_that_is_taken_stays_as_it_is() {
 }
 
 #[test]
-fn a_keychain_without_a_tokenizer_is_refused_and_nothing_stays_behind() {
+fn a_keychain_without_a_tokenizer_is_refused_and_nothing_remains() {
     let room = Room::with(&[("model/config.json", "{}")]);
     room.alone(&["data", "keychain", "--model", "model", "--out", "made"]).refused(3, &["model/tokenizer.json"]);
     assert_eq!(room.files(""), ["model/config.json"]);

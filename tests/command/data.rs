@@ -1,4 +1,4 @@
-//! Data sets, as runs read them and as `data keychain` makes them.
+//! Data sets: `data keychain` writes them, and runs read them.
 
 use serde_json::{Value, json};
 
@@ -32,31 +32,15 @@ fn keychain_room() -> Room {
     room
 }
 
-const KEYCHAIN: [&str; 16] = [
-    "data",
-    "keychain",
-    "--model",
-    "model",
-    "--text",
-    "text",
-    "--out",
-    "made",
-    "--train",
-    "3",
-    "--held-out",
-    "2",
-    "--prompt-tokens",
-    "3001",
-    "--keys",
-    "5",
-];
+const KEYCHAIN: &str = "data keychain --model model --text text --out made --train 3 --held-out 2 --prompt-tokens 3001 \
+                        --keys 5";
 
 fn keychain(room: &Room, further: &[&str]) -> Said {
-    room.alone(&[&KEYCHAIN as &[&str], further].concat())
+    room.alone(&KEYCHAIN.split(' ').chain(further.iter().copied()).collect::<Vec<_>>())
 }
 
 #[test]
-fn a_keychain_has_prompts_of_exactly_that_length_and_says_what_it_asks() {
+fn a_keychain_has_prompts_of_the_exact_length_with_their_question() {
     let room = keychain_room();
     let said = keychain(&room, &["--hops", "2", "--depth", "10..90", "--short", "--answers", "3"]);
     said.ended(0, &["made: 5 prompts of 3001 tokens from 8 text files"]);
@@ -102,7 +86,7 @@ fn draft() -> Draft {
 }
 
 #[test]
-fn conversations_are_trained_on_and_cut_prompts_are_told() {
+fn conversations_are_trained_on_and_cut_prompts_are_counted() {
     let draft = draft();
     let room = Room::with(&[("config.toml", &config(draft.path()))]);
     let turn = |words: &str| json!([{"role": "user", "content": words}]);
@@ -114,7 +98,7 @@ fn conversations_are_trained_on_and_cut_prompts_are_told() {
     let data = [turn("short"), turn(&"long ".repeat(30)), turn(&"longer ".repeat(30))]
         .map(|messages| json!({"messages": messages, "answers": answers, "reward_data": {"expected": "yes"}}));
     room.write("train.jsonl", lines(&data));
-    // The template puts 17 signs around a turn.
+    // The template adds 17 characters to a turn.
     room.alone(&[]).refused(3, &["line 2, messages: 167 tokens, the plan's context.prompt_len is 96", "data.too_long"]);
     room.alone(&["train", "--set", "data.too_long=cut_middle"]).ended(
         0,
@@ -125,7 +109,7 @@ fn conversations_are_trained_on_and_cut_prompts_are_told() {
 }
 
 #[test]
-fn what_a_template_refuses_and_what_a_record_lacks_is_told_with_file_and_line() {
+fn template_refusals_and_missing_answers_name_file_and_line() {
     let draft = draft();
     let room = Room::with(&[("config.toml", &config(draft.path()))]);
     let tool = json!({"messages": [{"role": "tool", "content": "4"}], "answers": []});

@@ -10,13 +10,13 @@ use super::room::{Call, LONGSTRAW, Room, Said};
 /// A receipt of the first gate, which needs an endpoint.
 const KEY: (&str, &str) = ("runs/gates/gate1_key/receipt.json", "{\"gate\": \"gate1_key\", \"passed\": true}");
 
-/// A scale at which a gate takes a second: 64 positions in gate2, 4,096 in gate4 to gate6, answers of 16, pages of 1. The
-/// gates' own pages of 64 would not be divided by it.
+/// A scale at which a gate takes a second: 64 positions in gate2, 4,096 in gate4 to gate6, answers of 16, pages of 1.
+/// The gates' own pages of 64 would not be divided by it.
 const SHORT: [&str; 4] =
     ["gate.scale=512", "context.page_size=512", "memory.micro_block=65536", "memory.head_block=65536"];
 
-/// What users have in their config.toml, for 2 ranks, with the gates scaled down. Lengths, pages, group and data are the
-/// gates' own.
+/// What users have in their config.toml, for 2 ranks, with the gates scaled down. Lengths, pages, group and data are
+/// the gates' own.
 fn config(family: &str) -> String {
     format!(
         "[context]\nmax_seq_len = 2097152\nprompt_len = 2088960\nanswer_len = 8192\ncp_pages_per_gpu = 16320\n\

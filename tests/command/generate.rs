@@ -1,4 +1,4 @@
-//! Questions over given texts, by services on this machine that answer well, badly, or not.
+//! Questions over given texts, from local services that answer well, badly, or not at all.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use super::service::{Service, Turn, json, nobody, says};
 const SENTINEL: &str = "sk-sentinel-1618033988";
 const CHUNKS: usize = 12;
 
-/// Twelve chunks, each with a code of its own, in a folder, and an allowance to send them.
+/// A folder of twelve chunks, each with its own code, and settings that allow sending them.
 fn room(base: &str) -> Room {
     let settings = format!(
         r#"{{ "api_base": "{base}", "default_model": "writer-large", "timeout_sec": 2, "max_retries": 1,
@@ -25,7 +25,7 @@ fn room(base: &str) -> Room {
     room
 }
 
-/// What a good model says about a chunk: it finds the code.
+/// The reply of a good model: a question about the code of the chunk.
 fn good(request: &str) -> String {
     let code = request.split("The code of the mill is ").nth(1).unwrap().split('.').next().unwrap();
     let question =
@@ -42,7 +42,7 @@ fn number(request: &str) -> usize {
         - 7000
 }
 
-/// In words and fences, the first chunks last.
+/// Good replies in fences and words; the later the chunk, the faster.
 fn writer(request: &str) -> Turn {
     std::thread::sleep(Duration::from_millis(40 * u64::try_from(CHUNKS - number(request)).unwrap()));
     says(&format!("Here it is:\n```json\n{}\n```\nShall I {{go on}}?", good(request)))
@@ -60,7 +60,7 @@ fn start(room: &Room, more: &[&str]) -> Running {
     })
 }
 
-/// Runs it; the key stands nowhere.
+/// Runs `data generate` and checks that the key is neither printed nor written.
 #[track_caller]
 fn generate(room: &Room, more: &[&str]) -> Said {
     let said = start(room, more).end();
@@ -85,7 +85,7 @@ fn questions_come_in_the_order_of_the_texts_whatever_comes_first() {
     let room = room(&service.base());
     let said = generate(&room, &["--parallel", "5", "--questions", "1", "--json"]);
     said.ended(0, &["12 chunks of 12 files (0 finished, 1 files passed over", "12 requests to writer-large, about"]);
-    let told = said.json();
+    let summary = said.json();
     for (key, value) in [
         ("finished", 12),
         ("records", 12),
@@ -94,9 +94,9 @@ fn questions_come_in_the_order_of_the_texts_whatever_comes_first() {
         ("output_tokens", 240),
         ("failed", 0),
     ] {
-        assert_eq!(told[key], value, "{key}: {said}");
+        assert_eq!(summary[key], value, "{key}: {said}");
     }
-    assert!(told["estimate"]["input_tokens_about"].as_u64().unwrap() > 12 * 60, "{said}");
+    assert!(summary["estimate"]["input_tokens_about"].as_u64().unwrap() > 12 * 60, "{said}");
     assert_eq!(codes(&room), (0..CHUNKS).collect::<Vec<_>>());
     let first: Value = serde_json::from_str(room.read("made.jsonl").lines().next().unwrap()).unwrap();
     assert_eq!(first["name"], "texts/00.txt, part 1, question 1");
@@ -106,13 +106,13 @@ fn questions_come_in_the_order_of_the_texts_whatever_comes_first() {
     assert_eq!((rewards.len(), rewards.iter().filter(|reward| reward.as_f64() == Some(1.0)).count()), (4, 1));
     let request = &service.heard()[0];
     assert!(request.contains(r#""model":"writer-large""#) && request.contains("max_tokens"), "{request}");
-    // All of it is there: nothing is asked again.
+    // Everything is finished: nothing is sent again.
     let again = generate(&room, &["--questions", "1", "--json"]);
     assert_eq!((again.ended(0, &[]).json()["requests"].as_u64(), service.heard().len()), (Some(0), 12));
 }
 
 #[test]
-fn a_run_that_was_killed_ends_in_the_same_file_and_asks_for_nothing_twice() {
+fn a_killed_run_ends_in_the_same_file_and_sends_nothing_twice() {
     let service = Service::of(vec![Turn::By(writer)]);
     let base = service.base();
     let whole = room(&base);
@@ -127,7 +127,7 @@ fn a_run_that_was_killed_ends_in_the_same_file_and_asks_for_nothing_twice() {
         running.signal(libc::SIGKILL);
         assert_eq!(running.end().code, -1);
         let kept = lines() - 1;
-        // As a disk leaves it that was writing.
+        // As a kill in the middle of a write leaves the files.
         let torn = room.read("made.jsonl.state") + "{\"chunk\": 9, \"que";
         room.write("made.jsonl.state", torn);
         room.write("made.jsonl", room.read("made.jsonl") + "{\"na");
@@ -139,7 +139,7 @@ fn a_run_that_was_killed_ends_in_the_same_file_and_asks_for_nothing_twice() {
 }
 
 #[test]
-fn a_signal_ends_it_in_order_and_the_same_command_goes_on() {
+fn a_signal_stops_the_run_and_the_same_command_continues() {
     let service = Service::of(vec![Turn::By(writer)]);
     let room = room(&service.base());
     let mut running = start(&room, &["--parallel", "2", "--json"]);
@@ -165,13 +165,13 @@ fn a_reply_that_cannot_be_used_is_asked_for_once_more_and_then_counted() {
     let service = Service::of(vec![Turn::By(moody)]);
     let room = room(&service.base());
     let said = generate(&room, &["--json"]);
-    let told = said.ended(0, &["10 with questions, 2 without"]).json();
+    let summary = said.ended(0, &["10 with questions, 2 without"]).json();
     assert_eq!(
-        (&told["requests"], &told["asked_again"], &told["failed"]),
+        (&summary["requests"], &summary["asked_again"], &summary["failed"]),
         (&18.into(), &6.into(), &2.into()),
         "{said}"
     );
-    assert_eq!(told["faults"]["there was no JSON in the reply"], 8, "{said}");
+    assert_eq!(summary["faults"]["there was no JSON in the reply"], 8, "{said}");
     assert_eq!(codes(&room), [0, 1, 2, 3, 4, 5, 6, 7, 8, 10]);
     generate(&room, &[]).ended(0, &[]);
     assert_eq!(service.heard().len(), 18, "what gave nothing twice is not asked a third time");
@@ -193,7 +193,7 @@ fn more_than_half_without_a_question_is_a_failure_with_its_reason() {
 }
 
 #[test]
-fn a_service_that_fails_ends_it_before_every_chunk_is_tried() {
+fn a_failing_service_ends_the_run_before_every_chunk_is_sent() {
     for (turn, words, most) in [
         (json(500, r#"{"error": "out of order"}"#), "failed 8 times in a row, and no further request is sent", 2 * 12),
         (Turn::Cut, "failed 8 times in a row", 2 * 12),
@@ -210,7 +210,7 @@ fn a_service_that_fails_ends_it_before_every_chunk_is_tried() {
 }
 
 #[test]
-fn a_limit_that_passes_is_waited_for_and_what_was_not_answered_is_asked_for_by_the_next_run() {
+fn a_rate_limit_is_waited_for_and_unanswered_chunks_are_sent_by_the_next_run() {
     // Two chunks get no answer, and one is rejected for what it holds.
     fn gaps(request: &str) -> Turn {
         match number(request) {
@@ -223,10 +223,14 @@ fn a_limit_that_passes_is_waited_for_and_what_was_not_answered_is_asked_for_by_t
     let service = Service::of(vec![limit, Turn::By(gaps)]);
     let room = room(&service.base());
     let start = Instant::now();
-    let told = generate(&room, &["--json", "--parallel", "1"]).ended(0, &[]).json();
+    let summary = generate(&room, &["--json", "--parallel", "1"]).ended(0, &[]).json();
     assert!(start.elapsed() >= Duration::from_secs(1));
-    assert_eq!((&told["unanswered"], &told["failed"], &told["finished"]), (&2.into(), &1.into(), &10.into()), "{told}");
-    assert_eq!(codes(&room), [0, 1, 2, 4, 6, 8, 9, 10, 11], "what comes behind a gap is there at the end");
+    assert_eq!(
+        (&summary["unanswered"], &summary["failed"], &summary["finished"]),
+        (&2.into(), &1.into(), &10.into()),
+        "{summary}"
+    );
+    assert_eq!(codes(&room), [0, 1, 2, 4, 6, 8, 9, 10, 11], "records after a gap are written at the end");
     let better = Service::of(vec![Turn::By(writer)]);
     let base = format!("endpoint.api_base={}", better.base());
     generate(&room, &["--set", &base]).ended(0, &[]);
@@ -234,7 +238,7 @@ fn a_limit_that_passes_is_waited_for_and_what_was_not_answered_is_asked_for_by_t
 }
 
 #[test]
-fn a_service_that_hangs_is_left_after_its_time_out() {
+fn a_hanging_service_is_given_up_after_its_time_out() {
     let service = Service::of(vec![Turn::Hang]);
     let start = Instant::now();
     let said = generate(&room(&service.base()), &["--parallel", "16", "--set", "endpoint.timeout_sec=1"]);
@@ -243,23 +247,23 @@ fn a_service_that_hangs_is_left_after_its_time_out() {
 }
 
 #[test]
-fn it_is_off_until_it_is_allowed_and_says_before_what_it_costs() {
+fn nothing_is_sent_until_it_is_allowed_and_the_cost_comes_first() {
     let service = Service::of(vec![Turn::By(writer)]);
     let room = room(&service.base());
     let off = "endpoint.usage.data_generation=false";
     generate(&room, &["--set", off]).refused(2, &["turn it on with --set endpoint.usage.data_generation=true"]);
     let said = generate(&room, &["--dry-run", "--json", "--set", off, "--limit", "5"]);
-    let told = said.ended(0, &["5 requests to writer-large"]).json();
-    assert_eq!((&told["dry_run"], &told["estimate"]["requests"]), (&true.into(), &5.into()));
+    let summary = said.ended(0, &["5 requests to writer-large"]).json();
+    assert_eq!((&summary["dry_run"], &summary["estimate"]["requests"]), (&true.into(), &5.into()));
     assert!(service.heard().is_empty() && !room.files("").iter().any(|file| file.contains("made")), "{said}");
-    let told = generate(&room, &["--limit", "5", "--json"]).ended(0, &[]).json();
-    assert_eq!((&told["finished"], &told["records"]), (&5.into(), &5.into()));
+    let summary = generate(&room, &["--limit", "5", "--json"]).ended(0, &[]).json();
+    assert_eq!((&summary["finished"], &summary["records"]), (&5.into(), &5.into()));
     generate(&room, &["--answers", "3"])
         .refused(2, &["made.jsonl.state was begun with other options (answers: 4, now 3)"]);
     room.write("other.jsonl", "mine\n");
     generate(&room, &["--out", "other.jsonl"]).ended(2, &["cannot be used multiple times"]);
     let said = room.alone(&["data", "generate", "texts", "--out", "other.jsonl", "--dry-run"]);
-    said.refused(2, &["other.jsonl is there, and other.jsonl.state is not"]);
+    said.refused(2, &["other.jsonl exists, but other.jsonl.state does not"]);
     assert_eq!(room.read("other.jsonl"), "mine\n");
     assert_eq!(service.heard().len(), 5);
 }

@@ -48,7 +48,8 @@ pub(crate) struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// Starts `train` on so many ranks into a run directory that has no logs yet, and waits until all ranks have theirs.
+    /// Starts `train` on so many ranks into a run directory that has no logs yet, and waits until all ranks have
+    /// theirs.
     pub(crate) fn start(room: &'a Room, ranks: usize, run_dir: &'a str, arguments: &[&str]) -> Job<'a> {
         let arguments = [&["train", "--run-dir", run_dir], arguments].concat();
         let running = room.start(&Call { ranks, program: LONGSTRAW, arguments: &arguments, variables: &[] });

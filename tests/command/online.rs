@@ -1,4 +1,5 @@
-//! The online loop on the tiny reference checkpoint: the policy answers for itself, and updates are made of what it said.
+//! The online loop on the tiny reference checkpoint: the policy answers for itself, and updates are made of what it
+//! said.
 
 use serde_json::Value;
 

@@ -190,11 +190,11 @@ pub(super) fn seconds(plan: &Value, phase: &str) -> f64 {
     found.unwrap_or_else(|| panic!("no {phase} in {plan}"))["seconds"].as_f64().unwrap()
 }
 
-/// Predicted against the sixteen measured runs of docs/benchmarks.md that stand in its table of predictions. The share of
-/// the kernels' rates is an input, taken from capture at 131,072 in the first file; everything else follows. At 65,536, and
-/// with 512 rows of an answer on each of two ranks, answers are bound by launches, which are not counted. In the sweep of
-/// two ranks the sums of dk and dv wait for the other rank's share, 3.8 of 20.3 s, which is not counted either: predictions
-/// are short there, by 9 to 16 % in all and 10 % in the sweep.
+/// Predicted against the sixteen measured runs of docs/benchmarks.md that stand in its table of predictions. The share
+/// of the kernels' rates is an input, taken from capture at 131,072 in the first file; everything else follows. At
+/// 65,536, and with 512 rows of an answer on each of two ranks, answers are bound by launches, which are not counted.
+/// In the sweep of two ranks the sums of dk and dv wait for the other rank's share, 3.8 of 20.3 s, which is not counted
+/// either: predictions are short there, by 9 to 16 % in all and 10 % in the sweep.
 #[test]
 fn predicted_seconds_are_those_of_the_measured_runs() {
     let room = Room::new();
@@ -322,7 +322,8 @@ fn one_table_has_every_gate_with_pages_bytes_seconds_and_whether_it_fits() {
     assert_eq!(further, 6 * 1024 * 4096 * 36 * 2);
 }
 
-/// The users' own file on eight devices of 141 GB, with 560 GB and with 2 TB of host memory: docs/memory.md has these rows.
+/// The users' own file on eight devices of 141 GB, with 560 GB and with 2 TB of host memory: docs/memory.md has these
+/// rows.
 #[test]
 fn the_users_machines_hold_what_the_documents_say() {
     let document = include_str!("../../docs/memory.md");

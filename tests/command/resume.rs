@@ -116,7 +116,7 @@ fn a_file_or_a_signal_to_any_rank_stops_a_run_in_order_and_it_goes_on_to_the_sam
     let (room, sets) = (slow(), ["run.steps=6"]);
     train(&room, "whole", &[], &sets).ended(0, &[]);
     room.write("run/stop", "");
-    let go_on = "as asked; go on with `longstraw train --resume`";
+    let go_on = "as requested; go on with `longstraw train --resume`";
     train(&room, "run", &[], &sets).ended(0, &["stopped after update 0 of 6", go_on]);
     assert!(!room.path().join("run/stop").exists(), "it stops one run");
     assert!(!room.path().join("run/requeue").exists(), "whoever puts a file there wants a stop");

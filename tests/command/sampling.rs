@@ -1,4 +1,5 @@
-//! Plans of answers that the policy draws for itself: what a rank holds meanwhile, where pages are, and what a token takes.
+//! Plans of answers that the policy draws for itself: what a rank holds meanwhile, where pages are, and what a token
+//! takes.
 
 use serde_json::{Value, json};
 

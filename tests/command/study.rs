@@ -1,4 +1,4 @@
-//! `study`: a mode against the exact gradient, on prompts that it makes itself.
+//! `study`: gradient modes against the exact gradient, on generated prompts.
 
 use std::fs;
 
@@ -19,7 +19,7 @@ fn room() -> Room {
     draft.config["max_position_embeddings"] = json!(1_024);
     for table in ["model.embed_tokens.weight", "lm_head.weight"] {
         let table = draft.tensor(table);
-        // Rows for the special tokens, which the reference checkpoint does not know.
+        // Rows for the special tokens, which the reference checkpoint lacks.
         let further = table.bytes[..3 * 64 * 4].to_vec();
         table.bytes.extend(further);
         table.shape[0] += 3;
@@ -45,7 +45,7 @@ fn numbers(run: &Value, projection: &str, key: &str) -> Vec<f64> {
 }
 
 #[test]
-fn exact_is_exact_at_any_world_size_and_response_is_not_and_the_report_is_one_json_object() {
+fn exact_agrees_with_exact_at_any_world_size_and_response_does_not() {
     let room = room();
     let flags = ["--gradient", "exact", "--gradient", "response", "--adapters", "drawn", "--page-size", "16", "--json"];
     let arguments = [&SHORT[..], &flags].concat();
@@ -68,7 +68,7 @@ fn exact_is_exact_at_any_world_size_and_response_is_not_and_the_report_is_one_js
 }
 
 #[test]
-fn a_last_that_covers_the_prompt_is_exact_with_starting_adapters_too_and_nothing_stays_behind() {
+fn a_last_that_covers_the_prompt_is_exact_and_leaves_no_file() {
     let room = room();
     let before = room.files("");
     let said = room.alone(&[&SHORT[..], &["--gradient", "last=5000", "--adapters", "start"]].concat());
@@ -79,7 +79,7 @@ fn a_last_that_covers_the_prompt_is_exact_with_starting_adapters_too_and_nothing
 }
 
 #[test]
-fn a_length_without_room_for_the_notes_and_adapters_that_are_none_are_refused_once() {
+fn lengths_that_are_too_short_and_absent_adapters_are_refused() {
     let room = room();
     let short = ["study", "model", "--text", "text", "--length", "100"];
     room.ranks(2, &short).refused(2, &["prompt_tokens is 36", "at least"]);

@@ -1,5 +1,5 @@
-//! The judge's scores, from services on this machine that answer well, badly or not at all: what becomes of an answer in
-//! each case, and how many requests it took.
+//! The judge's scores, from services on this machine that answer well, badly or not at all: what becomes of an answer
+//! in each case, and how many requests it took.
 
 use std::time::{Duration, Instant};
 

@@ -109,6 +109,6 @@ fn heartbeats_show_sites_and_a_moving_run_exceeds_the_stall_limit_many_times() {
     // Twelve heartbeats in five seconds; on a busy machine some may be late.
     assert!((10..=30).contains(&seen.len()), "{} heartbeats in 12 s", seen.len());
     room.write("run/stop", "");
-    job.ends_within(END).ended(0, &["as asked; go on with"]);
+    job.ends_within(END).ended(0, &["as requested; go on with"]);
     assert!(!room.path().join("run/heartbeat").exists(), "a run that ends in order leaves no heartbeats");
 }

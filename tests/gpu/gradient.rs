@@ -73,7 +73,7 @@ impl Case {
     /// Weights of bfloat16 in either dtype, so that both compute with the same numbers.
     fn new(spec: &Spec, kind: Kind, prompt: u64, device: Device) -> Case {
         let weights = Weights::random(spec, 5, Kind::BFloat16, device).unwrap_or_else(|error| panic!("{error}"));
-        let decoder = spec.family.decoder(spec, Rc::new(weights.converted(kind)), kind);
+        let decoder = spec.decoder(Rc::new(weights.converted(kind)), kind);
         let random = RandomAdapters {
             rank: 16,
             alpha: 32.0,

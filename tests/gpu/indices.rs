@@ -1,6 +1,7 @@
 //! Tensors with more elements than 32 bits count.
 
-use longstraw::model::attention::{Attention, KeyValue, Queries};
+use longstraw::model::attention::Attention;
+use longstraw::model::attention_rows::{KeyValue, Queries};
 use longstraw::model::lora::{Adapter, linear};
 use longstraw::model::mixer::{CpGroup, Mixer, MixerInput};
 use longstraw::model::past::{Past, PastRun};

@@ -1,21 +1,21 @@
 //! Random numbers that are the same on every machine and in every version.
 
-/// A generator of its own for each case. (Steele, Lea & Flood 2014, `SplitMix`.)
+use longstraw::runtime::random::{STEP, split_mix};
+
+/// A generator of its own for each case.
 pub(crate) struct Draw {
     state: u64,
 }
 
 impl Draw {
     pub(crate) fn new(seed: u64) -> Draw {
-        Draw { state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) }
+        Draw { state: seed.wrapping_mul(STEP) }
     }
 
     fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        let number = split_mix(self.state);
+        self.state = self.state.wrapping_add(STEP);
+        number
     }
 
     /// A number below `count`, which is not 0.

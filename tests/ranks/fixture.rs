@@ -82,7 +82,7 @@ impl Model {
             device: device(),
         };
         let adapters = random.sample(spec.linear_layers());
-        Model { decoder: spec.family.decoder(&spec, Rc::new(weights), kind), adapters }
+        Model { decoder: spec.decoder(Rc::new(weights), kind), adapters }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Bytes between ranks.
 
 use longstraw::prompt::layout::PromptLayout;
-use longstraw::prompt::ring::visit_runs as pass_round;
+use longstraw::prompt::ring::visit_runs;
+use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::runtime::memory::{Ledger, Purpose};
 use longstraw::runtime::units::{Bytes, Tokens, as_dim};
 use longstraw::world::World;
@@ -108,4 +109,18 @@ pub(crate) fn alone(world: &mut World) {
         let expected = if world.all.rank().0 == 0 { round + 7 } else { 0 };
         assert_eq!(done.ok(), Some(expected));
     }
+}
+
+/// What rank 0 does, all ranks know of: its value with the same bits, or its failure.
+pub(crate) fn root(world: &mut World) {
+    let rank = world.all.rank().0;
+    assert_eq!(world.on_root(|| Ok(7)).ok(), Some((rank == 0).then_some(7)));
+    let sent = vec![Some(0.1 + 0.2), None, Some(f64::MIN_POSITIVE), Some(-0.0)];
+    let bits = |values: &[Option<f64>]| values.iter().map(|value| value.map(f64::to_bits)).collect::<Vec<_>>();
+    let received = world.from_root(|| Ok(sent.clone())).expect("nothing failed");
+    assert_eq!(bits(&received), bits(&sent));
+    let ranks: Vec<Option<usize>> = (0..world.all.size()).map(|rank| (rank > 0).then_some(rank)).collect();
+    assert_eq!(world.gather(&(rank > 0).then_some(rank)), ranks);
+    let failed = world.from_root(|| Err::<u64, Failure>(longstraw::world::Error::Start.into()));
+    assert_eq!(failed.expect_err("on every rank").exit(), Exit::Disagree);
 }

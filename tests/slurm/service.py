@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The endpoint as gate1_key meets it: a list of models and a message, on 127.0.0.1, with the key that it wants.
+"""An endpoint for gate1_key on 127.0.0.1: a list of models, and a message. It accepts one key.
 
-service.py FOLDER KEY: writes FOLDER/settings.json for it and serves until its standard input ends.
+service.py FOLDER KEY: writes FOLDER/settings.json for itself and serves until its standard input ends.
 """
 
 import http.server
@@ -14,7 +14,7 @@ folder, key = pathlib.Path(sys.argv[1]), sys.argv[2]
 MODEL = "tiny-judge"
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
+class Endpoint(http.server.BaseHTTPRequestHandler):
     def reply(self, answer):
         status = 200
         if self.headers.get("x-api-key") != key:
@@ -33,14 +33,14 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("content-length", 0)))
         text = [{"type": "text", "text": "ready"}]
         usage = {"input_tokens": 12, "output_tokens": 1}
-        told = {"id": "m", "type": "message", "role": "assistant", "model": MODEL, "content": text}
-        self.reply({**told, "stop_reason": "end_turn", "usage": usage})
+        message = {"id": "m", "type": "message", "role": "assistant", "model": MODEL, "content": text}
+        self.reply({**message, "stop_reason": "end_turn", "usage": usage})
 
     def log_message(self, *_):
         pass
 
 
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 settings = {
     "api_base": f"http://127.0.0.1:{server.server_port}",

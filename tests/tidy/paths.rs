@@ -13,8 +13,8 @@ pub(crate) struct NamedPath {
     pub(crate) reexported: bool,
 }
 
-/// Every path of the code before the unit tests that begins with `crate`, `longstraw`, `super` or `self`, and every path of a
-/// `use` (which may begin with a child module).
+/// Every path of the code before the unit tests that begins with `crate`, `longstraw`, `super` or `self`, and every
+/// path of a `use` (which may begin with a child module).
 pub(crate) fn named_paths(source: &Source, own: &[&str]) -> Vec<NamedPath> {
     let mut found = Vec::new();
     each_level(&source.tokens(), &mut |level| {
@@ -22,7 +22,9 @@ pub(crate) fn named_paths(source: &Source, own: &[&str]) -> Vec<NamedPath> {
         while at < level.len() {
             let start = at;
             let is_use = is_word(&level[at], &["use"]);
-            let begins = is_word(&level[at], &["crate", "longstraw", "super", "self"]) && !follows_colon(level, at);
+            let begins = is_word(&level[at], &["crate", "longstraw", "super", "self"])
+                && is_colons(level, at + 1)
+                && !(at > 1 && is_colons(level, at - 2));
             at += usize::from(is_use);
             let mut tree = Vec::new();
             if is_use || begins {
@@ -30,7 +32,7 @@ pub(crate) fn named_paths(source: &Source, own: &[&str]) -> Vec<NamedPath> {
             }
             let reexported = is_use && start > 0 && is_visibility(&level[start - 1]);
             found.extend(tree.into_iter().filter_map(|(line, segments)| {
-                let segments = resolve(segments, own, is_use)?;
+                let segments = resolve(&segments, own, is_use)?;
                 Some(NamedPath { line, segments, reexported })
             }));
             at = at.max(start + 1);
@@ -47,8 +49,9 @@ fn is_punct(token: Option<&TokenTree>, sign: char) -> bool {
     matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == sign)
 }
 
-fn follows_colon(level: &[TokenTree], at: usize) -> bool {
-    at > 0 && is_punct(level.get(at - 1), ':') && at > 1 && is_punct(level.get(at - 2), ':')
+/// Whether `::` begins at this index.
+fn is_colons(level: &[TokenTree], at: usize) -> bool {
+    is_punct(level.get(at), ':') && is_punct(level.get(at + 1), ':')
 }
 
 /// `pub`, or the parentheses of `pub(crate)`.
@@ -74,7 +77,7 @@ fn read_tree(level: &[TokenTree], mut at: usize, prefix: &[String], found: &mut 
             _ => break,
         }
         at += 1;
-        if !(is_punct(level.get(at), ':') && is_punct(level.get(at + 1), ':')) {
+        if !is_colons(level, at) {
             break;
         }
         at += 2;
@@ -84,7 +87,7 @@ fn read_tree(level: &[TokenTree], mut at: usize, prefix: &[String], found: &mut 
 }
 
 /// The segments from the root of the library; none for a path into another crate.
-fn resolve(segments: Vec<String>, own: &[&str], is_use: bool) -> Option<Vec<String>> {
+fn resolve(segments: &[String], own: &[&str], is_use: bool) -> Option<Vec<String>> {
     let owned = |path: &[&str]| path.iter().map(|&segment| segment.to_owned()).collect::<Vec<String>>();
     let supers = segments.iter().take_while(|segment| *segment == "super").count();
     let rest = |skipped: usize| segments[skipped..].iter().filter(|segment| *segment != "self").cloned();

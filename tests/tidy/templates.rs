@@ -24,7 +24,8 @@ fn submit(arguments: &[&str]) -> Result<Vec<String>, String> {
     }
 }
 
-/// Templates that ask Slurm for something else than the site's file says, or that run another job than they are named after.
+/// Templates that ask Slurm for something else than the site's file says, or that run another job than they are named
+/// after.
 pub(crate) fn drifted(sources: &[Source]) -> Vec<String> {
     let mut faults = Vec::new();
     for source in sources.iter().filter(|source| has_extension(&source.path, &["sbatch"])) {

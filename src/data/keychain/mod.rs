@@ -275,7 +275,7 @@ mod tests {
             })
             .collect();
         assert_eq!(counts.len(), 1, "{counts:?}");
-        assert!(counts[0].contains("tokens could not be made with this tokenizer; the nearest of "), "{}", counts[0]);
+        assert!(counts[0].contains("tokens could be made with this tokenizer; the nearest of "), "{}", counts[0]);
     }
 
     #[test]

@@ -10,23 +10,18 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{TensorView, View};
-use safetensors::{Dtype, SafeTensors, serialize_to_file};
+use safetensors::tensor::TensorView;
+use safetensors::{SafeTensors, serialize_to_file};
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
-pub use self::error::{Error, Problem};
+pub use self::error::{CONFIG, Error, Problem, VALUES};
 use super::lora::Adapter;
 use super::problems::Problems;
-use super::shards::kind_of;
 use super::spec::{self, Linear, Spec};
-use crate::runtime::units::{as_dim, as_index, from_dim, from_index};
-use crate::tensor::bytes::{self, bytes_of, fill_from_bytes, map_file};
-
-/// The file of the adapters' values.
-pub const VALUES: &str = "adapter_model.safetensors";
-/// The file that says what they are.
-pub const CONFIG: &str = "adapter_config.json";
+use crate::runtime::units::{as_dim, from_dim, from_index};
+use crate::tensor::bytes::{self, fill_from_bytes, map_file};
+use crate::tensor::stored::{StoredTensor, kind_of};
 
 /// Prefix of every name in the file: PEFT's wrapper around the model.
 const NAME_PREFIX: &str = "base_model.model.";
@@ -53,7 +48,7 @@ pub fn save(folder: &Path, shape: &AdapterShape, entries: &[Adapter]) -> Result<
     for entry in entries {
         for (half, tensor) in [("lora_A", &entry.a_ri), ("lora_B", &entry.b_or)] {
             let name = format!("{NAME_PREFIX}{}.{half}.weight", entry.module);
-            let value = HostValue::of(tensor).map_err(|source| Error::Tensor { name: name.clone(), source })?;
+            let value = StoredTensor::float32(tensor).map_err(|source| Error::Tensor { name: name.clone(), source })?;
             views.push((name, value));
         }
     }
@@ -139,38 +134,6 @@ impl Drop for Begun {
     fn drop(&mut self) {
         // After a rename nothing is left to remove, and a failed removal changes nothing about the failure that led here.
         let _ = fs::remove_file(&self.partial);
-    }
-}
-
-/// A tensor's values in host memory as float32.
-struct HostValue {
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
-}
-
-impl HostValue {
-    fn of(tensor: &Tensor) -> Result<HostValue, bytes::Error> {
-        let shape = tensor.size().into_iter().map(|size| as_index(from_dim(size))).collect();
-        let bytes = bytes_of(&tensor.f_detach()?.f_to_kind(Kind::Float)?)?;
-        Ok(HostValue { shape, bytes })
-    }
-}
-
-impl View for HostValue {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
-        (&self.bytes).into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes.len()
     }
 }
 

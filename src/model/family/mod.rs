@@ -1,57 +1,80 @@
 //! The families of decoders: one file each, one entry each in [`FAMILIES`], and no other place that knows their names.
-//!
-//! A new family adds a file and an entry. What a family decides is how its config is read, which tensors a layer holds and
-//! which of its linear layers an adapter may target.
 
-mod dense;
+pub mod differences;
 mod llama;
 mod mistral;
 mod qwen2;
 mod qwen3;
+mod read;
 
-use std::fmt;
-use std::rc::Rc;
+use std::path::Path;
 
-use serde_json::Value;
-use tch::Kind;
+use serde_json::{Map, Value};
 
-use super::decoder::Decoder;
-use super::keys::Keys;
-use super::spec::{Expected, Linear, Spec};
-use super::weights::Weights;
-use crate::runtime::units::LayerIndex;
-
-/// The rules of one family.
-pub trait Family: fmt::Debug + Send + Sync {
-    /// The `model_type` values of published configs that this family reads, the plain one first.
-    fn model_types(&self) -> &'static [&'static str];
-
-    /// Reads a config of this family; what is wrong is left in `keys`, and the spec is then not used.
-    ///
-    /// `rope_scaling` replaces the file's scaling.
-    fn read(&self, keys: &mut Keys<'_>, rope_scaling: Option<&Value>) -> Spec;
-
-    /// The linear layers of one layer that an adapter may target, in the order of the computation.
-    fn linear_layers(&self, spec: &Spec, layer: LayerIndex) -> Vec<Linear>;
-
-    /// The tensors of one layer, in the order of the computation.
-    fn tensors(&self, spec: &Spec, layer: LayerIndex) -> Vec<Expected>;
-
-    /// A decoder of this family over loaded weights, computing in `kind`.
-    fn decoder(&self, spec: &Spec, weights: Rc<Weights>, kind: Kind) -> Box<dyn Decoder>;
-}
+use self::differences::Differences;
+use super::keys::{Keys, Problem};
+use super::problems::Problems;
+use super::shape::planned;
+use super::spec::{Error, Spec, parsed};
+use crate::runtime::names;
 
 /// Every family that is built.
-pub static FAMILIES: &[&dyn Family] = &[&qwen3::Qwen3, &qwen2::Qwen2, &llama::Llama, &mistral::Mistral];
+pub static FAMILIES: &[&Differences] = &[&qwen3::QWEN3, &qwen2::QWEN2, &llama::LLAMA, &mistral::MISTRAL];
 
-/// The family that reads `model_type`.
-#[must_use]
-pub fn find(model_type: &str) -> Option<&'static dyn Family> {
-    FAMILIES.iter().copied().find(|family| family.model_types().contains(&model_type))
-}
-
-/// All `model_type` values that are read, in the order of the registry.
+/// All `model_type` values that are read, in the order of [`FAMILIES`].
 #[must_use]
 pub fn model_types() -> Vec<&'static str> {
-    FAMILIES.iter().flat_map(|family| family.model_types()).copied().collect()
+    FAMILIES.iter().map(|family| family.model_type).collect()
+}
+
+impl Spec {
+    /// Reads the spec of a checkpoint folder, or of the path of a bare config.json.
+    ///
+    /// `rope_scaling`, in the spelling of published configs, replaces the file's scaling; `null` in it removes the scaling.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or holds anything whose maths is not built: everything wrong in one message.
+    pub fn read(path: &Path, rope_scaling: Option<&Value>) -> Result<Spec, Error> {
+        let (file, config) = parsed(path)?;
+        Spec::from_config(&config, rope_scaling, &file)
+    }
+
+    /// The spec of a parsed config; `file` is the name that messages give it.
+    ///
+    /// # Errors
+    /// When it holds anything whose maths is not built: everything wrong in one message.
+    pub fn from_config(config: &Map<String, Value>, rope_scaling: Option<&Value>, file: &Path) -> Result<Spec, Error> {
+        let mut keys = Keys::of_text_model(config);
+        let refused = |problems| Error::Refused { file: file.to_owned(), problems: Problems(problems) };
+        let Some(family) = find(&mut keys) else { return Err(refused(keys.problems)) };
+        if let Some(value) = keys.value_here_or_outside("quantization_config") {
+            keys.unsupported("quantization_config", value, "float32, float16, bfloat16 and float64 weights");
+        }
+        let spec = read::read(&mut keys, rope_scaling, family);
+        if keys.problems.is_empty() { Ok(spec) } else { Err(refused(keys.problems)) }
+    }
+}
+
+/// The family that the config names; else a problem.
+fn find(keys: &mut Keys<'_>) -> Option<&'static Differences> {
+    // A wrapper names the family outside where the text model's own table does not.
+    let Some(outside) = keys.value_here_or_outside("model_type") else {
+        keys.problems.push(Problem::Missing { key: keys.name("model_type") });
+        return None;
+    };
+    let found = keys.word("model_type", "");
+    let family = FAMILIES.iter().copied().find(|family| family.model_type == found);
+    if family.is_some() || !keys.problems.is_empty() {
+        return family;
+    }
+    let key = keys.name("model_type");
+    let known = model_types();
+    let outside = outside.as_str().unwrap_or(found);
+    keys.problems.push(if planned::find(outside).is_some() {
+        Problem::OnlyPlanned { key, found: outside.to_owned(), known: known.join(", ") }
+    } else {
+        let nearest = names::nearest(found, &known).unwrap_or_default().to_owned();
+        Problem::ModelType { key, found: found.to_owned(), nearest, known: known.join(", ") }
+    });
+    None
 }

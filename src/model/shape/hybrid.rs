@@ -1,6 +1,6 @@
 //! `qwen3_5` text models: a gated delta rule in most layers, gated attention in the others, dense feed-forwards.
 
-use super::{Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights, words};
+use super::layers::{Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights};
 use crate::model::keys::Keys;
 use crate::runtime::units::from_index;
 
@@ -35,7 +35,7 @@ pub(super) fn read(keys: &mut Keys<'_>) -> Shape {
         taps: size(keys, "linear_conv_kernel_dim", Some(4)),
     };
     let (known, wanted) = (["linear_attention", "full_attention"], "\"linear_attention\" and \"full_attention\"");
-    let listed = words(keys, "layer_types", layers, &known, wanted);
+    let listed = keys.layer_words("layer_types", layers, &known, wanted);
     let interval = keys.count("full_attention_interval", Some(4));
     let full = |layer: usize| match &listed {
         Some(types) => types[layer] == 1,

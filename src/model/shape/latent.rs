@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Index, Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights, words};
+use super::layers::{Index, Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights};
 use crate::model::keys::Keys;
 use crate::runtime::units::{as_index, from_index};
 
@@ -66,12 +66,12 @@ pub(super) fn read(keys: &mut Keys<'_>) -> Shape {
 /// Which layers choose keys: as listed, else by the pattern, else every so many from an offset on.
 fn owners(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
     let wanted = "\"full\" and \"shared\"";
-    if let Some(types) = words(keys, "indexer_types", layers, &["shared", "full"], wanted) {
+    if let Some(types) = keys.layer_words("indexer_types", layers, &["shared", "full"], wanted) {
         return types.into_iter().map(|kind| kind == 1).collect();
     }
     let pattern = keys.value("index_topk_pattern");
     if pattern.is_some_and(Value::is_array)
-        && let Some(types) = words(keys, "index_topk_pattern", layers, &["shared", "full"], wanted)
+        && let Some(types) = keys.layer_words("index_topk_pattern", layers, &["shared", "full"], wanted)
     {
         return types.into_iter().map(|kind| kind == 1).collect();
     }
@@ -87,10 +87,10 @@ fn owners(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
     (0..layers).map(|layer| (from_index(layer) + 1).saturating_sub(offset).is_multiple_of(every)).collect()
 }
 
-/// Which layers have experts: as listed, else all behind the first dense ones.
+/// Which layers have experts: as listed, else all after the first dense ones.
 fn sparse(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
     let wanted = "\"dense\" and \"sparse\"";
-    if let Some(types) = words(keys, "mlp_layer_types", layers, &["dense", "sparse"], wanted) {
+    if let Some(types) = keys.layer_words("mlp_layer_types", layers, &["dense", "sparse"], wanted) {
         return types.into_iter().map(|kind| kind == 1).collect();
     }
     let dense = keys.value("first_k_dense_replace").and_then(Value::as_u64).unwrap_or(3);

@@ -3,166 +3,66 @@
 use std::io;
 use std::path::PathBuf;
 
-use super::{INDEX, SINGLE};
 use crate::model::problems::Problems;
 use crate::runtime::failure::{Classified, Exit};
 
+/// The file of a checkpoint in one piece.
+pub const SINGLE: &str = "model.safetensors";
+/// The index of a checkpoint in several pieces.
+pub const INDEX: &str = "model.safetensors.index.json";
+
 /// One thing that is wrong with a checkpoint.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each is")]
 pub enum Problem {
-    /// A tensor of the model is nowhere.
     #[error("{name} {shape:?} is missing")]
-    Missing {
-        /// The tensor.
-        name: String,
-        /// The shape it must have.
-        shape: Vec<u64>,
-    },
-    /// A tensor that the model does not have.
+    Missing { name: String, shape: Vec<u64> },
     #[error("{file}: {name} {shape:?} is not part of this model")]
-    Extra {
-        /// The shard.
-        file: String,
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        shape: Vec<u64>,
-    },
-    /// A tensor of another shape.
+    Extra { file: String, name: String, shape: Vec<u64> },
     #[error("{file}: {name} is {found:?}, the config asks for {wanted:?}")]
-    Shape {
-        /// The shard.
-        file: String,
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        found: Vec<u64>,
-        /// The shape it must have.
-        wanted: Vec<u64>,
-    },
-    /// A dtype that is not read.
+    Shape { file: String, name: String, found: Vec<u64>, wanted: Vec<u64> },
     #[error("{file}: {name} is {dtype}; longstraw reads F32, F16, BF16 and F64 (convert quantised weights first)")]
-    Dtype {
-        /// The shard.
-        file: String,
-        /// The tensor.
-        name: String,
-        /// The dtype, as the file names it.
-        dtype: String,
-    },
-    /// Two shards hold the same tensor.
+    Dtype { file: String, name: String, dtype: String },
     #[error("{name} stands both in {first} and in {second}")]
-    Twice {
-        /// The tensor.
-        name: String,
-        /// A shard that holds it.
-        first: String,
-        /// Another one.
-        second: String,
-    },
-    /// The index names a shard that is not there.
+    Twice { name: String, first: String, second: String },
     #[error("{file} is not there, but the index places {tensors} tensors in it ({first} and so on)")]
-    AbsentShard {
-        /// The shard.
-        file: String,
-        /// How many tensors the index places there.
-        tensors: usize,
-        /// The first of them.
-        first: String,
-    },
-    /// The index places a tensor in a shard that lacks it.
+    AbsentShard { file: String, tensors: usize, first: String },
     #[error("{file} lacks {name}, which the index places there")]
-    Misplaced {
-        /// The shard.
-        file: String,
-        /// The tensor.
-        name: String,
-    },
-    /// A shard name that is no plain file name, or a place that is no word.
+    Misplaced { file: String, name: String },
     #[error("the index places {name} in {place}; it must be the name of a file beside the index")]
-    Place {
-        /// The tensor.
-        name: String,
-        /// What the index says, as JSON.
-        place: String,
-    },
+    Place { name: String, place: String },
 }
 
 /// What is wrong inside one safetensors file.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each is")]
 pub enum Damage {
-    /// Too short to hold even the length of a header.
     #[error("the file has {found} bytes; a safetensors file begins with 8 bytes that say how long its header is")]
-    NoHeader {
-        /// Bytes of the file.
-        found: u64,
-    },
-    /// The header ends beyond the file.
+    NoHeader { found: u64 },
     #[error("the header should take {wanted} bytes, but the file has {found}; it is truncated or no safetensors file")]
-    HeaderBeyondEnd {
-        /// Bytes up to the header's end.
-        wanted: u64,
-        /// Bytes of the file.
-        found: u64,
-    },
-    /// The file does not end where its last tensor ends.
+    HeaderBeyondEnd { wanted: u64, found: u64 },
     #[error(
         "the header describes {wanted} bytes, but the file has {found}; it is truncated or damaged, fetch it again"
     )]
-    Length {
-        /// Bytes up to the last tensor's end.
-        wanted: u64,
-        /// Bytes of the file.
-        found: u64,
-    },
-    /// Anything else that is wrong in the header.
+    Length { wanted: u64, found: u64 },
     #[error("the header is damaged: {0}; fetch the file again")]
     Header(safetensors::SafeTensorError),
 }
 
 /// Why the files of a checkpoint cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what each is")]
 pub enum Error {
-    /// Neither weights nor an index.
     #[error("{}: there is neither {SINGLE} nor {INDEX}; weights are read from safetensors only{hint}", folder.display())]
-    NoWeights {
-        /// The folder.
-        folder: PathBuf,
-        /// What stands there instead, and what to do.
-        hint: &'static str,
-    },
-    /// A file cannot be read or mapped.
+    NoWeights { folder: PathBuf, hint: &'static str },
     #[error("{}: {source}", file.display())]
-    Unreadable {
-        /// The file.
-        file: PathBuf,
-        /// What the system says.
-        source: io::Error,
-    },
-    /// The index is no JSON object with a `weight_map`.
+    Unreadable { file: PathBuf, source: io::Error },
     #[error("{}: no index of weights: {reason}", file.display())]
-    Index {
-        /// The file.
-        file: PathBuf,
-        /// Where and why.
-        reason: String,
-    },
-    /// A shard is damaged.
+    Index { file: PathBuf, reason: String },
     #[error("{}: {damage}", file.display())]
-    Damaged {
-        /// The file.
-        file: PathBuf,
-        /// What is wrong.
-        damage: Damage,
-    },
-    /// Tensors are missing, surplus, of the wrong shape or in the wrong place.
+    Damaged { file: PathBuf, damage: Damage },
     #[error("{}: {problems}", folder.display())]
-    Refused {
-        /// The folder.
-        folder: PathBuf,
-        /// Everything that is wrong.
-        problems: Problems<Problem>,
-    },
+    Refused { folder: PathBuf, problems: Problems<Problem> },
 }
 
 impl Classified for Error {

@@ -9,21 +9,27 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensorError, SafeTensors};
 use serde_json::{Map, Value};
-use tch::Kind;
 
-pub use self::error::{Damage, Error, Problem};
+pub use self::error::{Damage, Error, INDEX, Problem, SINGLE};
 use super::problems::Problems;
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
 use crate::runtime::units::{as_index, from_index};
 use crate::tensor::bytes::map_file;
+use crate::tensor::stored::kind_of;
 
-/// The file of a checkpoint in one piece.
-pub const SINGLE: &str = "model.safetensors";
-/// The index of a checkpoint in several pieces.
-pub const INDEX: &str = "model.safetensors.index.json";
+/// Prefixes of the text model's tensors in composite checkpoints, and what they stand for.
+const COMPOSITE_PREFIXES: [(&str, &str); 3] =
+    [("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")];
 
-/// Prefix of the text model in composite checkpoints, and what it stands for.
-const COMPOSITE_PREFIX: (&str, &str) = ("model.language_model.", "model.");
+/// Prefixes of tensors that published checkpoints hold and a text model does not read: vision, multi-token prediction.
+const FOREIGN_PREFIXES: [&str; 6] = [
+    "model.visual.",
+    "vision_tower.",
+    "model.vision_tower.",
+    "multi_modal_projector.",
+    "model.multi_modal_projector.",
+    "mtp.",
+];
 
 /// One mapped file.
 #[derive(Debug)]
@@ -43,7 +49,7 @@ pub struct Shard {
 pub struct Place {
     /// The shard's number.
     pub shard: usize,
-    /// The shape.
+    /// As the file states it.
     pub shape: Vec<u64>,
     /// The dtype, as the file names it.
     pub dtype: Dtype,
@@ -54,7 +60,7 @@ pub struct Place {
 /// The mapped files of a checkpoint and the place of each tensor of the model, by its stripped name.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// The files.
+    /// All files, in the order of their names.
     pub shards: Vec<Shard>,
     /// The tensors; a tied head may be among them.
     pub places: BTreeMap<String, Place>,
@@ -101,7 +107,7 @@ impl Checkpoint {
         places
     }
 
-    /// Gives a shard's map back to the system; its tensors' bytes can no longer be asked for.
+    /// Gives a shard's map back to the system; the bytes of its tensors can no longer be read.
     pub fn release(&mut self, shard: usize) {
         self.shards[shard].map = None;
     }
@@ -185,18 +191,6 @@ impl Checkpoint {
     }
 }
 
-/// The dtype of a tensor as libtorch names it, for those that are read.
-#[must_use]
-pub fn kind_of(dtype: Dtype) -> Option<Kind> {
-    match dtype {
-        Dtype::F64 => Some(Kind::Double),
-        Dtype::F32 => Some(Kind::Float),
-        Dtype::BF16 => Some(Kind::BFloat16),
-        Dtype::F16 => Some(Kind::Half),
-        _ => None,
-    }
-}
-
 /// Which files a checkpoint consists of.
 struct Listing {
     files: BTreeSet<String>,
@@ -264,16 +258,13 @@ fn hint(folder: &Path) -> &'static str {
 
 /// The name without the prefix of composite models.
 fn strip(name: &str) -> String {
-    match name.strip_prefix(COMPOSITE_PREFIX.0) {
-        Some(rest) => format!("{}{rest}", COMPOSITE_PREFIX.1),
-        None => name.to_owned(),
-    }
+    let plain = |(composite, plain): &(&str, &str)| Some(format!("{plain}{}", name.strip_prefix(composite)?));
+    COMPOSITE_PREFIXES.iter().find_map(plain).unwrap_or_else(|| name.to_owned())
 }
 
-/// Tensors that published checkpoints hold and a text model does not read: vision, multi-token prediction, and stored
-/// frequencies.
+/// Tensors that a text model does not read, stored frequencies among them.
 fn is_foreign(name: &str) -> bool {
-    name.starts_with("model.visual.") || name.starts_with("mtp.") || name.ends_with(".rotary_emb.inv_freq")
+    FOREIGN_PREFIXES.iter().any(|prefix| name.starts_with(prefix)) || name.ends_with(".rotary_emb.inv_freq")
 }
 
 /// Tensors of a layer beyond the last: some families store their multi-token prediction there.

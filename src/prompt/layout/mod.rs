@@ -1,7 +1,7 @@
 //! Which rank has which position: pages dealt to ranks, answers spread over ranks, labels, and which keys a query sees.
 //!
-//! The prompt is cut into pages and the pages into 2·R chunks. Chunk c belongs to rank min(c, 2R − 1 − c), so that causal
-//! work is even:
+//! The prompt is cut into pages and the pages into 2·R chunks. Chunk c belongs to rank min(c, 2R − 1 − c), so that
+//! causal work is even:
 //!
 //! ```text
 //!   chunk   0    1    2    3    4    5      (R = 3)
@@ -17,8 +17,8 @@
 //!   predicts           a0 | a1   a2   a3
 //! ```
 //!
-//! The first (pages mod 2R) chunks have one page more, so no rank owns more than ceil(pages / R) pages. A short prompt leaves
-//! ranks without pages. Only this module knows these rules.
+//! The first (pages mod 2R) chunks have one page more, so no rank owns more than ceil(pages / R) pages. A short prompt
+//! leaves ranks without pages. Only this module knows these rules.
 
 mod tiles;
 
@@ -168,7 +168,8 @@ impl PromptLayout {
         Position(self.prompt.0)
     }
 
-    /// Both chunks of `rank` in position order, also if empty: the runs of the first and of the second pass of the ring.
+    /// Both chunks of `rank` in position order, also if empty: the runs of the first and of the second pass of the
+    /// ring.
     #[must_use]
     pub fn chunks_of(&self, rank: Rank) -> [Run; 2] {
         [self.chunks[rank.0], self.chunks[2 * self.ranks - 1 - rank.0]]
@@ -224,8 +225,8 @@ impl PromptLayout {
         (0..self.ranks).map(|rank| Tokens(u64::from(Rank(rank) == owner))).collect()
     }
 
-    /// The rows of an answer of `length` tokens, dealt evenly and in order. The last token is no input, so an answer of one
-    /// token has no row; a short answer leaves ranks without rows.
+    /// The rows of an answer of `length` tokens, dealt evenly and in order. The last token is no input, so an answer of
+    /// one token has no row; a short answer leaves ranks without rows.
     #[must_use]
     pub fn answer(&self, length: Tokens) -> Span {
         let rows = length.0.saturating_sub(1);
@@ -241,8 +242,8 @@ impl PromptLayout {
         Span { pieces, ranks: self.ranks }
     }
 
-    /// Indices of the answer's tokens that a piece of its rows predicts. Labels are shifted here, before rows are dealt to
-    /// ranks, so no label is lost between two ranks.
+    /// Indices of the answer's tokens that a piece of its rows predicts. Labels are shifted here, before rows are dealt
+    /// to ranks, so no label is lost between two ranks.
     #[must_use]
     pub fn labels(&self, piece: &Piece) -> std::ops::Range<usize> {
         let first = piece.start.since(self.end()).index() + 1;

@@ -1,7 +1,7 @@
 //! Which keys a stretch of queries sees, as rectangles that a kernel can compute.
 //!
-//! Rectangles are aligned by position, so queries at the end of a longer range (an answer after its prompt) see everything
-//! before them: bottom-right alignment.
+//! Rectangles are aligned by position, so queries at the end of a longer range (an answer after its prompt) see
+//! everything before them: bottom-right alignment.
 
 use std::ops::Range;
 
@@ -34,8 +34,8 @@ pub struct Tile {
     pub visible: Visible,
 }
 
-/// Rectangles of `queries` × `keys` (both positions) that contain visible pairs, in a fixed order. With a window, a query
-/// sees itself and the `window` − 1 positions before it, and rectangles have at most the given sizes.
+/// Rectangles of `queries` × `keys` (both positions) that contain visible pairs, in a fixed order. With a window, a
+/// query sees itself and the `window` − 1 positions before it, and rectangles have at most the given sizes.
 #[must_use]
 pub fn tiles(queries: Range<i64>, keys: Range<i64>, window: Option<i64>, sizes: TileSizes) -> Vec<Tile> {
     let keys_stop = keys.end.min(queries.end);
@@ -56,7 +56,8 @@ fn causal(queries: &Range<i64>, keys: Range<i64>) -> Vec<Tile> {
             found.push(Tile { rows, keys: columns.start - keys.start..columns.end - keys.start, visible });
         }
     };
-    // Every row sees the keys before the first query. The other keys form a causal square, and rows below it see all of it.
+    // Every row sees the keys before the first query. The other keys form a causal square, and rows below it see all of
+    // it.
     let square = keys.start.max(queries.start)..keys.end;
     push(queries.clone(), keys.start..keys.end.min(queries.start), Visible::All);
     push(square.clone(), square.clone(), Visible::Causal);

@@ -1,7 +1,7 @@
 //! Hidden states of answers and tail rows in host memory, staged one (span, layer) at a time.
 //!
-//! Slot (span, layer) stores the input of that layer's block. Later the gradient of that input replaces it, so the pool never
-//! takes more than spans × rows × width × layers × dtype.
+//! Slot (span, layer) stores the input of that layer's block. Later the gradient of that input replaces it, so the pool
+//! never takes more than spans × rows × width × layers × dtype.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -39,7 +39,7 @@ struct Arriving {
 pub struct HiddenPool {
     // First, because fields are dropped in order: copies must end before their memory is freed.
     outbox: RefCell<Outbox>,
-    /// Prefetched slots.
+    /// Slots whose copies have started before they are staged.
     arriving: RefCell<BTreeMap<Slot, Arriving>>,
     slots: BTreeMap<Slot, (Tensor, Held)>,
     residency: Residency,
@@ -89,8 +89,8 @@ impl HiddenPool {
         Ok(())
     }
 
-    /// Makes the computation wait until stored tensors have left the device; then their memory there is free. Staging a slot
-    /// does the same.
+    /// Makes the computation wait until stored tensors have left the device; then their memory there is free. Staging a
+    /// slot does the same.
     ///
     /// # Errors
     /// When a copy has failed.

@@ -1,9 +1,9 @@
 //! Page state in host memory, and its copies to the device and back.
 //!
-//! A layer's state of a rank's pages is stored in slabs: one independent allocation for each plane (keys, values, …) of each
-//! run of pages, with exactly `pages × page_size` rows, never a view of a larger buffer. A phase stages one layer at a time.
-//! When it drops the stage, the staging buffers are overwritten with NaN on the CPU, so that a tensor that outlives its stage
-//! is noticed at once instead of having another layer's values.
+//! A layer's state of a rank's pages is stored in slabs: one independent allocation for each plane (keys, values, …) of
+//! each run of pages, with exactly `pages × page_size` rows, never a view of a larger buffer. A phase stages one layer
+//! at a time. When it drops the stage, the staging buffers are overwritten with NaN on the CPU, so that a tensor that
+//! outlives its stage is noticed at once instead of having another layer's values.
 //!
 //! On a GPU, copies run concurrently with the computation:
 //!
@@ -185,8 +185,8 @@ impl PagePool {
         }
     }
 
-    /// Takes the next layer's slabs, which were made on the device. Their copy to host memory runs during the next layer's
-    /// computation.
+    /// Takes the next layer's slabs, which were made on the device. Their copy to host memory runs during the next
+    /// layer's computation.
     ///
     /// # Errors
     /// When no more host memory can be pinned.
@@ -223,8 +223,8 @@ impl PagePool {
         Ok(self.outbox.get_mut().settle()?)
     }
 
-    /// One layer's pages on the device, until the stage is dropped. On a GPU the layer `next` is prefetched, so that it arrives
-    /// while this one computes.
+    /// One layer's pages on the device, until the stage is dropped. On a GPU the layer `next` is prefetched, so that it
+    /// arrives while this one computes.
     ///
     /// # Errors
     /// When the pages were captured under other adapters than `wanted`.

@@ -1,7 +1,8 @@
 //! Copies between host memory and the device: concurrent with the computation on a GPU, immediate on a CPU.
 //!
-//! A tensor that is copied from a GPU must live until the copy has ended: an [`Outbox`] keeps it. A tensor that is copied to a
-//! GPU must not be read before: an [`Arrival`] guards it. Streams order the copies; normally the host does not wait.
+//! A tensor that is copied from a GPU must live until the copy has ended: an [`Outbox`] keeps it. A tensor that is
+//! copied to a GPU must not be read before: an [`Arrival`] guards it. Streams order the copies; normally the host does
+//! not wait.
 
 use std::cell::Cell;
 
@@ -19,8 +20,8 @@ pub(super) struct Outbox {
 }
 
 impl Outbox {
-    /// Copies `x` to host memory, over `place` or to new memory. From a GPU, work queued after the next [`Outbox::settle`] sees
-    /// the values.
+    /// Copies `x` to host memory, over `place` or to new memory. From a GPU, work queued after the next
+    /// [`Outbox::settle`] sees the values.
     pub(super) fn send(&mut self, x: &Tensor, place: Option<&Tensor>) -> Result<Tensor, tensor::Error> {
         let x = x.detach().contiguous();
         if x.device() == Device::Cpu {

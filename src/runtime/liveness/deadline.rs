@@ -7,7 +7,8 @@ use crate::runtime::failure::{Phase, Site};
 
 /// Minimum for a layer, once the rank has completed a layer in this phase.
 const LAYER_FLOOR: Duration = Duration::from_mins(10);
-/// Minimum for work of unknown length: loading weights, pinning memory, the first layer of a phase, a phase without layers.
+/// Minimum for work of unknown length: loading weights, pinning memory, the first layer of a phase, a phase without
+/// layers.
 const UNKNOWN_FLOOR: Duration = Duration::from_hours(1);
 /// Minimum for phases that only sum, update or write adapters.
 const SHORT_FLOOR: Duration = Duration::from_mins(30);

@@ -84,7 +84,8 @@ impl HeartbeatFiles {
         self.job
     }
 
-    /// Creates the folder, and removes files that a crashed job has left there. Rank 0 calls this before any rank writes.
+    /// Creates the folder, and removes files that a crashed job has left there. Rank 0 calls this before any rank
+    /// writes.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -126,8 +127,8 @@ impl HeartbeatFiles {
         heartbeat.filter(own).map_or(Reading::Unreadable, Reading::Present)
     }
 
-    /// Stores `text` as the report of this job. Returns `false` if another rank was first. If the file cannot be created for
-    /// another reason, this rank counts as the first: a report printed twice is better than none.
+    /// Stores `text` as the report of this job. Returns `false` if another rank was first. If the file cannot be
+    /// created for another reason, this rank counts as the first: a report printed twice is better than none.
     #[must_use]
     pub fn claim_report(&self, text: &str) -> bool {
         let opened = OpenOptions::new().write(true).create_new(true).open(self.report_file());

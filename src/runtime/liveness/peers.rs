@@ -1,8 +1,8 @@
 //! What a rank knows of the others from their heartbeats, and which rank has stalled.
 //!
-//! Times are measured by this rank: a heartbeat is old if its file has not changed while this rank read it, so clocks of
-//! other machines do not matter. A round of reading that took too long, or did not show this rank's own heartbeat, blames no
-//! rank: then the file system was slow or absent.
+//! Times are measured by this rank: a heartbeat is old if its file has not changed while this rank read it, so clocks
+//! of other machines do not matter. A round of reading that took too long, or did not show this rank's own heartbeat,
+//! blames no rank: then the file system was slow or absent.
 
 use std::time::Duration;
 
@@ -81,8 +81,8 @@ impl Peers {
         self.reads_others = false;
     }
 
-    /// Takes in one round: readings in rank order, `elapsed` after the last round. After a round that is not current every
-    /// silence starts at 0.
+    /// Takes in one round: readings in rank order, `elapsed` after the last round. After a round that is not current
+    /// every silence starts at 0.
     pub fn record(&mut self, readings: Vec<Reading>, elapsed: Duration, visibility: Visibility) {
         if visibility != Visibility::None {
             self.blind = Duration::ZERO;
@@ -115,8 +115,8 @@ impl Peers {
         self.outdated += elapsed;
     }
 
-    /// The stall that must end the job, as the rank with this progress sees it. A rank that moves finds none, and neither does
-    /// a rank that waits for others which compute within their own deadlines.
+    /// The stall that must end the job, as the rank with this progress sees it. A rank that moves finds none, and
+    /// neither does a rank that waits for others which compute within their own deadlines.
     #[must_use]
     pub fn find_stall(&self, progress: &Progress) -> Option<Stall> {
         let time_here = progress.time_here();
@@ -164,8 +164,8 @@ impl Peers {
         longest.stall(StallCause::Silent { silent: longest.silent, also })
     }
 
-    /// The rank that computes beyond its deadline, or, if all ranks wait, the one that is furthest behind. Both are reported
-    /// later than a silence would be, because a silence says more.
+    /// The rank that computes beyond its deadline, or, if all ranks wait, the one that is furthest behind. Both are
+    /// reported later than a silence would be, because a silence says more.
     fn stalled_rank(&self, progress: &Progress) -> Option<Stall> {
         let is_late = |time_here: Duration, deadline: Duration| time_here > deadline + 2 * self.silence;
         let busy = self.others().filter_map(|peer| Some((peer, peer.present().filter(|heartbeat| !heartbeat.waits)?)));
@@ -215,7 +215,8 @@ mod tests {
         progress
     }
 
-    /// Readings of three ranks in layer 1 of capture, `count` heartbeats later; rank 2 writes no more if it is `stopped`.
+    /// Readings of three ranks in layer 1 of capture, `count` heartbeats later; rank 2 writes no more if it is
+    /// `stopped`.
     fn readings(count: u64, stopped: bool, waits: [bool; 3]) -> Vec<Reading> {
         let reading = |rank: usize| {
             let count = if stopped && rank == 2 { 0 } else { count };

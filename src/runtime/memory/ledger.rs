@@ -5,7 +5,8 @@ use std::sync::{Arc, OnceLock};
 
 use crate::runtime::units::Bytes;
 
-/// The memory in which bytes are counted. Without a GPU both spaces are the machine's memory, and only the count separates them.
+/// The memory in which bytes are counted. Without a GPU both spaces are the machine's memory, and only the count
+/// separates them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum MemorySpace {
     /// Graphs, scratch, stages, weights: bytes on the device.
@@ -43,7 +44,8 @@ pub enum Purpose {
     Pages,
     /// State of answers that are being sampled.
     Answers,
-    /// Device memory of one layer: its pages while they are made, and copies of pages and hidden states from host memory.
+    /// Device memory of one layer: its pages while they are made, and copies of pages and hidden states from host
+    /// memory.
     Stage,
     /// Block inputs and attention outputs of the tail, saved for backward.
     Checkpoints,
@@ -191,7 +193,8 @@ impl Ledger {
         self.listed(Count::now, |measured| measured.live)
     }
 
-    /// The peaks since [`Ledger::forget_peaks`]: what a failed phase had taken, for a report after its memory has been freed.
+    /// The peaks since [`Ledger::forget_peaks`]: what a failed phase had taken, for a report after its memory has been
+    /// freed.
     #[must_use]
     pub fn holdings_at_most(&self) -> Holdings {
         self.listed(Count::most, |measured| measured.peak)

@@ -1,7 +1,7 @@
 //! The report when memory has run out: bytes requested, free and held, and which setting to change.
 //!
-//! libtorch's allocators state the request in their error messages; the ledger knows what uses the rest. The report suggests
-//! the setting of the largest part.
+//! libtorch's allocators state the request in their error messages; the ledger knows what uses the rest. The report
+//! suggests the setting of the largest part.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,8 @@ use super::ledger::{Holding, Holdings, MemorySpace, Part, Purpose};
 use crate::runtime::failure::{Phase, Site};
 use crate::runtime::units::Bytes;
 
-/// Free host memory of this machine, at most what this job's control group may still take; `None` if the system does not say.
+/// Free host memory of this machine, at most what this job's control group may still take; `None` if the system does
+/// not say.
 #[must_use]
 pub fn available_memory() -> Option<Bytes> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
@@ -29,8 +30,8 @@ struct Request {
 }
 
 impl Request {
-    /// Reads "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free" (CUDA), "you
-    /// tried to allocate 4096 bytes" (CPU), or "gives no 4096 bytes of host memory" (pinned).
+    /// Reads "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free" (CUDA),
+    /// "you tried to allocate 4096 bytes" (CPU), or "gives no 4096 bytes of host memory" (pinned).
     fn parse(message: &str) -> Request {
         let after = |mark: &str| message.split_once(mark).and_then(|(_, rest)| amount(rest));
         Request {
@@ -74,8 +75,8 @@ pub struct Shortage {
 }
 
 impl Shortage {
-    /// For the message of an allocator, when the rank was at `site` and had `held`. The head runs after the model's last layer,
-    /// `in_top_layer`.
+    /// For the message of an allocator, when the rank was at `site` and had `held`. The head runs after the model's
+    /// last layer, `in_top_layer`.
     #[must_use]
     pub fn new(message: &str, site: Site, in_top_layer: bool, held: Holdings) -> Shortage {
         let mut request = Request::parse(message);

@@ -3,15 +3,16 @@
 use tch::{Kind, Tensor};
 
 use crate::data::Random;
+use crate::runtime::random::{self, FACTORS};
 
 /// A place in a tree of random numbers: seed, group, answer, token.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Stream(u64);
 
 /// The constants of `SplitMix64`.
-const STEP: i64 = 0x9e37_79b9_7f4a_7c15_u64.cast_signed();
-const FIRST: i64 = 0xbf58_476d_1ce4_e5b9_u64.cast_signed();
-const SECOND: i64 = 0x94d0_49bb_1331_11eb_u64.cast_signed();
+const STEP: i64 = random::STEP.cast_signed();
+const FIRST: i64 = FACTORS[0].cast_signed();
+const SECOND: i64 = FACTORS[1].cast_signed();
 /// A uniform number is an odd multiple of half of this: 52 bits and a half fill a float64, so neither 0 nor 1 comes out.
 const UNIT: f64 = 1.0 / 4_503_599_627_370_496.0;
 

@@ -259,10 +259,9 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let weights = Rc::new(weights);
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
-    let decoder = spec.family.decoder(&spec, weights.clone(), options.kind);
+    let decoder = spec.decoder(weights.clone(), options.kind);
     world.require_equal("the attention kernel", decoder.kernel().name())?;
-    let two = Spec { layers: spec.layers.min(2), window: spec.window[..spec.layers.min(2)].to_vec(), ..spec.clone() };
-    let short = spec.family.decoder(&two, weights, options.kind);
+    let short = spec.first_layers(2).decoder(weights, options.kind);
     let acc = accumulation(options.kind);
     let random = RandomAdapters {
         rank: 16,
@@ -330,13 +329,8 @@ impl Meter {
         gpu::empty_cache();
         forget_peaks();
         let waited = gpu::stage_wait_seconds();
-        Ok(Meter {
-            on,
-            start: Instant::now(),
-            device: counted(MemorySpace::Device).live,
-            waited,
-            moved: gpu::copied_bytes(),
-        })
+        let (device, moved) = (counted(MemorySpace::Device).live, gpu::copied_bytes());
+        Ok(Meter { on, start: Instant::now(), device, waited, moved })
     }
 
     /// Since the start, with all that was asked of the device done.

@@ -139,7 +139,7 @@ impl<'a> Case<'a> {
         let answer = answer_ids.iter().map(Vec::len).max().unwrap_or(0);
         let extent = Extent { layers: 0, of_layers: whole.layers, prompt: group.prompt_ids.len(), answer };
         let layers = agreed_layers(session, extent, world)?;
-        let spec = cut(whole, layers);
+        let spec = whole.first_layers(layers);
         let rewards: Vec<Option<f64>> =
             (0..answer_ids.len()).map(|index| Some(if index % 2 == 0 { 0.0 } else { 1.0 })).collect();
         let advantages = objective::advantages(&rewards, true);
@@ -159,7 +159,7 @@ impl<'a> Case<'a> {
         Ok(Case {
             session,
             kind,
-            decoder: spec.family.decoder(&spec, Rc::new(weights.part(&spec, kind)), kind),
+            decoder: spec.decoder(Rc::new(weights.part(&spec, kind)), kind),
             adapters: random.sample(linears),
             prompt_ids: group.prompt_ids.clone(),
             answers: TrainedAnswer::whole_batch(&answer_ids, &advantages, Objective::DEFAULT.aggregation),
@@ -202,7 +202,7 @@ impl<'a> Case<'a> {
             return Ok(Outcome { gradient, paged: distance(paged, &own), plain: None });
         }
         let weights = Rc::new(self.session.weights().part(&self.spec, acc));
-        let reference = self.plain(&*self.spec.family.decoder(&self.spec, weights, acc), gradient, tracker)?;
+        let reference = self.plain(&*self.spec.decoder(weights, acc), gradient, tracker)?;
         Ok(Outcome { gradient, paged: distance(paged, &reference), plain: Some(distance(&own, &reference)) })
     }
 
@@ -232,11 +232,6 @@ impl<'a> Case<'a> {
         };
         Ok(finalize::take(&self.adapters).0)
     }
-}
-
-/// The first layers of a model.
-fn cut(spec: &Spec, layers: usize) -> Spec {
-    Spec { layers, window: spec.window[..layers].to_vec(), ..spec.clone() }
 }
 
 /// Layers that plain autograd fits on rank 0's device, the same on every rank.
@@ -270,7 +265,7 @@ fn needed(spec: &Spec, kind: Kind, device: Device, layers: usize, extent: Extent
     let (width, ffn, heads) = (float(spec.width), float(spec.ffn_width), float(spec.query_heads));
     let inner = heads * float(spec.head_dim);
     // bfloat16 is judged by a float32 copy.
-    let copy = if kind == Kind::BFloat16 { float(cut(spec, layers).parameter_count()) * 4.0 } else { 0.0 };
+    let copy = if kind == Kind::BFloat16 { float(spec.first_layers(layers).parameter_count()) * 4.0 } else { 0.0 };
     let graph = |rows: f64| rows * (3.0 * ffn + 8.0 * width + 6.0 * inner) * element;
     let logits = answer * float(spec.vocabulary) * 4.0 * element;
     let exact = positions * width * (count + 1.0) * element + graph(positions);

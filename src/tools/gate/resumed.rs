@@ -18,7 +18,7 @@ use crate::config::Loaded;
 use crate::report::{Check, Receipt};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::Rank;
-use crate::train::{Course, Finished, Run};
+use crate::train::{Finished, Run, RunOptions};
 use crate::world::World;
 
 /// Runs once through, once with a stop, and compares.
@@ -30,16 +30,16 @@ pub(super) fn stopped_and_resumed(attempt: &mut Attempt<'_>, world: &mut World) 
         let removed = if world.all.rank() == Rank(0) { without_checkpoints(&loaded.rank.dir) } else { Ok(()) };
         world.agree(removed.map_err(Failure::from))?;
     }
-    let run = Run::open(&whole, Course::default(), world)?;
+    let run = Run::open(&whole, RunOptions::default(), world)?;
     attempt.admit(Some(&run), world)?;
-    let mut finished = run.train(&whole, world)?;
+    let mut finished = run.train(world)?;
     finished.write(world)?;
     let Finished { mut receipt, session, .. } = finished;
     let expected = attempt.expected(session.spec());
     drop(session);
     let stop_after = whole.run.run.steps / 2;
-    let first = ran(&parted, Course { resume: false, stop_after: Some(stop_after) }, world)?;
-    let second = ran(&parted, Course { resume: true, stop_after: None }, world)?;
+    let first = ran(&parted, RunOptions { resume: false, stop_after: Some(stop_after) }, world)?;
+    let second = ran(&parted, RunOptions { resume: true, stop_after: None }, world)?;
     let of_whole = checks::of_run(&receipt, &expected).into_iter().chain(memory::against_plan(&receipt));
     let mut all: Vec<Check> = of_whole.map(|check| checks::prefixed("whole", check)).collect();
     all.extend(checks::of_run(&second, &expected).into_iter().map(|check| checks::prefixed("resumed", check)));
@@ -48,8 +48,8 @@ pub(super) fn stopped_and_resumed(attempt: &mut Attempt<'_>, world: &mut World) 
     Ok(receipt)
 }
 
-fn ran(loaded: &Loaded, course: Course, world: &mut World) -> Result<Receipt, Failure> {
-    let mut finished = Run::open(loaded, course, world)?.train(loaded, world)?;
+fn ran(loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Receipt, Failure> {
+    let mut finished = Run::open(loaded, options, world)?.train(world)?;
     finished.write(world)?;
     Ok(finished.receipt)
 }

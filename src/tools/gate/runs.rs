@@ -12,14 +12,14 @@ use crate::config::{Gate, Gradient, Growth, Runs};
 use crate::report::{Check, Receipt, say};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::Rank;
-use crate::train::{Course, Finished, Run};
+use crate::train::{Finished, Run, RunOptions};
 use crate::world::World;
 
 /// One run in the gate's own folder.
 pub(super) fn once(attempt: &mut Attempt<'_>, world: &mut World) -> Result<Receipt, Failure> {
-    let run = Run::open(attempt.loaded, Course::default(), world)?;
+    let run = Run::open(attempt.loaded, RunOptions::default(), world)?;
     attempt.admit(Some(&run), world)?;
-    let Finished { mut receipt, session, .. } = run.train(attempt.loaded, world)?;
+    let Finished { mut receipt, session, .. } = run.train(world)?;
     let mut checks = checks::of_run(&receipt, &attempt.expected(session.spec()));
     checks.extend(memory::against_plan(&receipt));
     let compared = match world.all.rank() {
@@ -35,15 +35,15 @@ pub(super) fn once(attempt: &mut Attempt<'_>, world: &mut World) -> Result<Recei
 /// gates are compared with.
 pub(super) fn both_gradients(attempt: &mut Attempt<'_>, world: &mut World) -> Result<Receipt, Failure> {
     let loaded = attempt.within("response", Gradient::Response);
-    let run = Run::open(&loaded, Course::default(), world)?;
+    let run = Run::open(&loaded, RunOptions::default(), world)?;
     attempt.admit(Some(&run), world)?;
-    let mut response = run.train(&loaded, world)?;
+    let mut response = run.train(world)?;
     response.write(world)?;
     let Finished { mut receipt, session, .. } = response;
     let expected = attempt.expected(session.spec());
     drop(session);
     let loaded = attempt.within("exact", Gradient::Exact);
-    let mut exact = Run::open(&loaded, Course::default(), world)?.train(&loaded, world)?;
+    let mut exact = Run::open(&loaded, RunOptions::default(), world)?.train(world)?;
     exact.write(world)?;
     let mut checks = Vec::new();
     for (mode, receipt) in [("response", &receipt), ("exact", &exact.receipt)] {

@@ -63,8 +63,8 @@ pub struct Options {
 
 /// The cost of a run, before anything is sent.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[expect(missing_docs, reason = "the other fields' names say everything")]
 pub struct Estimate {
-    /// Chunks in all.
     pub chunks: u64,
     /// Chunks that an earlier run finished.
     pub finished: u64,
@@ -78,24 +78,20 @@ pub struct Estimate {
     pub input_tokens_about: u64,
     /// Most tokens of the replies.
     pub output_tokens_max: u64,
-    /// The endpoint's model.
     pub model: String,
 }
 
 /// The result of a run.
 #[derive(Debug, Serialize)]
+#[expect(missing_docs, reason = "the other fields' names say everything")]
 pub struct Summary {
-    /// The data set.
     pub out: PathBuf,
-    /// The estimate before the run.
     pub estimate: Estimate,
     /// Whether only the estimate was wanted, so that nothing was sent.
     pub dry_run: bool,
     /// Finished chunks, those of earlier runs included.
     pub finished: u64,
-    /// Records in the data set.
     pub records: u64,
-    /// Requests of this run.
     pub requests: u64,
     /// HTTP attempts of these requests.
     pub attempts: u64,
@@ -113,7 +109,6 @@ pub struct Summary {
     pub output_tokens: u64,
     /// Replies without a token count.
     pub uncounted: u64,
-    /// Duration of this run.
     pub seconds: f64,
     /// What ended the run early, or makes its result a failure.
     #[serde(skip)]

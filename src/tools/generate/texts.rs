@@ -4,15 +4,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::error::Error;
-use crate::data::{self, Tokenizer};
+use crate::data::{self, Hidden, Tokenizer, list_files};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Tokens, from_index};
 
 /// Shorter chunks are dropped: there is nothing to ask about.
 pub(super) const CHUNK_CHARS_MIN: usize = 200;
 const FILES_MAX: usize = 100_000;
-/// Levels of folders below a given one.
-const DEPTH_MAX: usize = 16;
 /// All texts are in memory at once.
 const TEXT_BYTES_MAX: u64 = 1 << 30;
 const BLANK_LINE: &str = "\n\n";
@@ -78,7 +76,7 @@ pub(super) fn read(paths: &[PathBuf], measure: &Measure<'_>) -> Result<Texts, Fa
         let in_folder = fs::metadata(path).map_err(Error::io(path, "read its metadata"))?.is_dir();
         let mut files = Vec::new();
         if in_folder {
-            list(path, DEPTH_MAX, &mut files)?;
+            list_files(path, Hidden::Skip, FILES_MAX, &mut files)?;
             files.sort();
         } else {
             files.push(path.clone());
@@ -115,25 +113,6 @@ impl Texts {
         }
         Ok(())
     }
-}
-
-/// All plain files under `folder`; does not follow links, so that no text comes twice.
-fn list(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), Error> {
-    let failed = Error::io(folder, "list it");
-    for entry in fs::read_dir(folder).map_err(&failed)? {
-        let entry = entry.map_err(&failed)?;
-        let kind = entry.file_type().map_err(&failed)?;
-        let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
-        if files.len() >= FILES_MAX {
-            break;
-        }
-        if kind.is_file() && !hidden {
-            files.push(entry.path());
-        } else if kind.is_dir() && !hidden && depth > 0 {
-            list(&entry.path(), depth - 1, files)?;
-        }
-    }
-    Ok(())
 }
 
 /// `None` if the file is not text.

@@ -228,11 +228,15 @@ impl Tally {
         self.uncounted += u64::from(input_tokens.is_none() || output_tokens.is_none());
     }
 
+    fn faulty_replies(&self) -> impl Iterator<Item = (Unusable, u64)> {
+        let counts = self.unusable.iter().map(|(why, count)| (*why, *count));
+        counts.filter(|(why, _)| *why != Unusable::Refused)
+    }
+
     /// All faults with their counts.
     pub(super) fn faults(&self) -> BTreeMap<String, u64> {
-        let unusable = self.unusable.iter().filter(|(why, _)| **why != Unusable::Refused);
-        let unusable = unusable.map(|(why, count)| (why.to_string(), *count));
-        unusable.chain(self.service.iter().map(|(why, count)| (why.clone(), *count))).collect()
+        let replies = self.faulty_replies().map(|(why, count)| (why.to_string(), count));
+        replies.chain(self.service.iter().map(|(why, count)| (why.clone(), *count))).collect()
     }
 
     /// The most frequent fault, if more chunks are without questions than with.
@@ -241,11 +245,10 @@ impl Tally {
         if failed <= self.good {
             return None;
         }
-        let unusable = self.unusable.iter().filter(|(why, _)| **why != Unusable::Refused);
-        let unusable = unusable.map(|(why, count)| (*count, why.to_string(), Some(*why)));
+        let replies = self.faulty_replies().map(|(why, count)| (count, why.to_string(), Some(why)));
         let refused = (self.unusable.contains_key(&Unusable::Refused)).then_some(Unusable::Refused);
         let service = self.service.iter().map(|(why, count)| (*count, why.clone(), refused));
-        let (count, why, unusable) = unusable.chain(service).max_by_key(|(count, ..)| *count)?;
+        let (count, why, unusable) = replies.chain(service).max_by_key(|(count, ..)| *count)?;
         Some(Error::MostFailed { failed, chunks: failed + self.good, why, count, unusable })
     }
 }

@@ -173,7 +173,7 @@ fn open(folder: &Path, options: &Options) -> Result<Opened, Failure> {
     let spec = Spec::read(folder, None)?;
     let weights = Rc::new(Weights::load(folder, &spec, options.kind, options.device)?);
     let adapters = case.adapters(&spec, accumulation(options.kind), options.device);
-    Ok(Opened { case, decoder: spec.family.decoder(&spec, weights, options.kind), adapters })
+    Ok(Opened { case, decoder: spec.decoder(weights, options.kind), adapters })
 }
 
 /// Whether two sets of log-probabilities are the same bits on every rank.

@@ -10,8 +10,8 @@ use crate::tensor::link::{self, Link, Message};
 use crate::tensor::{self};
 use crate::world::Axis;
 
-/// Opens the transport if every rank of the axis has its own GPU and NCCL can be opened; returns whether it is open. Every
-/// rank takes part. If it fails on a rank, the others wait: the error must end the job.
+/// Opens the transport if every rank of the axis has its own GPU and NCCL can be opened; returns whether it is open.
+/// Every rank takes part. If it fails on a rank, the others wait: the error must end the job.
 ///
 /// # Errors
 /// When NCCL cannot connect the ranks.

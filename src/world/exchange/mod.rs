@@ -1,8 +1,8 @@
 //! Collectives over tensors: gather rows, return rows, sum gradients.
 //!
-//! Every rank of the axis enters every function, also with zero rows. Sums and merges are formed in rank order, never in order
-//! of arrival, so results repeat bit for bit. Tensors on GPUs go from GPU to GPU if [`connect`] has opened a transport, else
-//! through host memory; the bits are the same.
+//! Every rank of the axis enters every function, also with zero rows. Sums and merges are formed in rank order, never
+//! in order of arrival, so results repeat bit for bit. Tensors on GPUs go from GPU to GPU if [`connect`] has opened a
+//! transport, else through host memory; the bits are the same.
 
 pub(crate) mod direct;
 
@@ -49,8 +49,8 @@ pub fn gather_rows(axis: &Axis, x: &Tensor, counts: &[Tokens]) -> Tensor {
     incoming(&received, counts.iter().map(|count| count.0).sum(), x)
 }
 
-/// The reverse of [`gather_rows`]: each rank has a partial value of every row and sends it to the row's rank. Returns the
-/// partial values of this rank's own rows, one tensor from each rank, in rank order.
+/// The reverse of [`gather_rows`]: each rank has a partial value of every row and sends it to the row's rank. Returns
+/// the partial values of this rank's own rows, one tensor from each rank, in rank order.
 #[must_use]
 pub fn return_rows(axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor> {
     if axis.size() == 1 {
@@ -79,8 +79,8 @@ pub fn sum_in_order(parts: &[Tensor]) -> Tensor {
     rest.iter().fold(first.copy(), |sum, part| sum + part)
 }
 
-/// Merges partial attention over further keys into `out_thd` and `lse_th` by log-sum-exp, in place, in the accumulation dtype.
-/// Empty merged with empty stays empty: out 0, log-sum-exp −∞, no NaN.
+/// Merges partial attention over further keys into `out_thd` and `lse_th` by log-sum-exp, in place, in the accumulation
+/// dtype. Empty merged with empty stays empty: out 0, log-sum-exp −∞, no NaN.
 pub fn merge_into(out_thd: &mut Tensor, lse_th: &mut Tensor, new_out_thd: &Tensor, new_lse_th: &Tensor) {
     let lse = lse_th.logaddexp(new_lse_th);
     // Only −∞ − −∞ means that no key was visible; any other NaN stays visible.
@@ -102,8 +102,8 @@ pub fn nothing(rows: i64, heads: i64, head_dim: i64, acc: Kind, device: Device) 
     )
 }
 
-/// Sums `x` over the axis on rank 0, in rank order, and broadcasts the sum: every rank has the same bits. All ranks' tensors have
-/// the same shape; messages are bounded, so `x` may have any size.
+/// Sums `x` over the axis on rank 0, in rank order, and broadcasts the sum: every rank has the same bits. All ranks'
+/// tensors have the same shape; messages are bounded, so `x` may have any size.
 ///
 /// # Panics
 /// When `x` is not a contiguous CPU tensor.

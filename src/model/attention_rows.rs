@@ -1,0 +1,169 @@
+//! Rows of attention by name: queries, keys and values, the blocks that they form, and what is merged of them.
+
+use std::cell::Cell;
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+
+use super::mixer::Mixed;
+use super::planes::Planes;
+use crate::prompt::layout::{Piece, Tile, positions};
+use crate::runtime::units::{Position, as_dim};
+use crate::tensor::attention::Partial;
+use crate::world::exchange::{merge_into, nothing};
+
+/// Queries of some rows after rotation: the one query plane.
+#[derive(Debug)]
+pub struct Queries {
+    /// [t, h, d]
+    pub q_thd: Tensor,
+}
+
+/// Keys and values of some rows after rotation, or their gradients: the two state planes.
+#[derive(Debug)]
+pub struct KeyValue {
+    /// [t, g, d]
+    pub k_tgd: Tensor,
+    /// [t, g, d]
+    pub v_tgd: Tensor,
+}
+
+impl From<Queries> for Planes {
+    fn from(queries: Queries) -> Planes {
+        vec![queries.q_thd].into()
+    }
+}
+
+impl From<&Planes> for Queries {
+    fn from(planes: &Planes) -> Queries {
+        let [q_thd] = planes.tensors() else { unreachable!("attention has one query plane") };
+        Queries { q_thd: q_thd.shallow_clone() }
+    }
+}
+
+impl From<KeyValue> for Planes {
+    fn from(kv: KeyValue) -> Planes {
+        vec![kv.k_tgd, kv.v_tgd].into()
+    }
+}
+
+impl From<&Planes> for KeyValue {
+    fn from(planes: &Planes) -> KeyValue {
+        KeyValue::from(planes.tensors())
+    }
+}
+
+impl From<&[Tensor]> for KeyValue {
+    fn from(planes: &[Tensor]) -> KeyValue {
+        let [k_tgd, v_tgd] = planes else { unreachable!("attention has two state planes, keys and values") };
+        KeyValue { k_tgd: k_tgd.shallow_clone(), v_tgd: v_tgd.shallow_clone() }
+    }
+}
+
+impl KeyValue {
+    /// The rows in `range`; a view.
+    pub(super) fn rows(&self, range: &Range<i64>) -> KeyValue {
+        KeyValue { k_tgd: rows(&self.k_tgd, range), v_tgd: rows(&self.v_tgd, range) }
+    }
+}
+
+/// Rows of `x` in `range`; a view.
+pub(super) fn rows(x: &Tensor, range: &Range<i64>) -> Tensor {
+    x.narrow(0, range.start, range.end - range.start)
+}
+
+/// Keys and values at consecutive positions.
+pub(super) struct KeyBlock {
+    pub(super) positions: Range<i64>,
+    pub(super) kv: KeyValue,
+}
+
+impl KeyBlock {
+    pub(super) fn new(start: Position, kv: KeyValue) -> KeyBlock {
+        let start = as_dim(start.0);
+        KeyBlock { positions: start..start + kv.k_tgd.size()[0], kv }
+    }
+}
+
+/// A visible rectangle of queries and keys, with the keys' own tensors.
+pub(super) struct Rectangle {
+    /// Rows of the gathered queries.
+    pub(super) query_rows: Range<i64>,
+    /// Rows of the key block.
+    pub(super) key_rows: Range<i64>,
+    pub(super) tile: Tile,
+    pub(super) kv: KeyValue,
+}
+
+/// Queries at consecutive positions, with the offset of their first row in a gathered tensor.
+pub(super) struct QueryRows {
+    pub(super) first: i64,
+    pub(super) positions: Range<i64>,
+}
+
+impl QueryRows {
+    /// Rows of one piece, from the first row of a tensor on.
+    pub(super) fn alone(piece: &Piece) -> QueryRows {
+        QueryRows { first: 0, positions: positions(piece) }
+    }
+
+    /// The rows of `pieces`, one piece after another in a gathered tensor.
+    pub(super) fn gathered<'a>(pieces: impl Iterator<Item = &'a Piece>) -> Vec<QueryRows> {
+        let place = |first: &mut i64, piece: &Piece| {
+            let rows = QueryRows { first: *first, positions: positions(piece) };
+            *first += piece.rows().dim();
+            Some(rows)
+        };
+        pieces.scan(0, place).collect()
+    }
+}
+
+/// Some queries' output and log-sum-exp over the keys seen so far, in the accumulation dtype.
+pub(super) struct Merging {
+    pub(super) out_thd: Tensor,
+    pub(super) lse_th: Tensor,
+    /// Whether no part has been merged yet.
+    empty: Cell<bool>,
+}
+
+impl Merging {
+    /// Queries that have seen no key yet; output of `shape` [t, h, d] in the accumulation dtype `acc`.
+    pub(super) fn new([rows, heads, head_dim]: [i64; 3], acc: Kind, device: Device) -> Merging {
+        let (out_thd, lse_th) = nothing(rows, heads, head_dim, acc, device);
+        Merging { out_thd, lse_th, empty: Cell::new(true) }
+    }
+
+    /// Merges a part over further keys into the rows `range`. The first part of all rows is copied.
+    pub(super) fn add(&self, range: &Range<i64>, part: &Partial) {
+        let mut out_thd = rows(&self.out_thd, range);
+        let mut lse_th = rows(&self.lse_th, range);
+        let first = self.empty.replace(false) && range.end - range.start == self.out_thd.size()[0];
+        if first {
+            out_thd.copy_(&part.out_thd);
+            lse_th.copy_(&part.lse_th);
+        } else {
+            merge_into(&mut out_thd, &mut lse_th, &part.out_thd, &part.lse_th);
+        }
+    }
+
+    /// The output in the model's dtype, with the log-sum-exp as the one saved plane.
+    pub(super) fn finish(self, kind: Kind) -> Mixed {
+        Mixed { out: self.out_thd.to_kind(kind), saved: vec![self.lse_th].into() }
+    }
+}
+
+/// The saved plane of [`Merging::finish`].
+pub(super) fn saved_lse(mixed: &Mixed) -> Tensor {
+    let [lse_th] = mixed.saved.tensors() else { unreachable!("attention saves the log-sum-exp") };
+    lse_th.shallow_clone()
+}
+
+/// Rows in backward: those of all ranks where queries are gathered, else this rank's.
+pub(super) struct BackwardRows {
+    pub(super) q_thd: Tensor,
+    pub(super) out_thd: Tensor,
+    pub(super) lse_th: Tensor,
+    pub(super) dout_thd: Tensor,
+    /// In the accumulation dtype.
+    pub(super) dq_thd: Tensor,
+}

@@ -1,0 +1,139 @@
+//! The table in which dense families differ. One layer is attention with grouped heads, then a gated feed-forward.
+//!
+//! A family is one constant: what it shares with [`Differences::PLAIN`] is left out. A field that a family leaves out
+//! stands in no spec, so a new field changes no model's digest.
+
+use crate::model::spec::{Activation, BlockNorms, NormForm};
+
+/// What tells one family from the others.
+#[derive(Debug)]
+pub struct Differences {
+    /// The `model_type` of published configs.
+    pub model_type: &'static str,
+    /// Formula of every norm.
+    pub norm: NormForm,
+    /// Norms around a block's two parts.
+    pub block_norms: BlockNorms,
+    /// Whether queries and keys are normalised per head before rotation.
+    pub qk_norm: bool,
+    /// Which projections carry a bias.
+    pub biases: BiasRule,
+    /// The key that names the activation.
+    pub activation_key: &'static str,
+    /// The one activation that the family has.
+    pub activation: Activation,
+    /// What attention scores are multiplied by.
+    pub score_scale: ScoreScale,
+    /// Which layers have a window.
+    pub windows: WindowRule,
+    /// Rotary embeddings by layer kind.
+    pub ropes: RopeRule,
+    /// Whether embedding rows are multiplied by √width.
+    pub scaled_embeddings: bool,
+    /// Whether the config may cap logits (`final_logit_softcapping`); caps of attention scores are refused.
+    pub soft_caps: bool,
+    /// What stands in for absent keys.
+    pub defaults: Defaults,
+}
+
+/// Which projections carry a bias.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum BiasRule {
+    /// No projection.
+    Never,
+    /// Queries, keys and values, always.
+    QueryKeyValue,
+    /// All four of attention if `attention_bias` says so.
+    Attention,
+    /// As `Attention`, and the feed-forward if `mlp_bias` says so.
+    AttentionAndMlp,
+}
+
+/// What attention scores are multiplied by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ScoreScale {
+    /// One over √`head_dim`.
+    HeadDim,
+    /// One over √`query_pre_attn_scalar`, which has this default.
+    Scalar(f64),
+}
+
+/// Which layers have a window.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum WindowRule {
+    /// No layer; a config that says otherwise is refused.
+    Never,
+    /// If `use_sliding_window`: where `layer_types` says so, else from layer `max_window_layers` on.
+    SwitchedOn,
+    /// Every layer, unless `sliding_window` is null.
+    Always,
+    /// Where `layer_types` says so, else all but every n-th, n from `sliding_window_pattern` with this default.
+    ByLayerKind(u64),
+}
+
+/// Rotary embeddings by layer kind.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RopeRule {
+    /// One for all layers.
+    One,
+    /// One for full layers with its scaling, and one for sliding layers, never scaled; each with the default of its base.
+    #[expect(missing_docs, reason = "the names say everything")]
+    ByLayerKind { full_theta: f64, sliding_theta: f64 },
+}
+
+/// What stands in for a key that a config leaves out.
+#[derive(Debug)]
+pub struct Defaults {
+    /// `None`: the config must state it.
+    pub vocabulary: Option<u64>,
+    /// `None`: the config must state them.
+    pub query_heads: Option<u64>,
+    /// `None`: as many as query heads.
+    pub kv_heads: Option<u64>,
+    /// `None`: width / query heads.
+    pub head_dim: Option<u64>,
+    /// Positions of the native context.
+    pub max_positions: u64,
+    /// Whether the head is the embedding.
+    pub tied_embeddings: bool,
+    /// Token that opens a text.
+    pub bos: &'static [u64],
+    /// Tokens that end a text.
+    pub eos: &'static [u64],
+    /// Whether a wrapper's `eos_token_id` counts where the text model's table has none.
+    pub eos_of_wrapper: bool,
+}
+
+impl Differences {
+    /// What most families have.
+    pub const PLAIN: Differences = Differences {
+        model_type: "",
+        norm: NormForm::Weight,
+        block_norms: BlockNorms::Two,
+        qk_norm: false,
+        biases: BiasRule::Never,
+        activation_key: "hidden_act",
+        activation: Activation::Silu,
+        score_scale: ScoreScale::HeadDim,
+        windows: WindowRule::Never,
+        ropes: RopeRule::One,
+        scaled_embeddings: false,
+        soft_caps: false,
+        defaults: Defaults::PLAIN,
+    };
+}
+
+impl Defaults {
+    /// What most families have.
+    pub const PLAIN: Defaults = Defaults {
+        vocabulary: None,
+        query_heads: None,
+        kv_heads: None,
+        head_dim: None,
+        max_positions: 32_768,
+        tied_embeddings: false,
+        bos: &[],
+        eos: &[],
+        eos_of_wrapper: false,
+    };
+}

@@ -1,0 +1,152 @@
+//! The groups of one update on one rank, a transaction each.
+//!
+//! Ranks of different prompts meet three times in a turn: before rewards, in them, and after the transaction. A stop that
+//! comes in the middle is settled there, so that no rank waits in a collective that another rank has left.
+
+use tch::Tensor;
+
+use super::answer::{Answer, GroupPlace};
+use super::metrics::UpdateMetrics;
+use super::outcome::Interruption;
+use super::rewards;
+use super::round::{FrozenGroup, Round};
+use super::round_state::gather_logprobs;
+use super::session::Session;
+use super::stop::StopPolicy;
+use super::whole;
+use crate::data::Group;
+use crate::report::Reporter;
+use crate::runtime::failure::{Failure, Phase};
+use crate::step::observer::Observer;
+use crate::step::rollout::{self, SampledAnswer};
+use crate::step::transaction::{Outcome, Trained, Verdict};
+use crate::world::World;
+
+/// The groups of an update on this rank, one turn after another; gradients add up in the adapters.
+pub(super) struct Turns<'a> {
+    pub(super) session: &'a Session,
+    pub(super) world: &'a World,
+    pub(super) reporter: &'a mut Reporter,
+    pub(super) stop: &'a StopPolicy,
+    pub(super) round: &'a mut Round,
+    pub(super) step: u64,
+    pub(super) metrics: UpdateMetrics,
+}
+
+impl Turns<'_> {
+    pub(super) fn run(&mut self, observer: &mut Observer) -> Result<UpdateMetrics, Interruption> {
+        let turns = self.round.places.len() / self.world.dp_size;
+        for turn in 0..turns {
+            let name = &self.session.data.train.group(self.own_place(turn).index).name;
+            let line = format!("step {}: prompt {} of {turns} on this rank ({name})", self.step, turn + 1);
+            self.reporter.now(&line);
+            if self.round.made == 0 {
+                self.first_update(turn, observer)?;
+            } else {
+                self.further_update(turn, observer)?;
+            }
+        }
+        Ok(self.metrics)
+    }
+
+    /// This prompt group's group in a turn.
+    fn own_place(&self, turn: usize) -> GroupPlace {
+        self.round.places[turn * self.world.dp_size + self.world.dp_index]
+    }
+
+    /// A group in the first update of its round: answered, rewarded, scored (frozen for the round) and replayed.
+    fn first_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
+        let (session, world, stop) = (self.session, self.world, self.stop);
+        let place = self.own_place(turn);
+        if !session.config().memory.prompt_no_grad {
+            return self.conventional_update(turn, observer);
+        }
+        let prompt_ids = &session.data.train.group(place.index).prompt_ids;
+        let request = session.sample_request(place.number);
+        let mut sampled_logprobs: Vec<Vec<f64>> = Vec::new();
+        let reward = |observer: &mut Observer, sampled: Result<Vec<SampledAnswer>, Failure>| {
+            let sampled = stop.settle(world, sampled)?;
+            sampled_logprobs = sampled.iter().map(|answer| answer.logprobs.clone()).collect();
+            self.reward(turn, sampled, observer)
+        };
+        let outcome = session.transaction(world).run(prompt_ids, request.as_ref(), observer, reward);
+        if let Outcome::Trained(trained) = stop.settle(world, outcome)? {
+            for (index, sampled) in sampled_logprobs.iter().enumerate() {
+                let scored = gather_logprobs(&trained.scores.old.0[index], index, &trained.group, world);
+                self.metrics.add_gap(rollout::gap(sampled, &Tensor::from_slice(&scored)));
+            }
+            self.round.mine[turn].scores = Some(trained.scores.clone());
+            self.add_trained(&trained);
+        }
+        Ok(())
+    }
+
+    /// A group whose prompt is no page but a part of whole sequences.
+    fn conventional_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
+        let loss = match self.reward(turn, Vec::new(), observer)? {
+            Verdict::Skip => Ok(0.0),
+            Verdict::Train(_) | Verdict::Score(_) => whole::train_group(self.session, &self.round.mine[turn], observer),
+        };
+        self.metrics.loss += self.stop.settle(self.world, loss)?;
+        self.session.count_gradients(self.world);
+        Ok(())
+    }
+
+    /// Rewards the answers of all groups of a turn, and freezes this rank's group. Without `sampled` answers they come with
+    /// the data.
+    fn reward(
+        &mut self,
+        turn: usize,
+        sampled: Vec<SampledAnswer>,
+        observer: &mut Observer,
+    ) -> Result<Verdict, Interruption> {
+        let (session, world) = (self.session, self.world);
+        let place = self.own_place(turn);
+        self.metrics.add_sampled(&sampled);
+        let answers: Vec<Answer> = if session.samples() {
+            sampled.into_iter().map(Answer::sampled).collect()
+        } else {
+            session.data.train.group(place.index).answers.iter().map(Answer::from_data).collect()
+        };
+        let side_by_side = &self.round.places[turn * world.dp_size..(turn + 1) * world.dp_size];
+        let groups: Vec<&Group> = side_by_side.iter().map(|place| session.data.train.group(place.index)).collect();
+        let reward_groups = || rewards::reward_groups(session, world, self.stop, &groups, &answers);
+        let rewarded = observer.host_phase(Phase::Reward, reward_groups)?;
+        for (rewarded, group) in rewarded.iter().zip(&groups) {
+            let lines = rewards::answer_lines(session, self.step, group, rewarded);
+            self.reporter.answers(&lines).map_err(Failure::from)?;
+            self.round.add(rewarded, session.has_no_gradient(&rewarded.values()));
+        }
+        let rewards = rewarded[world.dp_index].values();
+        let advantages = session.advantages(&rewards);
+        let skipped = session.has_no_gradient(&rewards);
+        let frozen = FrozenGroup { place, answers, rewards, advantages, scores: None };
+        let answers = frozen.trained_answers(session.objective().aggregation);
+        self.round.mine.push(frozen);
+        Ok(if skipped { Verdict::Skip } else { Verdict::Train(answers) })
+    }
+
+    /// A group in a further update of its round: captured under the adapters as they are now, and replayed.
+    fn further_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
+        let session = self.session;
+        let frozen = &self.round.mine[turn];
+        let trained = match &frozen.scores {
+            None => Ok(None),
+            Some(scores) => {
+                let prompt_ids = &session.data.train.group(frozen.place.index).prompt_ids;
+                let answers = frozen.trained_answers(session.objective().aggregation);
+                let transaction = session.transaction(self.world);
+                transaction.train(prompt_ids, None, &answers, Some(scores.clone()), observer).map(Some)
+            }
+        };
+        if let Some(trained) = self.stop.settle(self.world, trained)? {
+            self.add_trained(&trained);
+        }
+        Ok(())
+    }
+
+    fn add_trained(&mut self, trained: &Trained) {
+        self.session.count_gradients(self.world);
+        self.metrics.add_replay(&trained.replayed);
+    }
+}

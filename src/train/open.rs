@@ -1,0 +1,221 @@
+//! Opens a run before its first step: first what is quick to check, then the model and the policy.
+
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use tch::{Device, Kind};
+
+use super::inputs::{self, Inputs};
+use super::session::{Model, Policy, RunPlan, Session, TrainingData};
+use crate::checkpoint;
+use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
+use crate::data::Cursor;
+use crate::model::adapter_file::AdapterShape;
+use crate::model::lora::Adapters;
+use crate::model::spec::Spec;
+use crate::model::weights::Weights;
+use crate::plan::{self, Plan, Room};
+use crate::prompt::handoff::Keeping;
+use crate::report::open_log;
+use crate::runtime::failure::Failure;
+use crate::runtime::memory::{MemorySpace, Purpose};
+use crate::runtime::units::{Bytes, as_index, from_index};
+use crate::step::optimizer::{AdamW, Settings};
+use crate::tensor::boundary::storage_bytes;
+use crate::tensor::{accumulation, gpu};
+use crate::world::World;
+use crate::world::devices;
+use crate::world::exchange;
+
+impl Session {
+    /// Opens a run; all ranks fail together, with one message.
+    ///
+    /// # Errors
+    /// When the configuration, the checkpoint or the data is wrong, ranks differ, or memory is short.
+    pub fn open(loaded: &Loaded, world: &mut World) -> Result<Session, Failure> {
+        let config = &loaded.run;
+        agree_on_config(loaded, world)?;
+        let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
+        let direct = open_transport(config, world, device)?;
+        let spec = world.agree(read_spec(config))?;
+        let shape = world.agree(adapter_shape(config, &spec))?;
+        world.tracker().set_layers(spec.layers);
+        let plan = agree_on_plan(config, direct, world, &spec, device)?;
+        let RankConfig { dir, log, stall_sec, .. } = &loaded.rank;
+        world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
+        world.watch(dir, *stall_sec)?;
+        // What is quick to check comes first: weights may take minutes.
+        let inputs = inputs::read(config, world, &spec)?;
+        let model = open_model(config, world, spec, device)?;
+        let policy = open_policy(config, world, &model.spec, shape, device)?;
+        Ok(Session {
+            input_digests: input_digests(&model, &inputs, &policy),
+            data: start_of_data(config, inputs),
+            loaded: loaded.clone(),
+            model,
+            policy,
+            plan,
+        })
+    }
+}
+
+/// Compares the configuration over ranks, checks it for this many of them, and cuts the world into prompt groups.
+fn agree_on_config(loaded: &Loaded, world: &mut World) -> Result<(), Failure> {
+    let config = &loaded.run;
+    let ranks = from_index(world.all.size());
+    world.require_equal("the configuration (digest)", &config.digest())?;
+    let problems = config.check(Some(ranks));
+    let checked = if problems.is_empty() { Ok(()) } else { Err(config::Error::Refused { problems }.into()) };
+    world.agree(checked)?;
+    world.cut(as_index(config.cp_size(ranks)))?;
+    world.agree(loaded.check_laptop_model().map_err(Failure::from))
+}
+
+/// Opens the transport from GPU to GPU among the ranks of a prompt, where it is wanted and there; returns whether it is open.
+fn open_transport(config: &RunConfig, world: &World, device: Device) -> Result<bool, Failure> {
+    let wanted = config.run.direct;
+    let open = wanted != When::Never && exchange::connect(&world.cp, device)?;
+    let missed = wanted == When::Always && !open && device != Device::Cpu && world.cp.size() > 1;
+    world.agree(if missed { Err(devices::Error::NoTransport.into()) } else { Ok(open) })
+}
+
+fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
+    let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
+    Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
+}
+
+fn adapter_shape(config: &RunConfig, spec: &Spec) -> Result<AdapterShape, Failure> {
+    let mut targets: Vec<String> = Vec::new();
+    for linear in spec.adapted(config.lora.targets.as_deref())? {
+        if !targets.iter().any(|known| known == linear.projection) {
+            targets.push(linear.projection.to_owned());
+        }
+    }
+    let base_model = config.model_path()?.display().to_string();
+    Ok(AdapterShape { rank: config.lora.rank, alpha: config.lora.alpha, targets, base_model })
+}
+
+/// Plans this rank's memory, with the transport actually used, and agrees over ranks on what is kept where; refuses what does
+/// not fit. Without a GPU the model computes in the machine's own memory, so everything counts there.
+fn agree_on_plan(
+    config: &RunConfig,
+    direct: bool,
+    world: &World,
+    spec: &Spec,
+    device: Device,
+) -> Result<RunPlan, Failure> {
+    let mut config = config.clone();
+    config.run.direct = if direct { When::Always } else { When::Never };
+    let ranks = from_index(world.all.size());
+    let room = Room {
+        ranks_here: from_index(world.machine().size()),
+        device: device_room(world, device)?,
+        host_only: device == Device::Cpu,
+        host: plan::available_memory(),
+    };
+    let mut plan = plan::of(&config, ranks, Some(spec), &room);
+    // Pages of all layers come to every rank's device or to none, so that no rank waits for the others at each token.
+    let by_layer = plan.rollout.is_some_and(|rollout| !rollout.pages_on_device);
+    if world.any(by_layer) && !by_layer {
+        config.rollout.pages_on_device = When::Never;
+        plan = plan::of(&config, ranks, Some(spec), &room);
+    }
+    world.agree(plan.refuse(&room).map_err(Failure::from))?;
+    let keeping = agree_on_keeping(&plan, world);
+    Ok(RunPlan { plan, keeping, direct })
+}
+
+/// Machines may have different room. Every rank takes part in what is recomputed, so the tightest rank decides.
+fn agree_on_keeping(plan: &Plan, world: &World) -> Keeping {
+    let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);
+    let attention = !world.any(!plan.keeping.attention);
+    Keeping { every: as_index(every), attention, ..plan.keeping }
+}
+
+/// This rank's share of what its GPU can still give to tensors; `None` without a GPU.
+fn device_room(world: &World, device: Device) -> Result<Option<Bytes>, Failure> {
+    let sharers = devices::sharers(world, device);
+    if device == Device::Cpu {
+        return Ok(None);
+    }
+    let (free, _) = world.agree(gpu::memory().map_err(Failure::from))?;
+    // Some goes to what libraries load later, and to the gaps between tensors.
+    Ok(Some(Bytes((free.0 - free.0 / 32) / sharers)))
+}
+
+fn open_model(config: &RunConfig, world: &World, spec: Spec, device: Device) -> Result<Model, Failure> {
+    let kind = kind_of(config.model.dtype);
+    let weights = Rc::new(world.agree(load_weights(config, &spec, kind, device))?);
+    let held = world.ledger().hold(Purpose::Weights, MemorySpace::Device, weights.bytes());
+    let digest = weights.digest().to_owned();
+    world.require_equal("the checkpoint (digest)", &digest)?;
+    let decoder = spec.decoder(weights.clone(), kind);
+    let kernel = decoder.kernel().name();
+    world.require_equal("the attention kernel", kernel)?;
+    tracing::info!("attention kernel: {kernel}");
+    Ok(Model { spec, weights, decoder, digest, _held: held })
+}
+
+fn load_weights(config: &RunConfig, spec: &Spec, kind: Kind, device: Device) -> Result<Weights, Failure> {
+    if config.model.random_init {
+        return Ok(Weights::random(spec, config.run.seed, kind, device)?);
+    }
+    Ok(Weights::load(config.model_path()?, spec, kind, device)?)
+}
+
+fn open_policy(
+    config: &RunConfig,
+    world: &World,
+    spec: &Spec,
+    shape: AdapterShape,
+    device: Device,
+) -> Result<Policy, Failure> {
+    let adapters = world.agree(start_adapters(config, spec, &shape, device))?;
+    world.require_equal("the adapters (digest)", &adapters.digest())?;
+    let reference = (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference"));
+    let optimizer = &config.optimizer;
+    let settings = Settings { betas: optimizer.betas, eps: optimizer.eps, weight_decay: optimizer.weight_decay };
+    let optimizer = AdamW::new(&adapters, settings);
+    let masters = adapters.tensors().chain(reference.iter().flat_map(Adapters::tensors));
+    let adapter_bytes = masters.map(storage_bytes).sum();
+    let hold = |purpose, bytes| world.ledger().hold(purpose, MemorySpace::Device, bytes);
+    let held = [hold(Purpose::Adapters, adapter_bytes), hold(Purpose::Optimizer, optimizer.bytes())];
+    Ok(Policy { adapters, shape, reference, optimizer, _held: held, gradients: OnceCell::new() })
+}
+
+fn start_adapters(config: &RunConfig, spec: &Spec, shape: &AdapterShape, device: Device) -> Result<Adapters, Failure> {
+    let acc = accumulation(kind_of(config.model.dtype));
+    if let Some(folder) = &config.lora.init_from {
+        return checkpoint::load(folder, spec, shape, acc, device);
+    }
+    let linears = spec.adapted(config.lora.targets.as_deref())?;
+    let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
+    Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
+}
+
+fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
+    let Inputs { train, held_out, tokenizer, end_ids, scorer, .. } = inputs;
+    let cursor = Cursor::new(config.data.shuffle.then_some(config.run.seed), train.len());
+    TrainingData { train, held_out, tokenizer, end_ids, scorer, cursor, round: None }
+}
+
+/// Digests of what the run reads, under the names that checkpoints and messages use.
+fn input_digests(model: &Model, inputs: &Inputs, policy: &Policy) -> BTreeMap<String, String> {
+    let digests = [
+        ("the model", model.digest.clone()),
+        ("the data", inputs.train_digest.clone()),
+        ("the held-out data", inputs.held_out_digest.clone()),
+        ("the starting adapters", policy.adapters.digest()),
+    ];
+    digests.into_iter().map(|(name, digest)| (name.to_owned(), digest)).collect()
+}
+
+/// The libtorch name of a configured dtype.
+fn kind_of(dtype: Dtype) -> Kind {
+    match dtype {
+        Dtype::Bfloat16 => Kind::BFloat16,
+        Dtype::Float32 => Kind::Float,
+        Dtype::Float64 => Kind::Double,
+    }
+}

@@ -1,0 +1,309 @@
+//! What an open run holds: configuration, model, policy, data and plan.
+
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use tch::Tensor;
+
+use super::round::{FrozenGroup, Round};
+use crate::config::{Aggregation as Rule, Dtype, Loaded, RewardFn, RewardName, RunConfig};
+use crate::data::{Cursor, Dataset, Group, Tokenizer};
+use crate::model::adapter_file::AdapterShape;
+use crate::model::decoder::Decoder;
+use crate::model::head::Head;
+use crate::model::lora::Adapters;
+use crate::model::mixer::CpGroup;
+use crate::model::pass::Pass;
+use crate::model::spec::Spec;
+use crate::model::weights::Weights;
+use crate::plan::{self, Plan};
+use crate::prompt::handoff::{Keeping, PlacedGroup};
+use crate::report::AdapterForm;
+use crate::reward::Scorer;
+use crate::runtime::memory::{Held, MemorySpace, Purpose};
+use crate::runtime::units::{Tokens, as_index, from_index};
+use crate::step::objective::{self, Aggregation, Objective};
+use crate::step::optimizer::AdamW;
+use crate::step::rollout::{SampleRequest, Sampling, Stream};
+use crate::step::transaction::Transaction;
+use crate::tensor::boundary::storage_bytes;
+use crate::world::World;
+
+/// How many updates ahead prompt lengths are looked up.
+const UPDATES_AHEAD_MAX: u64 = 1000;
+/// The branch of the run's sampling noise for held-out prompts: no group of the run has this number.
+const HELD_OUT_BRANCH: u64 = u64::MAX;
+
+/// A run that is ready to step.
+pub struct Session {
+    pub(super) loaded: Loaded,
+    pub(super) model: Model,
+    pub(super) policy: Policy,
+    pub(super) data: TrainingData,
+    pub(super) plan: RunPlan,
+    /// Digests of what the run reads, by name: a checkpoint is of this run where the digests are the same.
+    pub(super) input_digests: BTreeMap<String, String>,
+}
+
+/// The frozen model.
+pub(super) struct Model {
+    pub(super) spec: Spec,
+    pub(super) weights: Rc<Weights>,
+    pub(super) decoder: Box<dyn Decoder>,
+    /// Digest of the model's checkpoint.
+    pub(super) digest: String,
+    /// Entry of the weights in the ledger.
+    pub(super) _held: Held,
+}
+
+/// What is trained, and how.
+pub(super) struct Policy {
+    pub(super) adapters: Adapters,
+    pub(super) shape: AdapterShape,
+    /// The starting policy, where there is a KL term.
+    pub(super) reference: Option<Adapters>,
+    pub(super) optimizer: AdamW,
+    /// Entries of adapters and optimizer in the ledger.
+    pub(super) _held: [Held; 2],
+    /// Entry of the adapters' gradients, which the first backward makes and which stay.
+    pub(super) gradients: OnceCell<Held>,
+}
+
+/// What the policy learns from, and where the run stands in it.
+pub(super) struct TrainingData {
+    pub(super) train: Dataset,
+    pub(super) held_out: Option<Dataset>,
+    /// Absent where the model's folder has none and nothing needs one.
+    pub(super) tokenizer: Option<Tokenizer>,
+    /// Tokens that end an answer; empty where answers come with the data.
+    pub(super) end_ids: Vec<i64>,
+    /// Scores answers; on rank 0 only.
+    pub(super) scorer: Option<Scorer>,
+    pub(super) cursor: Cursor,
+    /// The groups of the current round, between two of its updates.
+    pub(super) round: Option<Round>,
+}
+
+/// The plan of this rank, and what all ranks have agreed on.
+pub(super) struct RunPlan {
+    pub(super) plan: Plan,
+    pub(super) keeping: Keeping,
+    /// Whether tensors go from GPU to GPU between ranks; otherwise through host memory.
+    pub(super) direct: bool,
+}
+
+impl TrainingData {
+    /// The groups of the next update: those of the current round, or the next `groups` of the data.
+    pub(super) fn take_round(&mut self, groups: usize) -> Round {
+        self.round.take().unwrap_or_else(|| Round::take(&mut self.cursor, groups))
+    }
+
+    /// Notes that an update of `round` was made; the round stays until it has given `updates` of them.
+    pub(super) fn update_made(&mut self, mut round: Round, updates: u64) {
+        round.made += 1;
+        self.round = Some(round).filter(|round| round.made < updates);
+    }
+
+    /// Takes back the groups of an update that was not made. Groups with an earlier update stay frozen; others run again from
+    /// the start.
+    pub(super) fn give_back(&mut self, round: Round) {
+        if round.made == 0 {
+            self.cursor = round.cursor_before;
+        } else {
+            self.round = Some(round);
+        }
+    }
+}
+
+impl Session {
+    pub(super) fn config(&self) -> &RunConfig {
+        &self.loaded.run
+    }
+
+    /// What the model is.
+    #[must_use]
+    pub fn spec(&self) -> &Spec {
+        &self.model.spec
+    }
+
+    /// The model's frozen weights.
+    #[must_use]
+    pub fn weights(&self) -> &Rc<Weights> {
+        &self.model.weights
+    }
+
+    /// Name of the kernel that computes attention.
+    #[must_use]
+    pub fn attention_kernel(&self) -> &'static str {
+        self.model.decoder.kernel().name()
+    }
+
+    /// Digest of the model's checkpoint.
+    #[must_use]
+    pub fn model_digest(&self) -> &str {
+        &self.model.digest
+    }
+
+    /// What is trained.
+    #[must_use]
+    pub fn adapter_form(&self) -> AdapterForm {
+        let AdapterShape { rank, alpha, targets, .. } = &self.policy.shape;
+        AdapterForm { rank: *rank, alpha: *alpha, targets: targets.clone() }
+    }
+
+    /// The first group of the data.
+    #[must_use]
+    pub fn first_group(&self) -> &Group {
+        self.data.train.group(0)
+    }
+
+    /// What a user should know before the first step.
+    pub(super) fn notes(&self) -> Vec<String> {
+        let endless = self.samples() && self.data.end_ids.is_empty();
+        let endless = endless.then(|| {
+            "the model's folder names no token that ends an answer (eos_token_id of generation_config.json or config.json, \
+             eos_token of tokenizer_config.json): every answer runs to its longest length"
+                .to_owned()
+        });
+        let cuts = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
+        let mut notes = self.loaded.notes();
+        notes.extend(plan::context_note(self.config(), self.spec()));
+        notes.extend(cuts("data.path", &self.data.train));
+        notes.extend(self.data.held_out.as_ref().and_then(|data| cuts("data.held_out", data)));
+        notes.extend(endless);
+        notes
+    }
+
+    /// Groups of an update: one turn after another, side by side on all prompt groups of ranks.
+    pub(super) fn groups_per_update(&self, world: &World) -> usize {
+        world.dp_size * as_index(self.config().optimizer.grad_accum)
+    }
+
+    /// Prompt lengths of the next `updates` updates, at most [`UPDATES_AHEAD_MAX`], one entry each; takes nothing.
+    pub(super) fn prompt_tokens_ahead(&self, world: &World, updates: u64) -> Vec<Vec<u64>> {
+        let prompt_tokens = |index: usize| from_index(self.data.train.group(index).prompt_ids.len());
+        let updates_per_group = self.config().grpo.updates_per_group;
+        let mut ahead = Vec::new();
+        if let Some(round) = &self.data.round {
+            let current: Vec<u64> = round.places.iter().map(|place| prompt_tokens(place.index)).collect();
+            ahead.extend((round.made..updates_per_group).map(|_| current.clone()));
+        }
+        let mut cursor = self.data.cursor.clone();
+        let count = updates.min(UPDATES_AHEAD_MAX);
+        while from_index(ahead.len()) < count {
+            let next: Vec<u64> = cursor.take(self.groups_per_update(world)).into_iter().map(prompt_tokens).collect();
+            ahead.extend((0..updates_per_group).map(|_| next.clone()));
+        }
+        ahead.truncate(as_index(count));
+        ahead
+    }
+
+    /// What every group of an update goes through, under the run's settings.
+    pub(super) fn transaction<'a>(&'a self, world: &'a World) -> Transaction<'a> {
+        let config = self.config();
+        let cp_group = CpGroup { axis: &world.cp, ledger: world.ledger() };
+        let Policy { adapters, reference, .. } = &self.policy;
+        let micro_block = config.memory.micro_block;
+        Transaction {
+            policy: Pass { decoder: &*self.model.decoder, adapters, cp_group, micro_block },
+            reference: reference.as_ref(),
+            head: self.head(),
+            objective: self.objective(),
+            gradient: config.grpo.gradient,
+            page_size: config.context.page_size,
+            keeping: self.plan.keeping,
+            pins_memory: true,
+        }
+    }
+
+    /// An answered group placed on the ranks of this prompt group.
+    pub(super) fn place_frozen(&self, frozen: &FrozenGroup, world: &World) -> PlacedGroup {
+        let prompt_ids = &self.data.train.group(frozen.place.index).prompt_ids;
+        self.transaction(world).placed(prompt_ids, frozen.ids())
+    }
+
+    pub(super) fn head(&self) -> Head {
+        let config = self.config();
+        Head { rows_max: config.memory.head_block.dim(), temperature: config.grpo.temperature }
+    }
+
+    pub(super) fn objective(&self) -> Objective {
+        let grpo = &self.config().grpo;
+        let aggregation = match grpo.aggregation {
+            Rule::SequenceMean => Aggregation::SequenceMean,
+            Rule::TokenMean => Aggregation::TokenMean,
+            Rule::Constant => Aggregation::Constant(grpo.constant_divisor.unwrap_or(1.0)),
+        };
+        Objective { clip_low: grpo.clip_low, clip_high: grpo.clip_high, kl_coef: grpo.kl_coef, aggregation }
+    }
+
+    /// Whether the policy gives the answers; otherwise they come with the data.
+    pub(super) fn samples(&self) -> bool {
+        self.plan.plan.rollout.is_some()
+    }
+
+    /// What is sampled for the group with this ordinal in the run; `None` where answers come with the data.
+    pub(super) fn sample_request(&self, group: u64) -> Option<SampleRequest<'_>> {
+        self.sample_request_from(Stream::of_seed(self.config().run.seed).part(group))
+    }
+
+    /// [`Session::sample_request`] for the held-out group at `index`.
+    pub(super) fn sample_held_out_request(&self, index: usize) -> Option<SampleRequest<'_>> {
+        let stream = Stream::of_seed(self.config().run.seed).part(HELD_OUT_BRANCH);
+        self.sample_request_from(stream.part(from_index(index)))
+    }
+
+    fn sample_request_from(&self, stream: Stream) -> Option<SampleRequest<'_>> {
+        let rollout = self.plan.plan.rollout.as_ref()?;
+        let config = self.config();
+        Some(SampleRequest {
+            answers: as_index(config.grpo.group_size),
+            longest: config.sampled_len(),
+            ends: &self.data.end_ids,
+            sampling: Sampling { top_p: config.rollout.top_p, top_k: config.rollout.top_k },
+            stream,
+            pages_on_device: rollout.pages_on_device,
+        })
+    }
+
+    /// Most tokens of an answer.
+    pub(super) fn answer_tokens_max(&self) -> Tokens {
+        if self.samples() { self.config().sampled_len() } else { self.config().context.answer_len }
+    }
+
+    /// Advantages of a group under the run's rule.
+    pub(super) fn advantages(&self, rewards: &[Option<f64>]) -> Vec<Option<f64>> {
+        let grpo = &self.config().grpo;
+        // A reward of 1 for every answer is plain likelihood training: no mean is subtracted.
+        if grpo.reward_fn == RewardFn::only(RewardName::One) {
+            rewards.to_vec()
+        } else {
+            objective::advantages(rewards, grpo.normalize_adv)
+        }
+    }
+
+    /// Whether a group with these rewards has no gradient: all advantages are 0 and there is no KL term.
+    pub(super) fn has_no_gradient(&self, rewards: &[Option<f64>]) -> bool {
+        self.policy.reference.is_none() && self.advantages(rewards).iter().flatten().all(|&advantage| advantage == 0.0)
+    }
+
+    /// Distance in nats between a token's log-probabilities at sampling and at scoring beyond which a user is warned.
+    pub(super) fn gap_warn(&self) -> f64 {
+        let config = self.config();
+        config.rollout.gap_warn.unwrap_or(match config.model.dtype {
+            Dtype::Float64 => 1e-8,
+            Dtype::Float32 => 1e-4,
+            Dtype::Bfloat16 => 0.5,
+        })
+    }
+
+    /// Counts the adapters' gradients in the ledger; they exist after the first backward.
+    pub(super) fn count_gradients(&self, world: &World) {
+        let gradients = self.policy.adapters.tensors().map(Tensor::grad).filter(Tensor::defined);
+        let _ = self.policy.gradients.get_or_init(|| {
+            let bytes = gradients.map(|gradient| storage_bytes(&gradient)).sum();
+            world.ledger().hold(Purpose::Adapters, MemorySpace::Device, bytes)
+        });
+    }
+}

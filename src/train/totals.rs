@@ -1,0 +1,145 @@
+//! What the updates of a run add up to, and the receipt made of it.
+
+use super::metrics::largest;
+use super::records::RunRecords;
+use super::round::FrozenGroup;
+use super::session::Session;
+use crate::plan::Place;
+use crate::report::{HeldOut, Receipt, Seconds, Step};
+use crate::runtime::units::{Bytes, Pages};
+use crate::step::observer::OwnPages;
+use crate::world::World;
+
+/// All updates so far, those before a resume included as far as rank 0's metrics.jsonl has them.
+#[derive(Debug, Default)]
+pub(super) struct RunTotals {
+    /// Updates made.
+    pub(super) updates: u64,
+    seconds: Seconds,
+    pinning_s: f64,
+    /// Largest distance between sampling and scoring, nats; `None` where none was compared.
+    sampled_gap: Option<f64>,
+    first: Option<Step>,
+    /// `None` before the second update.
+    last: Option<Step>,
+    /// Rewards of the last group that this rank trained on, and their advantages.
+    rewards: Vec<Option<f64>>,
+    advantages: Vec<Option<f64>>,
+}
+
+/// What the receipt holds besides the totals.
+pub(super) struct RunEnd {
+    /// Before the first update.
+    pub(super) held_out_before: Option<HeldOut>,
+    /// After the last update.
+    pub(super) held_out_after: Option<HeldOut>,
+    pub(super) stopped: bool,
+    pub(super) records: RunRecords,
+    /// Pages of the last prompt on this rank.
+    pub(super) pages: OwnPages,
+}
+
+impl RunTotals {
+    /// Totals after `updates` updates of an earlier run; `steps` are the lines of its metrics.jsonl, on rank 0.
+    pub(super) fn resume(updates: u64, steps: Vec<Step>) -> RunTotals {
+        let mut totals = RunTotals::default();
+        steps.into_iter().for_each(|step| totals.add_step(step));
+        RunTotals { updates, ..totals }
+    }
+
+    /// Adds an update. `group`: the last group of this rank; `pinning_s`: seconds in which host memory was pinned.
+    pub(super) fn add_update(&mut self, step: Step, pinning_s: f64, group: Option<&FrozenGroup>) {
+        self.add_step(step);
+        self.pinning_s += pinning_s;
+        if let Some(group) = group {
+            self.rewards.clone_from(&group.rewards);
+            self.advantages.clone_from(&group.advantages);
+        }
+    }
+
+    fn add_step(&mut self, step: Step) {
+        self.seconds.add(&step.seconds);
+        self.sampled_gap = largest(self.sampled_gap, step.sampled_gap);
+        self.updates = step.step;
+        if self.first.is_none() {
+            self.first = Some(step);
+        } else {
+            self.last = Some(step);
+        }
+    }
+
+    fn last(&self) -> Option<&Step> {
+        self.last.as_ref().or(self.first.as_ref())
+    }
+
+    /// Seconds of the last update, if one was made.
+    pub(super) fn last_update_s(&self) -> Option<f64> {
+        self.last().map(|step| step.seconds.total)
+    }
+
+    /// The receipt; every rank takes part.
+    pub(super) fn receipt(self, session: &Session, world: &World, end: RunEnd) -> Receipt {
+        let config = session.config();
+        let decoder = &session.model.decoder;
+        let plan = &session.plan;
+        let RunEnd { held_out_before, held_out_after, stopped, records, pages } = end;
+        let by_rank = |value: u64| world.all.gather_numbers(value);
+        let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
+        let last = self.last();
+        Receipt {
+            passed: !stopped,
+            stopped,
+            finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
+            // What the run was.
+            scale: config.gate.scale,
+            commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
+            config_digest: config.digest(),
+            model_digest: session.model.digest.clone(),
+            adapter: session.adapter_form(),
+            gradient: config.grpo.gradient.to_string(),
+            dtype: config.model.dtype.to_string(),
+            ranks: world.all.size(),
+            cp_size: world.cp.size(),
+            positions: config.context.max_seq_len,
+            prompt_len: config.context.prompt_len,
+            answer_len: config.context.answer_len,
+            group_size: config.grpo.group_size,
+            layers: session.model.spec.layers,
+            device: format!("{:?}", decoder.device()),
+            attention_kernel: decoder.kernel().name(),
+            direct: plan.direct,
+            keeping: plan.keeping,
+            micro_blocks: [config.memory.micro_block, config.memory.head_block],
+            gap_warn: session.gap_warn(),
+            // What it took.
+            seconds: self.seconds,
+            capture_share,
+            pinning_seconds: self.pinning_s,
+            stage_wait_seconds: records.stage_wait_seconds,
+            plan_device_bytes: plan.plan.sum(Place::Device),
+            plan_host_bytes: plan.plan.sum(Place::Host),
+            peak_device_bytes: records.memory.largest(|phase| &phase.device_peak),
+            peak_host_bytes: records.memory.largest(|phase| &phase.host_peak),
+            reserved_device_bytes: records.memory.reserved,
+            memory: records.memory.phases,
+            pages_per_rank: by_rank(pages.pages.0).into_iter().map(Pages).collect(),
+            page_bytes_per_rank: by_rank(pages.bytes.0).into_iter().map(Bytes).collect(),
+            layers_by_phase: records.layers_by_phase,
+            // What came out.
+            steps: self.updates,
+            optimizer_calls: session.policy.optimizer.steps().into(),
+            loss_first: self.first.as_ref().map_or(0.0, |step| step.loss),
+            loss: last.map_or(0.0, |step| step.loss),
+            ratio_first: self.first.as_ref().and_then(|step| step.ratio),
+            grad_norm: last.map_or(0.0, |step| step.grad_norm),
+            sampled_gap: self.sampled_gap,
+            rewards: self.rewards,
+            advantages: self.advantages,
+            held_out: [held_out_before, held_out_after],
+            lora_b_unmoved: records.unmoved,
+            adapter_digest: world.all.gather_texts(&session.policy.adapters.digest()),
+            // The other fields are a gate's.
+            ..Receipt::default()
+        }
+    }
+}
