@@ -118,7 +118,7 @@ struct Replay<'a> {
     tracker: &'a Tracker,
     pool: HiddenPool,
     /// Tail inputs that were computed again.
-    again: HiddenPool,
+    recomputed: HiddenPool,
     /// The layer from whose kept tail input those above it were computed again last.
     filled_from: Option<usize>,
     /// When the tail's turns began and ended.
@@ -140,19 +140,27 @@ pub fn run(
 ) -> Result<Replayed, Failure> {
     let device = pass.decoder.device();
     let start = Mark::now(device)?;
-    let nothing = Replayed {
-        loss: 0.0,
-        ratio: None,
-        stats: TokenStats::default(),
-        logprobs: Scores(Vec::new()),
-        pool_bytes: Bytes(0),
-        seconds: Spent::default(),
-    };
     let pool = |residency, purpose| HiddenPool::new(residency, purpose, pass.cp_group.ledger.clone());
-    let (pool, again) = (pool(Residency::Host, Purpose::Hidden), pool(captured.keeping.tail, Purpose::Checkpoints));
-    let (filled_from, turns) = (None, Vec::new());
-    let mut replay =
-        Replay { pass, head, work, captured, targets, tracker, pool, again, filled_from, turns, done: nothing };
+    let mut replay = Replay {
+        pass,
+        head,
+        work,
+        captured,
+        targets,
+        tracker,
+        pool: pool(Residency::Host, Purpose::Hidden),
+        recomputed: pool(captured.keeping.tail, Purpose::Checkpoints),
+        filled_from: None,
+        turns: Vec::new(),
+        done: Replayed {
+            loss: 0.0,
+            ratio: None,
+            stats: TokenStats::default(),
+            logprobs: Scores(Vec::new()),
+            pool_bytes: Bytes(0),
+            seconds: Spent::default(),
+        },
+    };
     let top = LayerIndex(pass.decoder.layers() - 1);
     for (index, answer) in work.answers.iter().enumerate() {
         let inputs = work.inputs(answer, pass.cp_group.axis.rank());
@@ -183,8 +191,8 @@ fn below(layer: LayerIndex) -> Option<LayerIndex> {
 }
 
 impl Replay<'_> {
-    fn stage(&self, layer: LayerIndex, then: Option<LayerIndex>) -> Result<Staged, Failure> {
-        Ok(self.captured.pages.stage(layer, then, self.pass.adapters.stamp())?)
+    fn stage(&self, layer: LayerIndex, next: Option<LayerIndex>) -> Result<Staged, Failure> {
+        Ok(self.captured.pages.stage(layer, next, self.pass.adapters.stamp())?)
     }
 
     fn up(&mut self, layer: LayerIndex) -> Result<(), Failure> {
@@ -285,7 +293,7 @@ impl Replay<'_> {
             let mut constants = PastGradient::zeros(&past);
             self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants)?
         };
-        self.again.release(Slot { span: 0, layer });
+        self.recomputed.release(Slot { span: 0, layer });
         self.turns.push((start, Mark::now(self.pass.decoder.device())?));
         Ok(Some(dx_tw))
     }
@@ -293,7 +301,7 @@ impl Replay<'_> {
     /// The tail's block input in `layer`, on the device; no rows on a rank that has none.
     fn tail_input(&self, layer: LayerIndex) -> Result<StagedHidden, Failure> {
         let slot = Slot { span: 0, layer };
-        let pools = [&self.again, &self.captured.tail];
+        let pools = [&self.recomputed, &self.captured.tail];
         let held = pools.into_iter().find(|pool| pool.holds(slot)).map(|pool| pool.stage(slot)).transpose()?;
         Ok(held.unwrap_or_else(|| StagedHidden::of(self.no_rows())))
     }
@@ -302,7 +310,7 @@ impl Replay<'_> {
     fn expect_tail(&self, layer: Option<LayerIndex>) -> Result<(), Failure> {
         let Some(layer) = layer else { return Ok(()) };
         let slot = Slot { span: 0, layer };
-        for pool in [&self.again, &self.captured.tail] {
+        for pool in [&self.recomputed, &self.captured.tail] {
             pool.prefetch(slot)?;
         }
         Ok(self.captured.mixed.prefetch(layer)?)
@@ -314,13 +322,13 @@ impl Replay<'_> {
         let Some(kept) = self.fill_from(layer) else { return Ok(()) };
         for under in (kept.0..layer.0).map(LayerIndex) {
             let above = LayerIndex(under.0 + 1);
-            // Behind the last of them the way down goes on, from the layer below this one.
-            let then = if above < layer { Some(above) } else { below(layer) };
-            let staged = self.stage(under, then)?;
+            // After the last of them the sweep goes on from the layer below this one.
+            let next = if above < layer { Some(above) } else { below(layer) };
+            let staged = self.stage(under, next)?;
             let x_tw = self.tail_input(under)?;
             let y_tw = self.pass.forward_tail(under, &x_tw, &self.travelling(span, &staged))?;
             if y_tw.size()[0] > 0 {
-                self.again.put(Slot { span: 0, layer: above }, &y_tw)?;
+                self.recomputed.put(Slot { span: 0, layer: above }, &y_tw)?;
             }
         }
         self.filled_from = Some(kept.0);

@@ -47,9 +47,9 @@ pub fn hidden(pass: &Pass, work: &PlacedGroup, captured: &Captured, tracker: &Tr
     let layers = pass.decoder.layers();
     for layer in (0..layers).map(LayerIndex) {
         tracker.layer(layer)?;
-        // Behind the last layer comes the next phase, which starts from the first.
-        let then = LayerIndex((layer.0 + 1) % layers);
-        let staged = captured.pages.stage(layer, Some(then), pass.adapters.stamp())?;
+        // After the last layer the next phase starts from the first one.
+        let next = LayerIndex((layer.0 + 1) % layers);
+        let staged = captured.pages.stage(layer, Some(next), pass.adapters.stamp())?;
         let past = Past::of_answers(&staged, &work.layout);
         for (index, answer) in work.with_rows() {
             let y_rw = pass.forward(layer, &answer.span, &*pool.stage(slot(index))?, &past);

@@ -1,7 +1,7 @@
-//! Rollout: the policy answers for itself. All answers of a group are drawn together, in step, from the captured pages.
+//! Rollout: the policy samples a group's answers, all of them in step, from the captured pages.
 //!
 //! ```text
-//!   row P−1 ──head──▶ draw token 0 of every answer ──▶ row P of every answer through all layers ──head──▶ draw token 1 …
+//!   row P−1 ──head──▶ sample token 0 of every answer ──▶ row P of every answer through all layers ──head──▶ sample token 1 …
 //! ```
 //!
 //! How it departs from serving one answer after another:
@@ -10,8 +10,8 @@
 //! 2. Every rank of a prompt computes all rows, since a row's time is the reading of weights; the prompt's pages and the
 //!    answers' own state are shared out, and ranks' parts are merged by log-sum-exp in rank order.
 //! 3. Noise is a function of seed, group, answer, token and vocabulary entry, and the token with the largest sum of
-//!    log-probability and Gumbel noise is drawn (Gumbel 1954; Maddison et al. 2014), so rounding, which differs between
-//!    numbers of ranks, changes a token only where two sums are equal but for it. The prompt's first rank draws for all.
+//!    log-probability and Gumbel noise is sampled (Gumbel 1954; Maddison et al. 2014), so rounding, which differs between
+//!    numbers of ranks, changes a token only where two sums are equal but for it. The prompt's first rank samples for all.
 
 mod noise;
 mod sampling;
@@ -33,12 +33,12 @@ use crate::world::exchange::gather_rows;
 pub use noise::Stream;
 pub use sampling::Sampling;
 
-/// Why no token can be drawn.
+/// Why no token can be sampled.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The policy's distribution is none.
     #[error(
-        "the policy's log-probabilities after {tokens} tokens of answer {answer} are not finite, so none can be drawn; the \
+        "the policy's log-probabilities after {tokens} tokens of answer {answer} are not finite, so none can be sampled; the \
          adapters or the model are broken, or optimizer.lr is far too large"
     )]
     NotFinite {
@@ -55,7 +55,7 @@ impl Classified for Error {
     }
 }
 
-/// What is drawn.
+/// What is sampled for one group.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRequest<'a> {
     /// How many answers.
@@ -77,7 +77,7 @@ pub struct SampleRequest<'a> {
 pub struct SampledAnswer {
     /// Its tokens, at least one; the last is an end unless it was cut off.
     pub ids: Vec<i64>,
-    /// Log-probability of each token when it was drawn, under the whole distribution at the head's temperature.
+    /// Log-probability of each token when it was sampled, under the whole distribution at the head's temperature.
     pub logprobs: Vec<f64>,
     /// Sum over tokens of the distribution's entropy, nats.
     pub entropy: f64,
@@ -85,7 +85,7 @@ pub struct SampledAnswer {
     pub truncated: bool,
 }
 
-/// Draws a group's answers behind a captured prompt. Every rank of the prompt takes part and gets the same answers.
+/// Samples a group's answers after a captured prompt. Every rank of the prompt takes part and gets the same answers.
 ///
 /// # Errors
 /// When the pages were captured under other adapters than the pass's, or a distribution is not finite.
@@ -94,13 +94,13 @@ pub fn run(
     head: &Head,
     layout: &PromptLayout,
     captured: &Captured,
-    ask: &SampleRequest,
+    request: &SampleRequest,
     tracker: &Tracker,
 ) -> Result<Vec<SampledAnswer>, Failure> {
     tch::no_grad(|| {
         let adapters = pass.adapters.applied(pass.decoder.kind());
         let pass = Pass { adapters: &adapters, ..*pass };
-        Rollout::begin(&pass, head, layout, captured, ask)?.all(tracker)
+        Rollout::begin(&pass, head, layout, captured, request)?.all(tracker)
     })
 }
 
@@ -109,13 +109,13 @@ struct Rollout<'a> {
     head: &'a Head,
     layout: &'a PromptLayout,
     captured: &'a Captured,
-    ask: &'a SampleRequest<'a>,
+    request: &'a SampleRequest<'a>,
     /// All layers' pages, where they stay.
     staged: Vec<Staged>,
     states: Vec<AnswerState>,
     /// Answers that have not ended, in order: the rows of every tensor here.
     live: Vec<usize>,
-    drawn: Vec<SampledAnswer>,
+    sampled: Vec<SampledAnswer>,
 }
 
 impl<'a> Rollout<'a> {
@@ -124,12 +124,12 @@ impl<'a> Rollout<'a> {
         head: &'a Head,
         layout: &'a PromptLayout,
         captured: &'a Captured,
-        ask: &'a SampleRequest<'a>,
+        request: &'a SampleRequest<'a>,
     ) -> Result<Self, Failure> {
         let rows = AnswerRows {
-            answers: ask.answers,
+            answers: request.answers,
             prompt_end: layout.end(),
-            rows_max: ask.longest,
+            rows_max: request.longest,
             rank: pass.cp_group.axis.rank(),
             ranks: pass.cp_group.axis.size(),
         };
@@ -143,13 +143,13 @@ impl<'a> Rollout<'a> {
             head,
             layout,
             captured,
-            ask,
+            request,
             staged: Vec::new(),
             states: (0..pass.decoder.layers()).map(state).collect(),
-            live: (0..ask.answers).collect(),
-            drawn: vec![SampledAnswer::default(); ask.answers],
+            live: (0..request.answers).collect(),
+            sampled: vec![SampledAnswer::default(); request.answers],
         };
-        if ask.pages_on_device {
+        if request.pages_on_device {
             let layers = pass.decoder.layers();
             let staged = (0..layers).map(|layer| rollout.stage(layer, Some(layer + 1).filter(|&next| next < layers)));
             rollout.staged = staged.collect::<Result<_, _>>()?;
@@ -157,9 +157,9 @@ impl<'a> Rollout<'a> {
         Ok(rollout)
     }
 
-    fn stage(&self, layer: usize, then: Option<usize>) -> Result<Staged, Failure> {
+    fn stage(&self, layer: usize, next: Option<usize>) -> Result<Staged, Failure> {
         let stamp = self.pass.adapters.stamp();
-        Ok(self.captured.pages.stage(LayerIndex(layer), then.map(LayerIndex), stamp)?)
+        Ok(self.captured.pages.stage(LayerIndex(layer), next.map(LayerIndex), stamp)?)
     }
 
     fn all(mut self, tracker: &Tracker) -> Result<Vec<SampledAnswer>, Failure> {
@@ -167,9 +167,9 @@ impl<'a> Rollout<'a> {
         let mut logprobs_av =
             self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
         loop {
-            let tokens = self.draw(&logprobs_av)?;
+            let tokens = self.sample(&logprobs_av)?;
             if self.live.is_empty() {
-                return Ok(self.drawn);
+                return Ok(self.sampled);
             }
             let x_aw = self.rows(&tokens, tracker)?;
             logprobs_av = self.head.log_softmax(self.pass.decoder, &x_aw);
@@ -184,32 +184,32 @@ impl<'a> Rollout<'a> {
         gather_rows(axis, &own, &self.layout.last_row_counts())
     }
 
-    /// Draws the next token of every answer that has not ended; returns those of the answers that go on.
-    fn draw(&mut self, logprobs_av: &Tensor) -> Result<Vec<i64>, Failure> {
-        let length = self.drawn[self.live[0]].ids.len();
+    /// Samples the next token of every answer that has not ended; returns those of the answers that go on.
+    fn sample(&mut self, logprobs_av: &Tensor) -> Result<Vec<i64>, Failure> {
+        let length = self.sampled[self.live[0]].ids.len();
         let mut bytes = vec![0; self.live.len() * sampling::TOKEN_BYTES];
         if self.pass.cp_group.axis.rank() == Rank(0) {
             let streams: Vec<Stream> = self
                 .live
                 .iter()
-                .map(|&answer| self.ask.stream.part(from_index(answer)).part(from_index(length)))
+                .map(|&answer| self.request.stream.part(from_index(answer)).part(from_index(length)))
                 .collect();
-            bytes = sampling::draw(logprobs_av, &streams, &self.ask.sampling);
+            bytes = sampling::sample(logprobs_av, &streams, &self.request.sampling);
         }
         self.pass.cp_group.axis.broadcast(&mut bytes);
         let (mut rows, mut tokens) = (Vec::new(), Vec::new());
         for (row, token) in sampling::tokens(&bytes).into_iter().enumerate() {
             let answer = self.live[row];
-            let drawn = &mut self.drawn[answer];
+            let sampled = &mut self.sampled[answer];
             if !(token.logprob.is_finite() && token.entropy.is_finite()) {
                 return Err(Error::NotFinite { answer, tokens: length }.into());
             }
-            drawn.ids.push(token.id);
-            drawn.logprobs.push(token.logprob);
-            drawn.entropy += token.entropy;
-            let ended = self.ask.ends.contains(&token.id);
-            drawn.truncated = !ended && from_index(drawn.ids.len()) >= self.ask.longest.0;
-            if !ended && !drawn.truncated {
+            sampled.ids.push(token.id);
+            sampled.logprobs.push(token.logprob);
+            sampled.entropy += token.entropy;
+            let ended = self.request.ends.contains(&token.id);
+            sampled.truncated = !ended && from_index(sampled.ids.len()) >= self.request.longest.0;
+            if !ended && !sampled.truncated {
                 rows.push(row);
                 tokens.push(token.id);
             }
@@ -234,7 +234,7 @@ impl<'a> Rollout<'a> {
                 if self.staged.is_empty() { Some(self.stage(layer, Some((layer + 1) % layers))?) } else { None };
             let past = Past::without_gradient(staged.as_ref().unwrap_or_else(|| &self.staged[layer]));
             let (index, mixer) = (LayerIndex(layer), decoder.mixer(LayerIndex(layer)));
-            let length = from_index(self.drawn[self.live[0]].ids.len()) - 1;
+            let length = from_index(self.sampled[self.live[0]].ids.len()) - 1;
             // Who watches sees every token, and a stop is heard there; every layer of each would cost a message of its own.
             if length == 0 || layer == 0 {
                 tracker.layer(index)?;
@@ -250,12 +250,12 @@ impl<'a> Rollout<'a> {
     }
 }
 
-/// The largest distance between log-probabilities of a token when it was drawn and when it was scored, over some tokens.
+/// The largest distance between log-probabilities of a token when it was sampled and when it was scored; 0 without tokens.
 #[must_use]
-pub fn gap(drawn: &[f64], scored: &Tensor) -> f64 {
-    let drawn = Tensor::from_slice(drawn);
-    if drawn.numel() == 0 {
+pub fn gap(sampled: &[f64], scored: &Tensor) -> f64 {
+    let sampled = Tensor::from_slice(sampled);
+    if sampled.numel() == 0 {
         return 0.0;
     }
-    (drawn - scored.to_kind(Kind::Double).to_device(tch::Device::Cpu)).abs().max().double_value(&[])
+    (sampled - scored.to_kind(Kind::Double).to_device(tch::Device::Cpu)).abs().max().double_value(&[])
 }

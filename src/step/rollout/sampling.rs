@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::noise::{Stream, gumbel};
 
-/// From which tokens one is drawn. The temperature is the head's, since scores share it.
+/// From which tokens one is sampled. The temperature is the head's, since scores share it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// The most probable tokens that together reach this probability, at least one; 1: all.
@@ -13,7 +13,7 @@ pub struct Sampling {
     pub top_k: u64,
 }
 
-/// A drawn token.
+/// A sampled token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Token {
     pub(super) id: i64,
@@ -27,7 +27,7 @@ pub(super) struct Token {
 pub(super) const TOKEN_BYTES: usize = 24;
 
 /// One token from each row of log-probabilities [answers, v], as bytes.
-pub(super) fn draw(logprobs_av: &Tensor, streams: &[Stream], sampling: &Sampling) -> Vec<u8> {
+pub(super) fn sample(logprobs_av: &Tensor, streams: &[Stream], sampling: &Sampling) -> Vec<u8> {
     let entries = Tensor::arange(logprobs_av.size()[1], (Kind::Int64, logprobs_av.device()));
     let wide = logprobs_av.to_kind(Kind::Double);
     let chosen = (candidates(&wide, sampling) + gumbel(streams, &entries)).argmax(-1, true);
@@ -42,7 +42,7 @@ pub(super) fn draw(logprobs_av: &Tensor, streams: &[Stream], sampling: &Sampling
         .collect()
 }
 
-/// The tokens that [`draw`] has written.
+/// The tokens that [`sample`] has written.
 pub(super) fn tokens(bytes: &[u8]) -> Vec<Token> {
     let word = |token: &[u8], at: usize| -> [u8; 8] { std::array::from_fn(|byte| token[8 * at + byte]) };
     let token = |token: &[u8]| Token {
@@ -53,7 +53,7 @@ pub(super) fn tokens(bytes: &[u8]) -> Vec<Token> {
     bytes.chunks_exact(TOKEN_BYTES).map(token).collect()
 }
 
-/// Log-probabilities of the tokens that may be drawn, −∞ for the others. Of two that are equally probable the one with the
+/// Log-probabilities of the tokens that may be sampled, −∞ for the others. Of two that are equally probable the one with the
 /// lower id goes first.
 fn candidates(logprobs_av: &Tensor, sampling: &Sampling) -> Tensor {
     let entries = logprobs_av.size()[1];
@@ -100,7 +100,7 @@ mod tests {
         let (logprobs, root) = (row(&probabilities), Stream::of_seed(11));
         let mut counts = [0.0; 4];
         for index in 0..4_000 {
-            let token = tokens(&draw(&logprobs, &[root.part(index)], &ALL))[0];
+            let token = tokens(&sample(&logprobs, &[root.part(index)], &ALL))[0];
             counts[usize::try_from(token.id).unwrap()] += 1.0 / 4_000.0;
             assert!((token.logprob - probabilities[usize::try_from(token.id).unwrap()].ln()).abs() < 1e-15);
             let entropy: f64 = -probabilities.iter().map(|p| p * p.ln()).sum::<f64>();
@@ -127,17 +127,17 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_may_not_be_drawn_never_is() {
+    fn a_token_that_may_not_be_sampled_never_is() {
         let logprobs = row(&[0.4, 0.35, 0.25]);
         for index in 0..500 {
-            let drawn = draw(&logprobs, &[Stream::of_seed(1).part(index)], &Sampling { top_k: 2, ..ALL });
-            assert_ne!(tokens(&drawn)[0].id, 2);
+            let sampled = sample(&logprobs, &[Stream::of_seed(1).part(index)], &Sampling { top_k: 2, ..ALL });
+            assert_ne!(tokens(&sampled)[0].id, 2);
         }
     }
 
     #[test]
     fn a_distribution_that_is_none_shows_itself() {
         let broken = Tensor::from_slice(&[0.0, f64::NAN]).unsqueeze(0);
-        assert!(tokens(&draw(&broken, &[Stream::of_seed(1)], &ALL))[0].entropy.is_nan());
+        assert!(tokens(&sample(&broken, &[Stream::of_seed(1)], &ALL))[0].entropy.is_nan());
     }
 }
