@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::data::Cursor;
+use crate::data::GroupOrder;
 use crate::runtime::digest::sha256_hex;
 
 /// Where a run stands, and what must be the same when it goes on.
@@ -20,7 +20,7 @@ pub struct State {
     /// Steps of the optimizer in its moments.
     pub optimizer_steps: u32,
     /// Position in the data after these updates. Groups that were only captured lie after the position: they run again.
-    pub cursor: Cursor,
+    pub cursor: GroupOrder,
     /// The configuration's digest, as the receipt of the run would have it.
     pub config_digest: String,
     /// The configuration without `run.steps`, to name what differs.
@@ -120,7 +120,7 @@ mod tests {
             updates: 3,
             adapter_version: 3,
             optimizer_steps: 3,
-            cursor: Cursor::new(7, 5),
+            cursor: GroupOrder::new(7, 5),
             config_digest: "c".into(),
             config: json!({"optimizer": {"lr": 0.1, "betas": [0.9, 0.999]}, "lora": {"rank": 4}}),
             inputs: [("the model".to_owned(), "m".to_owned())].into(),

@@ -346,7 +346,7 @@ fn compare(file: &Path, found: String, wanted: &str) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Cursor;
+    use crate::data::GroupOrder;
     use crate::model::lora::Adapter;
     use crate::tensor::bytes::bytes_of;
 
@@ -360,7 +360,7 @@ mod tests {
             updates,
             adapter_version: updates,
             optimizer_steps: 7,
-            cursor: Cursor::new(1, 5),
+            cursor: GroupOrder::new(1, 5),
             config_digest: String::new(),
             config: serde_json::json!({"optimizer": {"eps": 1e-8}}),
             inputs: BTreeMap::new(),

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::environment::OTHER_VARIABLES;
-use super::load::{DEFAULT_TOML, LAPTOP_TOML};
+use super::precedence::{DEFAULT_TOML, LAPTOP_TOML};
 use super::schema::{self, Kind, Need};
 use super::supported::SUPPORTED;
 

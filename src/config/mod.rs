@@ -13,8 +13,8 @@ mod document;
 mod environment;
 mod gates;
 mod json;
-mod load;
 mod online;
+mod precedence;
 mod problem;
 mod rewards;
 mod schema;
@@ -35,7 +35,7 @@ pub use choices::{
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
 pub use gates::{Gate, Growth, Own, Runs};
-pub use load::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_gate, load_gate_in, load_in};
+pub use precedence::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use rewards::{RewardFn, RewardName, WeightedReward};
 pub use supported::{SUPPORTED, Supported};
@@ -107,7 +107,7 @@ impl Loaded {
     }
 }
 
-/// Keys that change no number of an update; a resumed run may change them.
+/// ConfigReader that change no number of an update; a resumed run may change them.
 const OPERATIONAL: [&str; 13] = [
     "run.steps",
     "rollout.token_sec_max",
@@ -131,7 +131,7 @@ impl RunConfig {
     /// Never: a test loads it.
     #[must_use]
     pub fn laptop() -> Self {
-        load::laptop().expect("the compiled-in files pass every check").run
+        precedence::laptop().expect("the compiled-in files pass every check").run
     }
 
     /// Pages of the longest prompt; the last may be partly filled.

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 
 use super::error::Error;
 use super::files::{Hidden, list_files};
-use super::order::Random;
+use super::random::Random;
 use super::tokenizer::Tokenizer;
 use crate::runtime::units::{Tokens, from_index};
 
@@ -133,7 +133,7 @@ mod tests {
         fs::write(folder.path().join("table"), "0E45 ; [.3248.0020.0003] # THAI\n".repeat(10)).unwrap();
         fs::write(folder.path().join("special"), "Says <|im_end|> in it. ".repeat(20)).unwrap();
         std::os::unix::fs::symlink(folder.path().join("a"), folder.path().join("link")).unwrap();
-        let model = sample::folder();
+        let model = test_tokenizer::folder();
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let corpus = collect(&[folder.path().to_owned()], &tokenizer, 1, Tokens(u64::MAX)).unwrap();
         assert_eq!(corpus.files, 2);

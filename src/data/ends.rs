@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     fn ends(files: &[(&str, &str)]) -> Result<Vec<i64>, String> {
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         for (name, text) in files {
             fs::write(folder.path().join(name), text).unwrap();
         }
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn every_file_may_name_ends_and_each_end_is_listed_once() {
-        assert_eq!(ends(&[]).unwrap(), [sample::END]);
+        assert_eq!(ends(&[]).unwrap(), [test_tokenizer::END]);
         assert_eq!(ends(&[("generation_config.json", r#"{"eos_token_id": [7, 3, 258]}"#)]).unwrap(), [3, 7, 258]);
         let config = r#"{"eos_token_id": 5, "text_config": {"eos_token_id": [5, 6]}}"#;
         assert_eq!(ends(&[("config.json", config)]).unwrap(), [5, 6, 258]);
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn without_a_tokenizer_only_ids_count() {
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         fs::write(folder.path().join("config.json"), r#"{"eos_token_id": 5}"#).unwrap();
         assert_eq!(end_ids(folder.path(), None).unwrap(), [5]);
         assert!(end_ids(Path::new("absent"), None).unwrap().is_empty());

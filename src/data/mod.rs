@@ -6,7 +6,6 @@
 
 mod chat;
 mod corpus;
-mod cursor;
 mod dataset;
 mod ends;
 mod error;
@@ -15,16 +14,17 @@ mod group;
 pub mod keychain;
 mod order;
 mod python;
+mod random;
 mod records;
 #[cfg(test)]
-pub(crate) mod sample;
+pub(crate) mod test_tokenizer;
 mod tokenizer;
 
-pub use cursor::Cursor;
 pub use dataset::{Cuts, Dataset};
 pub use ends::end_ids;
 pub use error::{Error, Place};
 pub use files::{Hidden, list_files};
 pub use group::{Answer, Answers, Group, Limits};
-pub use order::Random;
+pub use order::GroupOrder;
+pub use random::Random;
 pub use tokenizer::Tokenizer;

@@ -346,7 +346,7 @@ mod tests {
     fn open_as(text: &str, limits: &Limits) -> Result<Dataset, String> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(text.as_bytes()).unwrap();
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
         let opened = Dataset::open(file.path(), Some(&tokenizer), limits);
         opened.map_err(|error| error.to_string().replace(&file.path().display().to_string(), "FILE"))
@@ -371,7 +371,7 @@ mod tests {
         assert_eq!(one.prompt_ids.len(), 2);
         assert_eq!(one.answers[0].reward, Some(1.0));
         assert_eq!((one.answers[1].reward, two.answers[0].reward), (None, None));
-        assert_eq!(one.answers[1].ids[1], sample::END);
+        assert_eq!(one.answers[1].ids[1], test_tokenizer::END);
     }
 
     #[test]
@@ -427,7 +427,7 @@ mod tests {
         let limits = Limits { prompt_len_max: Tokens(400), answers: Answers::Sampled, ..LIMITS };
         let chat = json!({"messages": [{"role": "user", "content": "hi"}]});
         let data = open_as(&chat.to_string(), &limits).unwrap();
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
         assert_eq!(data.group(0).prompt_ids, tokenizer.chat_prompt("hi").unwrap());
         let refused = |record: Json, words: &str| {
@@ -446,7 +446,7 @@ mod tests {
 
     #[test]
     fn a_template_gets_tools_and_kwargs_and_its_refusal_names_file_and_line() {
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         let template = "{% if loud is not defined %}{{ raise_exception('say how loud') }}{% endif %}\
                         {{ loud }}{{ tools | length }}{{ messages[0].content }}";
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();

@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_tokenizer_file_neither_truncates_nor_pads_a_text() {
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         let file = folder.path().join("tokenizer.json");
         let mut settings: Json = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         settings["truncation"] =
@@ -196,11 +196,11 @@ mod tests {
 
     #[test]
     fn text_comes_back_from_its_ids() {
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
         let text = "ünïcode\t and  digits 12\n<|im_end|>\n";
         let ids = tokenizer.encode(text).unwrap();
-        assert!(ids.contains(&sample::END));
+        assert!(ids.contains(&test_tokenizer::END));
         assert_eq!(tokenizer.decode(&ids).unwrap(), text);
         assert_eq!(tokenizer.text(&ids).unwrap(), "ünïcode\t and  digits 12\n\n");
         assert_eq!(tokenizer.vocabulary(), 259);
@@ -209,18 +209,18 @@ mod tests {
 
     #[test]
     fn a_chat_prompt_is_what_the_template_writes() {
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
         assert_eq!(
             tokenizer.decode(&tokenizer.chat_prompt("hi").unwrap()).unwrap(),
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         );
-        assert_eq!(tokenizer.turn_end().unwrap(), sample::END);
+        assert_eq!(tokenizer.turn_end().unwrap(), test_tokenizer::END);
     }
 
     #[test]
     fn the_end_of_a_turn_is_found_in_any_template() {
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         let ends = |template: &str, config: &str| {
             fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
             fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
@@ -237,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_missing_or_faulty_chat_template_is_refused() {
-        let folder = sample::folder();
+        let folder = test_tokenizer::folder();
         fs::write(folder.path().join("chat_template.jinja"), "[INST] {{ messages }").unwrap();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
         let message = tokenizer.chat_prompt("hi").unwrap_err().to_string();

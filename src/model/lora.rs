@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
 use super::spec::Linear;
-use crate::prompt::pages::Stamp;
+use crate::prompt::pages::AdapterVersion;
 use crate::runtime::digest::hex;
 use crate::runtime::units::{as_dim, float};
 use crate::tensor::views;
@@ -31,7 +31,7 @@ pub struct Adapters {
     entries: Vec<Adapter>,
     index: BTreeMap<String, usize>,
     scale: f64,
-    stamp: Stamp,
+    stamp: AdapterVersion,
 }
 
 impl Adapters {
@@ -60,7 +60,7 @@ impl Adapters {
     #[must_use]
     pub fn new(entries: Vec<Adapter>, scale: f64, policy: &'static str) -> Self {
         let index = entries.iter().enumerate().map(|(at, adapter)| (adapter.module.clone(), at)).collect();
-        let adapters = Adapters { entries, index, scale, stamp: Stamp { policy, version: 0 } };
+        let adapters = Adapters { entries, index, scale, stamp: AdapterVersion { policy, version: 0 } };
         adapters.track(true);
         adapters
     }
@@ -82,7 +82,7 @@ impl Adapters {
             entries,
             index: self.index.clone(),
             scale: self.scale,
-            stamp: Stamp { policy, version: self.stamp.version },
+            stamp: AdapterVersion { policy, version: self.stamp.version },
         };
         adapters.track(false);
         adapters
@@ -115,7 +115,7 @@ impl Adapters {
 
     /// Which policy, and how many updates it has seen.
     #[must_use]
-    pub fn stamp(&self) -> &Stamp {
+    pub fn stamp(&self) -> &AdapterVersion {
         &self.stamp
     }
 

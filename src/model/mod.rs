@@ -7,11 +7,11 @@ pub mod adapter_file;
 pub mod answers;
 pub mod attention;
 pub mod attention_rows;
+pub mod config_reader;
 pub mod decoder;
 pub mod dense;
 pub mod family;
 pub mod head;
-pub mod keys;
 pub mod lora;
 pub mod mixer;
 #[cfg(test)]

@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::keys::{Keys, Problem};
+use super::config_reader::{ConfigReader, Problem};
 use crate::runtime::units::float;
 
 /// How inverse frequencies depend on the context length the model is stretched to.
@@ -110,7 +110,7 @@ impl RopeSpec {
     /// an empty table in it means none. Problems are left in `keys`.
     #[must_use]
     pub fn read(
-        keys: &mut Keys<'_>,
+        keys: &mut ConfigReader<'_>,
         replacement: Option<&Value>,
         own: &RopeKeys,
         rotary_dim: u64,
@@ -143,11 +143,11 @@ impl RopeSpec {
             keys.problems.push(Problem::Value { key, found, wanted: "a table such as {\"rope_type\": \"default\"}" });
             &no_keys
         });
-        let mut rope = Keys::within(table, name);
+        let mut rope = ConfigReader::within(table, name);
         let file_theta = keys.positive(own.theta_key, Some(own.theta_default));
         let replaced_theta = match (replacement, keys.value(own.theta_key), parameters) {
             (Some(_), None, Some(Value::Object(file))) => {
-                Keys::within(file, &parameters_name).positive("rope_theta", Some(file_theta))
+                ConfigReader::within(file, &parameters_name).positive("rope_theta", Some(file_theta))
             }
             _ => file_theta,
         };
@@ -164,7 +164,7 @@ impl RopeSpec {
     }
 }
 
-fn read_scaling(rope: &mut Keys<'_>, rotary_dim: u64, positions: u64) -> Scaling {
+fn read_scaling(rope: &mut ConfigReader<'_>, rotary_dim: u64, positions: u64) -> Scaling {
     const SUPPORTED: &str = "\"default\", \"linear\", \"llama3\" and \"yarn\"";
     if let Some((layer_kind, inner)) =
         ["full_attention", "sliding_attention"].into_iter().find_map(|kind| rope.value(kind).map(|value| (kind, value)))
@@ -207,7 +207,7 @@ fn read_scaling(rope: &mut Keys<'_>, rotary_dim: u64, positions: u64) -> Scaling
 }
 
 /// YaRN's factor on cosine and sine: stated, or the ratio of two mscale terms, or the one of mscale 1.
-fn yarn_gain(rope: &mut Keys<'_>, factor: f64) -> f64 {
+fn yarn_gain(rope: &mut ConfigReader<'_>, factor: f64) -> f64 {
     let term = |scale: f64| if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 };
     if rope.value("attention_factor").is_some() {
         return rope.positive("attention_factor", None);
@@ -310,7 +310,7 @@ mod tests {
     use super::*;
 
     fn read(config: &Value, replacement: Option<&Value>) -> (RopeSpec, Vec<Problem>) {
-        let mut keys = Keys::of_text_model(config.as_object().unwrap());
+        let mut keys = ConfigReader::of_text_model(config.as_object().unwrap());
         let rotary_dim = config["head_dim"].as_u64().unwrap();
         let positions = config["max_position_embeddings"].as_u64().unwrap();
         (RopeSpec::read(&mut keys, replacement, &RopeKeys::ONE, rotary_dim, positions), keys.problems)

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::keys::Problem;
+use super::config_reader::Problem;
 use super::problems::Problems;
 use super::rope::RopeSpec;
 use crate::runtime::failure::{Classified, Exit};

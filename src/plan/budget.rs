@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::addend::{Addend, Group, Place, total};
-use super::choice::Choice;
 use super::error::Error;
+use super::offload_choice::OffloadChoice;
 use super::rollout::Rollout;
 use super::seconds::{self, Rates};
 use crate::config::RunConfig;
@@ -140,8 +140,8 @@ impl Plan {
         }
     }
 
-    fn chosen(&self) -> Choice {
-        Choice {
+    fn chosen(&self) -> OffloadChoice {
+        OffloadChoice {
             keeping: self.keeping,
             index_sets: self.index_sets.unwrap_or(false),
             all_pages: self.rollout.is_some_and(|rollout| rollout.pages_on_device),

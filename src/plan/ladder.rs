@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use super::addend::Place;
 use super::budget::{Plan, Room};
-use super::choose::of_shape;
 use super::error::Error;
+use super::offload::of_shape;
 use super::rollout::Rollout;
 use super::seconds::Rates;
 use crate::config::{Gate, Gradient, RunConfig};

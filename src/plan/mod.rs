@@ -17,10 +17,10 @@
 
 mod addend;
 mod budget;
-mod choice;
-mod choose;
 mod error;
 pub mod ladder;
+mod offload;
+mod offload_choice;
 mod operations;
 mod phases;
 mod rollout;
@@ -34,6 +34,6 @@ mod work;
 pub use crate::runtime::memory::available_memory;
 pub use addend::{Addend, Group, Place};
 pub use budget::{Plan, Room};
-pub use choose::{context_note, gib, of, of_shape};
 pub use error::Error;
+pub use offload::{context_note, gib, of, of_shape};
 pub use rollout::Rollout;

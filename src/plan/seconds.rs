@@ -7,7 +7,7 @@
 
 use serde::Serialize;
 
-use super::choice::Choice;
+use super::offload_choice::OffloadChoice;
 use super::operations::Work;
 use super::work::StepWork;
 use crate::config::RunConfig;
@@ -120,7 +120,13 @@ pub struct Seconds {
 }
 
 /// Predicts a step on one group in a world of `ranks`; `None` for the conventional schedule, which has no model of time.
-pub(super) fn predict(config: &RunConfig, ranks: u64, shape: &Shape, choice: Choice, rates: Rates) -> Option<Seconds> {
+pub(super) fn predict(
+    config: &RunConfig,
+    ranks: u64,
+    shape: &Shape,
+    choice: OffloadChoice,
+    rates: Rates,
+) -> Option<Seconds> {
     if !config.memory.prompt_no_grad {
         return None;
     }
@@ -135,7 +141,7 @@ pub(super) fn predict(config: &RunConfig, ranks: u64, shape: &Shape, choice: Cho
 }
 
 /// Predicts the rollout alone, in seconds, with answers of the greatest length.
-pub(super) fn rollout(config: &RunConfig, ranks: u64, shape: &Shape, choice: Choice, rates: &Rates) -> f64 {
+pub(super) fn rollout(config: &RunConfig, ranks: u64, shape: &Shape, choice: OffloadChoice, rates: &Rates) -> f64 {
     phase_seconds(Phase::Rollout, &StepWork::new(config, ranks, shape, choice).rollout(), rates).seconds
 }
 

@@ -1,7 +1,7 @@
 //! Lengths and widths that the addends share, and the addends that stay for the whole run.
 
 use super::addend::{Addend, Place, addend, product, within};
-use super::choice::Choice;
+use super::offload_choice::OffloadChoice;
 use crate::config::{DeviceChoice, Dtype, RunConfig, When};
 use crate::model::shape::{Layer, Segment, Shape};
 use crate::prompt::handoff::Keeping;
@@ -23,7 +23,7 @@ pub(super) fn element_bytes(dtype: Dtype) -> (u64, u64) {
 pub(super) struct Sizes<'a> {
     pub(super) config: &'a RunConfig,
     pub(super) shape: &'a Shape,
-    pub(super) choice: Choice,
+    pub(super) choice: OffloadChoice,
     pub(super) keeping: Keeping,
     pub(super) model: u64,
     pub(super) acc: u64,
@@ -45,7 +45,13 @@ pub(super) struct Sizes<'a> {
 }
 
 impl<'a> Sizes<'a> {
-    pub(super) fn new(config: &'a RunConfig, ranks: u64, shape: &'a Shape, choice: Choice, gpu: bool) -> Sizes<'a> {
+    pub(super) fn new(
+        config: &'a RunConfig,
+        ranks: u64,
+        shape: &'a Shape,
+        choice: OffloadChoice,
+        gpu: bool,
+    ) -> Sizes<'a> {
         let (model, acc) = element_bytes(config.model.dtype);
         let cp_size = config.cp_size(ranks);
         let tail = config.tail(config.context.prompt_len);

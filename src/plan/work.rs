@@ -17,7 +17,7 @@
 //! Frozen weights have no gradient, so their backward costs one forward, and that of an adapter costs two. Attention's
 //! backward is counted as 2.5 forwards, as in its rate. A multiplication and an addition are two operations.
 
-use super::choice::Choice;
+use super::offload_choice::OffloadChoice;
 use super::operations::{Passes, Rows, Runs, Work, mixing, partial};
 use super::sizes::{adapter_elements, element_bytes};
 use crate::config::{RunConfig, When};
@@ -34,7 +34,7 @@ const LAYER_LAUNCHES: f64 = 100.0;
 pub(super) struct StepWork<'a> {
     config: &'a RunConfig,
     shape: &'a Shape,
-    choice: Choice,
+    choice: OffloadChoice,
     /// Ranks in the world.
     ranks: f64,
     /// Ranks that share a prompt.
@@ -49,7 +49,7 @@ pub(super) struct StepWork<'a> {
 
 impl<'a> StepWork<'a> {
     /// The work on a rank in a world of `ranks`, under one choice.
-    pub(super) fn new(config: &'a RunConfig, ranks: u64, shape: &'a Shape, choice: Choice) -> StepWork<'a> {
+    pub(super) fn new(config: &'a RunConfig, ranks: u64, shape: &'a Shape, choice: OffloadChoice) -> StepWork<'a> {
         let (model, acc) = element_bytes(config.model.dtype);
         let sharers = float(config.cp_size(ranks));
         StepWork {

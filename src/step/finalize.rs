@@ -77,12 +77,6 @@ pub fn take(adapters: &Adapters) -> LocalGrads {
     )
 }
 
-/// Divides this rank's gradients by the batch's divisor, which is known only when all its answers are.
-pub fn divided(local: LocalGrads, divisor: f64) -> LocalGrads {
-    let LocalGrads(gradients) = local;
-    LocalGrads(gradients.into_iter().map(|gradient| gradient / divisor).collect())
-}
-
 /// Sums over `all` ranks in rank order, so that every rank holds the same bits, and clips to `norm_max` (0: no clip).
 ///
 /// # Errors

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::extremes::Range;
+use crate::prompt::handoff::LocalGrads;
 use crate::runtime::units::{float, from_index};
 
 /// How tokens weigh in the loss.
@@ -121,9 +122,9 @@ impl Batch {
         }
     }
 
-    /// What the sum of all answers' gradients, each token weighing its [`Aggregation::share`], is divided by.
+    /// Denominator of the batch's loss and of its gradient, whose tokens weigh their [`Aggregation::share`].
     #[must_use]
-    pub fn divisor(&self, aggregation: Aggregation) -> f64 {
+    pub fn denominator(&self, aggregation: Aggregation) -> f64 {
         match aggregation {
             Aggregation::SequenceMean | Aggregation::Constant(_) => float(self.answers.max(1)),
             Aggregation::TokenMean => float(self.tokens.max(1)),
@@ -133,8 +134,21 @@ impl Batch {
     /// Weight of each token of an answer of `tokens` trained tokens, where the whole batch is known beforehand.
     #[must_use]
     pub fn weight(&self, aggregation: Aggregation, tokens: u64) -> f64 {
-        aggregation.share(tokens) / self.divisor(aggregation)
+        aggregation.share(tokens) / self.denominator(aggregation)
     }
+}
+
+/// Divides a sum of losses by the batch's denominator.
+#[must_use]
+pub fn mean_loss(sum: f64, denominator: f64) -> f64 {
+    sum / denominator
+}
+
+/// Divides this rank's gradients by the batch's denominator, which is known only when all its answers are.
+#[must_use]
+pub fn divide_gradients(local: LocalGrads, denominator: f64) -> LocalGrads {
+    let LocalGrads(gradients) = local;
+    LocalGrads(gradients.into_iter().map(|gradient| gradient / denominator).collect())
 }
 
 /// Some tokens of one answer, in the accumulation dtype, [t] each.

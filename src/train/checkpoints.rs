@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::round_state;
 use super::session::Session;
-use super::stop::StopPolicy;
+use super::stop_policy::StopPolicy;
 use crate::checkpoint::{self, State, Store};
 use crate::config::Loaded;
 use crate::report::{HeldOut, Reporter};

@@ -7,7 +7,7 @@ use super::answer::{Answer, RewardedGroup};
 use super::outcome::Interruption;
 use super::rewards;
 use super::session::Session;
-use super::stop::StopPolicy;
+use super::stop_policy::StopPolicy;
 use crate::config::Gradient;
 use crate::data::{Dataset, Group};
 use crate::prompt::handoff::Logprobs;

@@ -6,14 +6,14 @@
 use tch::Tensor;
 
 use super::answer::{Answer, GroupPlace};
+use super::conventional;
 use super::metrics::UpdateMetrics;
 use super::outcome::Interruption;
 use super::rewards;
 use super::round::{FrozenGroup, Round};
 use super::round_state::gather_logprobs;
 use super::session::Session;
-use super::stop::StopPolicy;
-use super::whole;
+use super::stop_policy::StopPolicy;
 use crate::data::Group;
 use crate::report::Reporter;
 use crate::runtime::failure::{Failure, Phase};
@@ -85,7 +85,9 @@ impl Turns<'_> {
     fn conventional_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
         let loss = match self.reward(turn, Vec::new(), observer)? {
             Verdict::Skip => Ok(0.0),
-            Verdict::Train(_) | Verdict::Score(_) => whole::train_group(self.session, &self.round.mine[turn], observer),
+            Verdict::Train(_) | Verdict::Score(_) => {
+                conventional::train_group(self.session, &self.round.mine[turn], observer)
+            }
         };
         self.metrics.loss += self.stop.settle(self.world, loss)?;
         self.session.count_gradients(self.world);

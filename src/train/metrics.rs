@@ -4,7 +4,7 @@ use crate::report::{Seconds, Step};
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{Rank, float, from_index};
 use crate::step::extremes::{Range, max_or_nan};
-use crate::step::objective::TokenStats;
+use crate::step::objective::{self, TokenStats};
 use crate::step::observer::PhaseSeconds;
 use crate::step::replay::Replayed;
 use crate::step::rollout::SampledAnswer;
@@ -13,7 +13,7 @@ use crate::world::World;
 /// What an update's groups add up to, on one rank or on all of them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct UpdateMetrics {
-    /// Sum over answers; not divided by the batch's divisor.
+    /// Sum over answers; not divided by the batch's denominator.
     pub(super) loss: f64,
     /// Smallest and largest ratio to the frozen scores; `None` without a trained token.
     pub(super) ratio: Option<Range>,
@@ -110,15 +110,15 @@ impl UpdateMetrics {
         }
     }
 
-    /// The numbers of an update over all ranks, as far as they follow from these metrics. `divisor`: the batch's;
+    /// The numbers of an update over all ranks, as far as they follow from these metrics. `denominator`: the batch's;
     /// `has_kl`: whether there is a KL term.
-    pub(super) fn describe(&self, divisor: f64, has_kl: bool) -> Step {
+    pub(super) fn describe(&self, denominator: f64, has_kl: bool) -> Step {
         let TokenStats { tokens, clipped_low, clipped_high, kl } = self.trained;
         let share = |count: u64| float(count) / float(tokens.max(1));
         let finite = |ratio: f64| ratio.clamp(-f64::MAX, f64::MAX);
         let entropy = self.sampled_entropy / float(self.sampled_tokens);
         Step {
-            loss: self.loss / divisor,
+            loss: objective::mean_loss(self.loss, denominator),
             // JSON has no word for infinity, and a ratio that has overflowed was clipped.
             ratio: self.ratio.map(|Range { least, most }| [finite(least), finite(most)]),
             clipped_tokens: clipped_low + clipped_high,

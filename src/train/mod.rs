@@ -2,6 +2,7 @@
 
 mod answer;
 mod checkpoints;
+mod conventional;
 mod evaluate;
 mod groups;
 mod inputs;
@@ -16,13 +17,12 @@ mod round;
 mod round_state;
 mod run;
 mod session;
-mod step;
-mod stop;
 mod stop_files;
+mod stop_policy;
 mod totals;
 mod trace;
 mod trainer;
-mod whole;
+mod update;
 
 pub use run::{Finished, Run, RunOptions};
 pub use session::Session;

@@ -10,7 +10,7 @@ use super::inputs::{self, Inputs};
 use super::session::{Model, Policy, RunPlan, Session, TrainingData};
 use crate::checkpoint;
 use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
-use crate::data::Cursor;
+use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
 use crate::model::lora::Adapters;
 use crate::model::spec::Spec;
@@ -196,7 +196,7 @@ fn start_adapters(config: &RunConfig, spec: &Spec, shape: &AdapterShape, device:
 
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
     let Inputs { train, held_out, tokenizer, end_ids, scorer, .. } = inputs;
-    let cursor = Cursor::new(config.data.shuffle.then_some(config.run.seed), train.len());
+    let cursor = GroupOrder::new(config.data.shuffle.then_some(config.run.seed), train.len());
     TrainingData { train, held_out, tokenizer, end_ids, scorer, cursor, round: None }
 }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::answer::{Answer, AnswerReward, MissingReward, RewardedGroup};
 use super::outcome::Interruption;
 use super::session::{Session, TrainingData};
-use super::stop::StopPolicy;
+use super::stop_policy::StopPolicy;
 use crate::config::{Environment, RewardName, RunConfig};
 use crate::data::{Dataset, Group};
 use crate::report::AnswerLine;

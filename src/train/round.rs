@@ -10,7 +10,7 @@ use std::rc::Rc;
 use serde::{Deserialize, Serialize};
 
 use super::answer::{Answer, GroupPlace, MissingReward, RewardedGroup};
-use crate::data::Cursor;
+use crate::data::GroupOrder;
 use crate::report::Step;
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::units::{float, from_index};
@@ -59,7 +59,7 @@ impl FrozenGroup {
         self.answers.iter().map(|answer| answer.ids.clone()).collect()
     }
 
-    /// The answers as they are trained, each token with its weight before the batch's divisor.
+    /// The answers as they are trained, each token with its weight before the batch's denominator.
     pub(super) fn trained_answers(&self, aggregation: Aggregation) -> Vec<TrainedAnswer> {
         let trained = |(answer, advantage): (&Answer, &Option<f64>)| TrainedAnswer {
             ids: answer.ids.clone(),
@@ -103,12 +103,12 @@ pub(super) struct Round {
     /// All answers that take part.
     pub(super) counts: objective::Batch,
     /// Where the data stood before the round.
-    pub(super) cursor_before: Cursor,
+    pub(super) cursor_before: GroupOrder,
 }
 
 impl Round {
     /// Takes the next `groups` groups of the data. Every rank knows the place of each.
-    pub(super) fn take(cursor: &mut Cursor, groups: usize) -> Round {
+    pub(super) fn take(cursor: &mut GroupOrder, groups: usize) -> Round {
         let cursor_before = cursor.clone();
         let first = cursor.taken();
         let places = (first..).zip(cursor.take(groups)).map(|(number, index)| GroupPlace { index, number });
@@ -197,7 +197,7 @@ mod tests {
         let reason =
             |index| MissingReward { kind: kind(index).into(), words: "no answer".into(), service: true, counts };
         let missing = (0..missing).map(reason).collect();
-        let mut round = Round::take(&mut Cursor::new(None, 1), 1);
+        let mut round = Round::take(&mut GroupOrder::new(None, 1), 1);
         round.groups.push(GroupSummary { rewards: vec![None; answers], missing, ..GroupSummary::default() });
         round
     }

@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::round::{FrozenGroup, Round};
 use crate::config::{Aggregation as Rule, Dtype, Loaded, RewardFn, RewardName, RunConfig};
-use crate::data::{Cursor, Dataset, Group, Tokenizer};
+use crate::data::{Dataset, Group, GroupOrder, Tokenizer};
 use crate::model::adapter_file::AdapterShape;
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
@@ -80,7 +80,7 @@ pub(super) struct TrainingData {
     pub(super) end_ids: Vec<i64>,
     /// Scores answers; on rank 0 only.
     pub(super) scorer: Option<Scorer>,
-    pub(super) cursor: Cursor,
+    pub(super) cursor: GroupOrder,
     /// The groups of the current round, between two of its updates.
     pub(super) round: Option<Round>,
 }

@@ -7,10 +7,10 @@ use super::records::Records;
 use super::round::Round;
 use super::run::{Finished, Run, RunOptions};
 use super::session::Session;
-use super::step::{self, Update, UpdateContext};
-use super::stop::StopPolicy;
 use super::stop_files::{Ended, StopFiles};
+use super::stop_policy::StopPolicy;
 use super::totals::{RunEnd, RunTotals};
+use super::update::{self, Update, UpdateContext};
 use crate::config::Loaded;
 use crate::report::{HeldOut, Reporter, Step};
 use crate::runtime::failure::{Failure, Phase};
@@ -127,7 +127,8 @@ impl Trainer {
     fn update(&mut self, round: &mut Round, step: u64, world: &World) -> Result<Outcome<Update>, Failure> {
         let Trainer { session, reporter, observer, stop, totals, .. } = self;
         let mut context = UpdateContext { reporter, observer, stop };
-        let update = stop.droppable(totals.last_update_s(), || step::update(session, world, &mut context, round, step));
+        let update =
+            stop.droppable(totals.last_update_s(), || update::update(session, world, &mut context, round, step));
         self.records.end_update(world)?;
         Outcome::of(update)
     }

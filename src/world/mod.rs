@@ -11,7 +11,7 @@ pub mod devices;
 mod error;
 pub mod exchange;
 mod root;
-mod stop;
+mod signals;
 mod watchdog;
 
 use std::cell::Cell;
@@ -26,7 +26,7 @@ use mpi::environment::Universe;
 pub use about::{host, library};
 pub use axis::Axis;
 pub use error::Error;
-pub use stop::{install_signal_handlers, stop_requested, time_left};
+pub use signals::{install_signal_handlers, stop_requested, time_left};
 
 use crate::runtime::failure::{Exit, Failure};
 use crate::runtime::liveness::{HeartbeatFiles, StallLimits, Tracker};
@@ -192,7 +192,7 @@ impl World {
     pub fn report_alive(&self) {
         self.tracker.report_alive();
         if self.all.stop_reported() {
-            stop::request_stop();
+            signals::request_stop();
         }
     }
 
@@ -225,7 +225,7 @@ impl World {
     #[must_use]
     pub fn leave(&self, failure: Failure) -> Exit {
         let Some(speaker) = self.speaker.get() else { self.abort(failure) };
-        stop::restore_default_signals();
+        signals::restore_default_signals();
         let message = message(&failure, self.tracker.shared_site(), &self.ledger);
         tracing::error!("{message}");
         if speaker == self.all.rank() {

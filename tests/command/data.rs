@@ -9,7 +9,7 @@ use super::training::{config, lines, record};
 
 /// A tokenizer of bytes, each a token of its own.
 fn bytes_tokenizer() -> String {
-    std::fs::read_to_string(sample::folder().path().join("tokenizer.json")).unwrap()
+    std::fs::read_to_string(test_tokenizer::folder().path().join("tokenizer.json")).unwrap()
 }
 
 const TEMPLATE: &str = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\

@@ -36,7 +36,7 @@ fn room(base: &str) -> Room {
     for file in ["config.json", "model.safetensors"] {
         fs::copy(case("qwen3").join(file), room.path().join("model").join(file)).unwrap();
     }
-    let tokenizer = sample::folder();
+    let tokenizer = test_tokenizer::folder();
     fs::copy(tokenizer.path().join("tokenizer.json"), room.path().join("model/tokenizer.json")).unwrap();
     room
 }

@@ -5,9 +5,9 @@
 #[path = "../loading/checkpoints.rs"]
 #[allow(dead_code, reason = "shared with the tests of loading, which use all of it")]
 mod checkpoints;
-#[path = "../../src/data/sample.rs"]
+#[path = "../../src/data/test_tokenizer.rs"]
 #[allow(dead_code, reason = "shared with the unit tests of data, which use all of it")]
-mod sample;
+mod test_tokenizer;
 
 mod abort;
 mod convert;

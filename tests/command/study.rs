@@ -14,8 +14,8 @@ const PROJECTIONS: [&str; 8] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_pr
 fn room() -> Room {
     let room = Room::new();
     let mut draft = Draft::of("llama");
-    let tokenizer = sample::folder();
-    draft.config["vocab_size"] = json!(sample::END + 1);
+    let tokenizer = test_tokenizer::folder();
+    draft.config["vocab_size"] = json!(test_tokenizer::END + 1);
     draft.config["max_position_embeddings"] = json!(1_024);
     for table in ["model.embed_tokens.weight", "lm_head.weight"] {
         let table = draft.tensor(table);

@@ -22,7 +22,7 @@ use prompts::{Split, SplitWriter};
 
 use super::corpus;
 use super::error::Error;
-use super::order::Random;
+use super::random::Random;
 use super::tokenizer::Tokenizer;
 use crate::runtime::units::{Tokens, from_index};
 
@@ -181,7 +181,7 @@ mod tests {
 
     #[test]
     fn prompts_have_the_exact_length_and_exactly_one_right_answer() {
-        let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
+        let (library, model, out) = (library(), test_tokenizer::folder(), tempfile::tempdir().unwrap());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let summary = write(&options(library.path()), &tokenizer, out.path()).unwrap();
         assert_eq!(summary.prompts, 14);
@@ -200,7 +200,7 @@ mod tests {
                     assert_eq!(answer.reward, Some(if right { 1.0 } else { 0.0 }));
                     assert_eq!(right, group.reward_data["expected"] == code);
                     assert!(prompt.contains(&format!(" is {code}.\n")), "wrong codes are in the text too");
-                    assert_eq!(answer.ids.last(), Some(&sample::END));
+                    assert_eq!(answer.ids.last(), Some(&test_tokenizer::END));
                 }
                 assert_eq!(group.answers.iter().filter(|answer| answer.reward == Some(1.0)).count(), 1);
                 assert_eq!(group.reward_data["question"], format!("What is the access code of the {place}?"));
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn the_codes_note_lies_as_deep_as_the_record_says() {
-        let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
+        let (library, model, out) = (library(), test_tokenizer::folder(), tempfile::tempdir().unwrap());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let depth = Depth { from: 20, to: 60 };
         let options = Options { depth, hops: 2, prompt_tokens: Tokens(4_000), ..options(library.path()) };
@@ -239,7 +239,7 @@ mod tests {
 
     #[test]
     fn answers_may_be_left_out_or_be_the_code_alone() {
-        let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
+        let (library, model, out) = (library(), test_tokenizer::folder(), tempfile::tempdir().unwrap());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let base = Options { short: true, ..options(library.path()) };
         let made = write(&Options { answers: 0, ..base.clone() }, &tokenizer, out.path()).unwrap();
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_tokenizer_that_counts_in_twos_cannot_make_an_odd_prompt() {
-        let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
+        let (library, model, out) = (library(), test_tokenizer::folder(), tempfile::tempdir().unwrap());
         let file = model.path().join("tokenizer.json");
         let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         // Every character becomes two, line ends too. Special tokens stay, the same number in every prompt.
@@ -280,7 +280,7 @@ mod tests {
 
     #[test]
     fn train_and_held_out_share_neither_passages_nor_codes() {
-        let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
+        let (library, model, out) = (library(), test_tokenizer::folder(), tempfile::tempdir().unwrap());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let summary = write(&options(library.path()), &tokenizer, out.path()).unwrap();
         let (train, held_out) = (parts(&summary.train_file), parts(&summary.held_out_file));
@@ -291,7 +291,7 @@ mod tests {
 
     #[test]
     fn a_seed_fixes_every_byte_and_another_seed_changes_them() {
-        let (library, model) = (library(), sample::folder());
+        let (library, model) = (library(), test_tokenizer::folder());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let made = |seed| {
             let out = tempfile::tempdir().unwrap();
@@ -305,7 +305,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_made_is_refused_with_numbers() {
-        let (library, model, out) = (library(), sample::folder(), tempfile::tempdir().unwrap());
+        let (library, model, out) = (library(), test_tokenizer::folder(), tempfile::tempdir().unwrap());
         let tokenizer = Tokenizer::open(model.path()).unwrap();
         let base = options(library.path());
         let depth = |from, to| Depth { from, to };

@@ -1,6 +1,6 @@
 //! The notes of a prompt: which place has which code, which note refers to which place, and the depth of each note.
 
-use super::super::order::Random;
+use super::super::random::Random;
 use super::options::{Depth, KEYS_MAX, Options};
 use crate::runtime::units::{as_index, from_index};
 

@@ -10,7 +10,7 @@ use tempfile::NamedTempFile;
 
 use super::super::corpus::{Corpus, Paragraph};
 use super::super::error::Error;
-use super::super::order::Random;
+use super::super::random::Random;
 use super::super::tokenizer::Tokenizer;
 use super::fit;
 use super::notes::{Task, code_depth, random_task};

@@ -13,7 +13,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use self::differences::Differences;
-use super::keys::{Keys, Problem};
+use super::config_reader::{ConfigReader, Problem};
 use super::problems::Problems;
 use super::shape::planned;
 use super::spec::{Error, Spec, parsed};
@@ -46,7 +46,7 @@ impl Spec {
     /// # Errors
     /// When it holds anything whose maths is not built: everything wrong in one message.
     pub fn from_config(config: &Map<String, Value>, rope_scaling: Option<&Value>, file: &Path) -> Result<Spec, Error> {
-        let mut keys = Keys::of_text_model(config);
+        let mut keys = ConfigReader::of_text_model(config);
         let refused = |problems| Error::Refused { file: file.to_owned(), problems: Problems(problems) };
         let Some(family) = find(&mut keys) else { return Err(refused(keys.problems)) };
         if let Some(value) = keys.value_here_or_outside("quantization_config") {
@@ -58,7 +58,7 @@ impl Spec {
 }
 
 /// The family that the config names; else a problem.
-fn find(keys: &mut Keys<'_>) -> Option<&'static Differences> {
+fn find(keys: &mut ConfigReader<'_>) -> Option<&'static Differences> {
     // A wrapper names the family outside where the text model's own table does not.
     let Some(outside) = keys.value_here_or_outside("model_type") else {
         keys.problems.push(Problem::Missing { key: keys.name("model_type") });

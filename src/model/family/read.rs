@@ -3,13 +3,13 @@
 use serde_json::Value;
 
 use super::differences::{BiasRule, Differences, RopeRule, ScoreScale, WindowRule};
-use crate::model::keys::{Keys, Problem};
+use crate::model::config_reader::{ConfigReader, Problem};
 use crate::model::rope::{RopeKeys, RopeSpec};
 use crate::model::spec::{Biases, Spec};
 use crate::runtime::units::from_index;
 
 /// The spec of a config. What is wrong is left in `keys`, and the spec is then not used. `rope_scaling` replaces the file's.
-pub(super) fn read(keys: &mut Keys<'_>, rope_scaling: Option<&Value>, own: &Differences) -> Spec {
+pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, own: &Differences) -> Spec {
     let vocabulary = keys.count("vocab_size", own.defaults.vocabulary);
     let width = keys.count("hidden_size", None);
     let ffn_width = keys.count("intermediate_size", None);
@@ -74,7 +74,7 @@ pub(super) fn read(keys: &mut Keys<'_>, rope_scaling: Option<&Value>, own: &Diff
 }
 
 /// Query heads, key and value heads, and their width.
-fn heads(keys: &mut Keys<'_>, width: u64, own: &Differences) -> (u64, u64, u64) {
+fn heads(keys: &mut ConfigReader<'_>, width: u64, own: &Differences) -> (u64, u64, u64) {
     let query_heads = keys.count("num_attention_heads", own.defaults.query_heads);
     let kv_default = if keys.states("num_key_value_heads") { None } else { own.defaults.kv_heads };
     let kv_heads = keys.count("num_key_value_heads", Some(kv_default.unwrap_or(query_heads)));
@@ -93,7 +93,7 @@ fn heads(keys: &mut Keys<'_>, width: u64, own: &Differences) -> (u64, u64, u64) 
     (query_heads, kv_heads, head_dim)
 }
 
-fn biases(keys: &mut Keys<'_>, rule: BiasRule) -> Biases {
+fn biases(keys: &mut ConfigReader<'_>, rule: BiasRule) -> Biases {
     match rule {
         BiasRule::Never => Biases::default(),
         BiasRule::QueryKeyValue => Biases { q: true, k: true, v: true, o: false, mlp: false },
@@ -106,7 +106,7 @@ fn biases(keys: &mut Keys<'_>, rule: BiasRule) -> Biases {
 }
 
 /// For each layer how many keys a query sees; `None` sees all.
-fn windows(keys: &mut Keys<'_>, rule: WindowRule, layers: usize) -> Vec<Option<u64>> {
+fn windows(keys: &mut ConfigReader<'_>, rule: WindowRule, layers: usize) -> Vec<Option<u64>> {
     let null = keys.states("sliding_window") && keys.value("sliding_window").is_none();
     let slides = layer_slides(keys, layers);
     let slides_or = |by_default: &dyn Fn(usize) -> bool| -> Vec<bool> {
@@ -143,13 +143,13 @@ fn windows(keys: &mut Keys<'_>, rule: WindowRule, layers: usize) -> Vec<Option<u
 }
 
 /// Which layers `layer_types` calls sliding; `None` without a (sound) list.
-fn layer_slides(keys: &mut Keys<'_>, layers: usize) -> Option<Vec<bool>> {
+fn layer_slides(keys: &mut ConfigReader<'_>, layers: usize) -> Option<Vec<bool>> {
     let wanted = "\"full_attention\" and \"sliding_attention\" for this family";
     let kinds = keys.layer_words("layer_types", layers, &["full_attention", "sliding_attention"], wanted)?;
     Some(kinds.into_iter().map(|kind| kind == 1).collect())
 }
 
-fn logit_cap(keys: &mut Keys<'_>, soft_caps: bool) -> Option<f64> {
+fn logit_cap(keys: &mut ConfigReader<'_>, soft_caps: bool) -> Option<f64> {
     let stated = soft_caps && keys.value("final_logit_softcapping").is_some();
     stated.then(|| keys.positive("final_logit_softcapping", None))
 }

@@ -1,7 +1,7 @@
 //! `qwen3_5` text models: a gated delta rule in most layers, gated attention in the others, dense feed-forwards.
 
 use super::layers::{Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights};
-use crate::model::keys::Keys;
+use crate::model::config_reader::ConfigReader;
 use crate::runtime::units::from_index;
 
 /// Sizes that all layers share.
@@ -19,7 +19,7 @@ struct Sizes {
 }
 
 /// Reads a config; absent keys have the defaults of the published config class.
-pub(super) fn read(keys: &mut Keys<'_>) -> Shape {
+pub(super) fn read(keys: &mut ConfigReader<'_>) -> Shape {
     let vocabulary = keys.count("vocab_size", None);
     let layers = keys.layers("num_hidden_layers");
     let sizes = Sizes {

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::layers::{Index, Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights};
-use crate::model::keys::Keys;
+use crate::model::config_reader::ConfigReader;
 use crate::runtime::units::{as_index, from_index};
 
 /// Sizes that all layers share.
@@ -29,7 +29,7 @@ struct Sizes {
 }
 
 /// Reads a config; absent keys have the defaults of the published config class.
-pub(super) fn read(keys: &mut Keys<'_>) -> Shape {
+pub(super) fn read(keys: &mut ConfigReader<'_>) -> Shape {
     let vocabulary = keys.count("vocab_size", Some(154_880));
     let layers = keys.layers("num_hidden_layers");
     let sizes = Sizes {
@@ -64,7 +64,7 @@ pub(super) fn read(keys: &mut Keys<'_>) -> Shape {
 }
 
 /// Which layers choose keys: as listed, else by the pattern, else every so many from an offset on.
-fn owners(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
+fn owners(keys: &mut ConfigReader<'_>, layers: usize) -> Vec<bool> {
     let wanted = "\"full\" and \"shared\"";
     if let Some(types) = keys.layer_words("indexer_types", layers, &["shared", "full"], wanted) {
         return types.into_iter().map(|kind| kind == 1).collect();
@@ -88,7 +88,7 @@ fn owners(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
 }
 
 /// Which layers have experts: as listed, else all after the first dense ones.
-fn sparse(keys: &mut Keys<'_>, layers: usize) -> Vec<bool> {
+fn sparse(keys: &mut ConfigReader<'_>, layers: usize) -> Vec<bool> {
     let wanted = "\"dense\" and \"sparse\"";
     if let Some(types) = keys.layer_words("mlp_layer_types", layers, &["dense", "sparse"], wanted) {
         return types.into_iter().map(|kind| kind == 1).collect();

@@ -1,6 +1,6 @@
 //! The parts of a shape: layers, their mixers and linear layers, as numbers.
 
-use crate::model::keys::Keys;
+use crate::model::config_reader::ConfigReader;
 use crate::runtime::units::{float, from_index};
 
 /// The part of a layer in which positions meet. Counts of heads, widths in elements.
@@ -12,7 +12,7 @@ pub enum Mix {
         query_heads: u64,
         kv_heads: u64,
         head_dim: u64,
-        /// Keys that a query sees, itself included; all where there is none.
+        /// ConfigReader that a query sees, itself included; all where there is none.
         window: Option<u64>,
         /// Whether a gate as wide as the queries multiplies the output.
         gated: bool,
@@ -261,7 +261,7 @@ pub(super) fn weights(projections: &[Projection]) -> u64 {
 pub(super) const SIZE_MAX: u64 = 1 << 15;
 
 /// A width, or a number of heads or experts.
-pub(super) fn size(keys: &mut Keys<'_>, key: &str, default: Option<u64>) -> u64 {
+pub(super) fn size(keys: &mut ConfigReader<'_>, key: &str, default: Option<u64>) -> u64 {
     let size = keys.count(key, default);
     if size > SIZE_MAX {
         keys.refuse(key, &serde_json::Value::from(size), "a whole number from 1 to 32768");

@@ -12,7 +12,7 @@ pub mod planned;
 use std::path::Path;
 
 pub use self::layers::{INDEX_BYTES, Index, Layer, Mix, Projection, Segment, Shape, Widths};
-use super::keys::Keys;
+use super::config_reader::ConfigReader;
 use super::problems::Problems;
 use super::spec::{self, Error, Spec};
 use crate::runtime::units::{LayerIndex, Tokens};
@@ -63,7 +63,7 @@ impl Shape {
     /// As [`Spec::read`].
     pub fn read(path: &Path, rope_scaling: Option<&serde_json::Value>) -> Result<Shape, Error> {
         let (file, config) = spec::parsed(path)?;
-        let mut keys = Keys::of_text_model(&config);
+        let mut keys = ConfigReader::of_text_model(&config);
         let named = keys.value_here_or_outside("model_type").and_then(serde_json::Value::as_str);
         let Some(planned) = named.and_then(planned::find) else {
             return Ok(Shape::of(&Spec::from_config(&config, rope_scaling, &file)?));
@@ -121,8 +121,8 @@ mod tests {
         serde_json::from_str(text).unwrap()
     }
 
-    fn read(config: &Map<String, Value>) -> Result<Shape, Vec<super::super::keys::Problem>> {
-        let mut keys = Keys::of_text_model(config);
+    fn read(config: &Map<String, Value>) -> Result<Shape, Vec<super::super::config_reader::Problem>> {
+        let mut keys = ConfigReader::of_text_model(config);
         let named = keys.value_here_or_outside("model_type").and_then(Value::as_str).unwrap();
         let shape = (planned::find(named).unwrap().read)(&mut keys);
         if keys.problems.is_empty() { Ok(shape) } else { Err(keys.problems) }

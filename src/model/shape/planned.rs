@@ -2,14 +2,14 @@
 
 use super::layers::Shape;
 use super::{hybrid, latent};
-use crate::model::keys::Keys;
+use crate::model::config_reader::ConfigReader;
 
 /// A family that is planned and not trained.
 pub struct Planned {
     /// Its `model_type` values.
     model_types: &'static [&'static str],
     /// Reads a config; what is wrong is left in the keys, and the shape is then not used.
-    pub read: fn(&mut Keys<'_>) -> Shape,
+    pub read: fn(&mut ConfigReader<'_>) -> Shape,
 }
 
 const PLANNED: &[Planned] = &[

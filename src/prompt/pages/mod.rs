@@ -13,6 +13,7 @@
 //!   copies in       l+1's pages ▶ GPU    l+2's …                             (later phases; the sweep goes down)
 //! ```
 
+mod adapter_version;
 mod hidden;
 mod transit;
 
@@ -21,6 +22,7 @@ use std::cell::RefCell;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
+pub use adapter_version::AdapterVersion;
 pub use hidden::{HiddenPool, Slot, StagedHidden};
 
 use transit::{Arrival, Outbox};
@@ -38,7 +40,7 @@ pub enum Error {
     /// The state was captured under another adapter version.
     #[error("page state of {held} was requested as {wanted}: capture the prompt again after an update")]
     #[expect(missing_docs, reason = "the message says it")]
-    Stale { held: Stamp, wanted: Stamp },
+    Stale { held: AdapterVersion, wanted: AdapterVersion },
     /// A slab is larger or smaller than its pages.
     #[error("layer {layer}: page storage is {stored}, {pages} pages are {expected}")]
     #[expect(missing_docs, reason = "the message says it")]
@@ -54,21 +56,6 @@ impl Classified for Error {
             Error::Torch(error) => error.exit(),
             _ => Exit::Bug,
         }
-    }
-}
-
-/// The adapters that a prompt was captured under.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Stamp {
-    /// The policy's name: `policy` or `reference`.
-    pub policy: &'static str,
-    /// Its version: updates made so far.
-    pub version: u64,
-}
-
-impl std::fmt::Display for Stamp {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} version {}", self.policy, self.version)
     }
 }
 
@@ -151,7 +138,7 @@ pub struct PagePool {
     rank: Rank,
     residency: Residency,
     device: Device,
-    stamp: Stamp,
+    stamp: AdapterVersion,
     layers: Vec<Vec<Slab>>,
     ledger: Ledger,
     held: Vec<Held>,
@@ -170,7 +157,7 @@ struct Arriving {
 impl PagePool {
     /// An empty pool; layers are pushed from the first one up.
     #[must_use]
-    pub fn new(layout: PromptLayout, rank: Rank, residency: Residency, stamp: Stamp, ledger: Ledger) -> Self {
+    pub fn new(layout: PromptLayout, rank: Rank, residency: Residency, stamp: AdapterVersion, ledger: Ledger) -> Self {
         PagePool {
             layout,
             rank,
@@ -228,7 +215,7 @@ impl PagePool {
     ///
     /// # Errors
     /// When the pages were captured under other adapters than `wanted`.
-    pub fn stage(&self, layer: LayerIndex, next: Option<LayerIndex>, wanted: &Stamp) -> Result<Staged, Error> {
+    pub fn stage(&self, layer: LayerIndex, next: Option<LayerIndex>, wanted: &AdapterVersion) -> Result<Staged, Error> {
         if *wanted != self.stamp {
             return Err(Error::Stale { held: self.stamp.clone(), wanted: wanted.clone() });
         }
@@ -300,7 +287,7 @@ impl PagePool {
 
     /// The adapters that the prompt was captured under.
     #[must_use]
-    pub fn stamp(&self) -> &Stamp {
+    pub fn stamp(&self) -> &AdapterVersion {
         &self.stamp
     }
 }
@@ -338,7 +325,7 @@ mod tests {
         let layout = PromptLayout::new(Tokens(130), Tokens(64), 1, Tokens(1));
         let rows =
             vec![PlaneRow { shape: vec![2, 4], kind: Kind::Float }, PlaneRow { shape: vec![3], kind: Kind::BFloat16 }];
-        let stamp = Stamp { policy: "policy", version: 3 };
+        let stamp = AdapterVersion { policy: "policy", version: 3 };
         let mut pool = PagePool::new(layout.clone(), Rank(0), residency, stamp, Ledger::default());
         for layer in 0..2i64 {
             let slabs = layout.chunks_of(Rank(0)).map(|run| {
@@ -385,8 +372,8 @@ mod tests {
     #[test]
     fn pages_of_another_adapter_version_are_refused() {
         let (pool, _) = pool(Residency::Host);
-        let refused = pool.stage(LayerIndex(0), None, &Stamp { policy: "policy", version: 4 });
+        let refused = pool.stage(LayerIndex(0), None, &AdapterVersion { policy: "policy", version: 4 });
         assert!(refused.unwrap_err().to_string().contains("policy version 3"));
-        assert!(pool.stage(LayerIndex(0), None, &Stamp { policy: "reference", version: 3 }).is_err());
+        assert!(pool.stage(LayerIndex(0), None, &AdapterVersion { policy: "reference", version: 3 }).is_err());
     }
 }

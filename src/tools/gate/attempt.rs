@@ -5,8 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Expected};
+use super::earlier_receipt::{self, Earlier, Now, Opened};
 use super::error::Error;
-use super::order::{self, Earlier, Now, Opened};
 use crate::config::{Dtype, Gate, Gradient, Loaded, RunConfig};
 use crate::model::spec::Spec;
 use crate::report::{self, Receipt, say, write_receipt};
@@ -69,7 +69,7 @@ impl Attempt<'_> {
             }),
         };
         let found = match world.all.rank() {
-            Rank(0) => order::check(self.gate, &self.loaded.rank.dir, &now),
+            Rank(0) => earlier_receipt::check(self.gate, &self.loaded.rank.dir, &now),
             _ => Ok(None),
         };
         let broken = matches!(found, Err(Error::Order { .. }));

@@ -6,7 +6,7 @@
 use serde_json::json;
 
 use super::checks::check;
-use super::order::Earlier;
+use super::earlier_receipt::Earlier;
 use crate::report::{Check, Receipt};
 use crate::runtime::units::{Bytes, float, from_index};
 

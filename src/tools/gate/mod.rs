@@ -9,11 +9,11 @@
 
 mod attempt;
 mod checks;
+mod earlier_receipt;
 mod error;
 #[cfg(test)]
 mod fixture;
 mod memory;
-mod order;
 mod parity;
 mod resumed;
 mod runs;
@@ -94,7 +94,7 @@ mod tests {
     use std::fs;
 
     use super::checks::check;
-    use super::order::Now;
+    use super::earlier_receipt::Now;
     use super::*;
 
     fn read(dir: &Path) -> serde_json::Value {
@@ -116,7 +116,7 @@ mod tests {
         assert!(!dir.join("receipt.json").exists() && dir.join("receipt.earlier.json").exists());
         assert!(end_alone(&gate, &config, &dir, one(true)).expect("written").passed);
         let now = Now { ranks: 8, cp_size: 8, scale: 64, dtype: "bfloat16".into(), model: None };
-        assert!(order::check(&fixture::gate("gate2_32k"), &folder.path().join("gate2_32k"), &now).is_ok());
+        assert!(earlier_receipt::check(&fixture::gate("gate2_32k"), &folder.path().join("gate2_32k"), &now).is_ok());
         assert!(!end_alone(&gate, &config, &dir, Vec::new()).expect("written").passed, "nothing was looked at");
     }
 }

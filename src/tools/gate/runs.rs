@@ -7,7 +7,7 @@ use serde_json::json;
 use super::attempt::Attempt;
 use super::checks;
 use super::error::Error;
-use super::{memory, order, parity};
+use super::{earlier_receipt, memory, parity};
 use crate::config::{Gate, Gradient, Growth, Runs};
 use crate::report::{Check, Receipt, say};
 use crate::runtime::failure::Failure;
@@ -59,12 +59,12 @@ pub(super) fn both_gradients(attempt: &mut Attempt<'_>, world: &mut World) -> Re
 /// the order was broken by force.
 fn compared(attempt: &Attempt<'_>, receipt: &mut Receipt) -> Result<Vec<Check>, Error> {
     let Some((other, growth)) = attempt.gate.comparison() else { return Ok(Vec::new()) };
-    let mut file: PathBuf = order::receipt_of(&other, &attempt.loaded.rank.dir);
+    let mut file: PathBuf = earlier_receipt::receipt_of(&other, &attempt.loaded.rank.dir);
     if other.runs() == Runs::BothGradients && receipt.gradient == "exact" {
         // Its own receipt is that of the other mode.
         file = file.with_file_name("exact").join("receipt.json");
     }
-    let earlier = order::read(&file)?.ok_or_else(|| format!("{} is not there", file.display()));
+    let earlier = earlier_receipt::read(&file)?.ok_or_else(|| format!("{} is not there", file.display()));
     let (what, outcome) = match growth {
         Growth::Length => ("growth with the length", earlier.and_then(|other| memory::growth(receipt, &other))),
         Growth::Group => {

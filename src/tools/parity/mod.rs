@@ -4,9 +4,9 @@
 //! tensor means). Errors are relative L2, ‖x − y‖ / ‖y‖ over all rows of all ranks; a loss is compared absolutely, and
 //! where nothing is expected (‖y‖ < 1e-12) the error is ‖x‖.
 
+mod autograd_reference;
 mod case;
 pub mod distance;
-mod judged;
 pub mod random;
 
 use std::path::Path;
@@ -146,7 +146,7 @@ pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Fa
         let reduced = finalize::run(&world.cp, finalize::take(&adapters), &adapters, 0.0)?;
         let expected = match case::expected_mode(options.gradient, done.group.layout.prompt()) {
             Some(mode) => case.gradients(&adapters, mode, loss),
-            None => judged::gradients(&case, &transaction, &answers)?,
+            None => autograd_reference::gradients(&case, &transaction, &answers)?,
         };
         errors.of_gradients(&adapters, loss, &reduced, &expected);
         let named = adapters.names().map(|tensor| format!("{}.{tensor}", loss.name()));

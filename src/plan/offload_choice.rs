@@ -6,7 +6,7 @@ use crate::prompt::pages::Residency;
 
 /// One choice among those that a configuration leaves open.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Choice {
+pub(super) struct OffloadChoice {
     pub(super) keeping: Keeping,
     /// Whether the prompt's index sets are kept for the sweep; otherwise keys are chosen again.
     pub(super) index_sets: bool,
@@ -14,9 +14,9 @@ pub(super) struct Choice {
     pub(super) all_pages: bool,
 }
 
-impl Choice {
+impl OffloadChoice {
     /// The stated choice. Where the configuration leaves one, pages are in `pages` and the least is kept.
-    pub(super) fn stated(config: &RunConfig, pages: Residency) -> Choice {
+    pub(super) fn stated(config: &RunConfig, pages: Residency) -> OffloadChoice {
         let memory = &config.memory;
         let keeping = Keeping {
             pages: match memory.cpu_offload_pages {
@@ -28,7 +28,7 @@ impl Choice {
             every: usize::try_from(memory.inputs_every.max(1)).unwrap_or(usize::MAX),
             attention: memory.keep_attention == When::Always,
         };
-        Choice { keeping, index_sets: false, all_pages: config.rollout.pages_on_device == When::Always }
+        OffloadChoice { keeping, index_sets: false, all_pages: config.rollout.pages_on_device == When::Always }
     }
 
     /// Whether the prompt's pages of all layers are on the device during rollout, for whatever reason.

@@ -58,7 +58,7 @@ impl Problem {
 /// Every look-up returns a usable value, so that reading goes on to the next key; the value of a key with a problem is
 /// never used, because a file with problems is refused as a whole.
 #[derive(Debug)]
-pub struct Keys<'a> {
+pub struct ConfigReader<'a> {
     table: &'a Map<String, Value>,
     outer: &'a Map<String, Value>,
     prefix: &'a str,
@@ -66,20 +66,20 @@ pub struct Keys<'a> {
     pub problems: Vec<Problem>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> ConfigReader<'a> {
     /// The text model's table of a config: `text_config` where there is one, else the whole file.
     #[must_use]
-    pub fn of_text_model(config: &'a Map<String, Value>) -> Keys<'a> {
+    pub fn of_text_model(config: &'a Map<String, Value>) -> ConfigReader<'a> {
         match config.get("text_config").and_then(Value::as_object) {
-            Some(inner) => Keys { table: inner, outer: config, prefix: "text_config.", problems: Vec::new() },
-            None => Keys { table: config, outer: config, prefix: "", problems: Vec::new() },
+            Some(inner) => ConfigReader { table: inner, outer: config, prefix: "text_config.", problems: Vec::new() },
+            None => ConfigReader { table: config, outer: config, prefix: "", problems: Vec::new() },
         }
     }
 
     /// Another table of the same file (or one given in its place), named `prefix`.
     #[must_use]
-    pub fn within<'b>(table: &'b Map<String, Value>, prefix: &'b str) -> Keys<'b> {
-        Keys { table, outer: table, prefix, problems: Vec::new() }
+    pub fn within<'b>(table: &'b Map<String, Value>, prefix: &'b str) -> ConfigReader<'b> {
+        ConfigReader { table, outer: table, prefix, problems: Vec::new() }
     }
 
     /// The key as messages name it.
@@ -188,12 +188,12 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// As [`Keys::tokens`], from the top level where the text model's table does not state the key.
+    /// As [`ConfigReader::tokens`], from the top level where the text model's table does not state the key.
     pub fn tokens_here_or_outside(&mut self, key: &str, default: &[u64]) -> Vec<u64> {
         if self.states(key) {
             return self.tokens(key, default);
         }
-        let mut outer = Keys::within(self.outer, "");
+        let mut outer = ConfigReader::within(self.outer, "");
         let ids = outer.tokens(key, default);
         self.problems.append(&mut outer.problems);
         ids

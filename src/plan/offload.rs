@@ -2,7 +2,7 @@
 
 use super::addend::Place;
 use super::budget::{Plan, Room};
-use super::choice::Choice;
+use super::offload_choice::OffloadChoice;
 use super::rollout::Rollout;
 use super::seconds::Rates;
 use super::sizes::Sizes;
@@ -28,7 +28,7 @@ pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room) -> P
 #[must_use]
 pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Room) -> Plan {
     let choosing = shape.is_some_and(|shape| shape.layers.iter().any(|layer| layer.mix.chooses().is_some()));
-    let with = |choice: Choice| {
+    let with = |choice: OffloadChoice| {
         let sizes = shape.map(|shape| Sizes::new(config, ranks, shape, choice, !room.host_only));
         Plan {
             ranks,
@@ -43,13 +43,13 @@ pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Ro
             seconds: None,
         }
     };
-    let fits = |choice: Choice| with(choice).refuse(room).is_ok();
+    let fits = |choice: OffloadChoice| with(choice).refuse(room).is_ok();
     let known = room.device.is_some() || room.host.is_some();
-    let least = Choice::stated(config, Residency::Host);
+    let least = OffloadChoice::stated(config, Residency::Host);
     let Some(shape) = shape else { return with(least) };
     let mut choice = if known {
         let tried = tried(config, shape, choosing);
-        let sum = |choice: &Choice| {
+        let sum = |choice: &OffloadChoice| {
             let plan = with(*choice);
             plan.sum(Place::Host).0.saturating_add(plan.sum(Place::Device).0)
         };
@@ -59,7 +59,7 @@ pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Ro
         least
     };
     // Pages that stay on the device for all tokens cost no time, whatever else was chosen.
-    let all_pages = Choice { all_pages: true, ..choice };
+    let all_pages = OffloadChoice { all_pages: true, ..choice };
     let roomy = room.device.is_some() || (room.host_only && room.host.is_some());
     if config.rollout.sample && config.rollout.pages_on_device == When::Auto && roomy && fits(all_pages) {
         choice = all_pages;
@@ -72,7 +72,7 @@ pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Ro
 }
 
 /// The choices that the configuration leaves open, the cheapest in time first.
-fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<Choice> {
+fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<OffloadChoice> {
     let memory = &config.memory;
     let most = if memory.inputs_every == 0 { shape.layers.len().max(1) } else { 1 };
     let swept = choosing && config.tail(config.context.prompt_len) > memory.micro_block;
@@ -83,17 +83,17 @@ fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<Choice> {
             continue;
         }
         for step in 1..=most {
-            let stated = Choice::stated(config, pages);
+            let stated = OffloadChoice::stated(config, pages);
             let every = if memory.inputs_every == 0 { step } else { stated.keeping.every };
             let attention = memory.keep_attention == When::Auto && step == 1;
-            let choice = |keeping: Keeping| Choice { keeping, index_sets, ..stated };
+            let choice = |keeping: Keeping| OffloadChoice { keeping, index_sets, ..stated };
             tried.extend(attention.then_some(choice(Keeping { every, attention, ..stated.keeping })));
             tried.push(choice(Keeping { every, ..stated.keeping }));
         }
     }
     // Computing again costs more than copying pages. Choosing keys again costs most, a score of every pair of positions; then
     // layers that are left out, then attention; pages in host memory cost least.
-    tried.sort_by_key(|&Choice { keeping, index_sets, .. }| {
+    tried.sort_by_key(|&OffloadChoice { keeping, index_sets, .. }| {
         (!index_sets, keeping.every, !keeping.attention, keeping.pages == Residency::Host)
     });
     tried

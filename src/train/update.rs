@@ -8,13 +8,13 @@ use super::outcome::Interruption;
 use super::rate::learning_rate;
 use super::round::Round;
 use super::session::Session;
-use super::stop::StopPolicy;
+use super::stop_policy::StopPolicy;
 use crate::prompt::handoff::ReducedGrads;
 use crate::report::{Reporter, Seconds, Step};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::from_index;
-use crate::step::finalize;
 use crate::step::observer::Observer;
+use crate::step::{finalize, objective};
 use crate::world::World;
 
 /// What follows an update and decides on it.
@@ -44,10 +44,10 @@ pub(super) fn update(
     let metrics = UpdateMetrics::default();
     let metrics = Turns { session, world, reporter, stop, round, step, metrics }.run(observer)?;
     require_rewards(session, world, round, step)?;
-    let divisor = round.counts.divisor(session.objective().aggregation);
-    let gradients = finalize(session, world, observer, divisor)?;
+    let denominator = round.counts.denominator(session.objective().aggregation);
+    let gradients = finalize(session, world, observer, denominator)?;
     let metrics = metrics.reduce(world);
-    require_finite(world, metrics.loss / divisor)?;
+    require_finite(world, objective::mean_loss(metrics.loss, denominator))?;
     let learning_rate = learning_rate(session.config(), step);
     optimize(session, world, observer, &gradients, learning_rate)?;
     let spent = observer.take_seconds();
@@ -57,7 +57,7 @@ pub(super) fn update(
         grad_norm: gradients.norm(),
         learning_rate,
         seconds: Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) },
-        ..metrics.describe(divisor, session.policy.reference.is_some())
+        ..metrics.describe(denominator, session.policy.reference.is_some())
     };
     let numbers = describe_groups(session, round, numbers);
     warn_of_gap(session, reporter, &numbers);
@@ -81,11 +81,16 @@ fn require_rewards(session: &Session, world: &World, round: &Round, step: u64) -
     world.agree(enough.map_err(Failure::from)).map_err(|failure| Interruption::NoRewards { failure })
 }
 
-/// Divides this rank's gradients by the batch's divisor, sums them over all ranks, and clips them.
-fn finalize(session: &Session, world: &World, observer: &mut Observer, divisor: f64) -> Result<ReducedGrads, Failure> {
+/// Divides this rank's gradients by the batch's denominator, sums them over all ranks, and clips them.
+fn finalize(
+    session: &Session,
+    world: &World,
+    observer: &mut Observer,
+    denominator: f64,
+) -> Result<ReducedGrads, Failure> {
     let adapters = &session.policy.adapters;
     let reduced = observer.host_phase(Phase::Finalize, || {
-        let local = finalize::divided(finalize::take(adapters), divisor);
+        let local = objective::divide_gradients(finalize::take(adapters), denominator);
         finalize::run(&world.all, local, adapters, session.config().optimizer.max_grad_norm)
     });
     world.agree(reduced)

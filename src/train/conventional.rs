@@ -13,7 +13,7 @@ use crate::runtime::units::{Tokens, from_index};
 use crate::step::conventional::{Group, Target};
 use crate::step::observer::Observer;
 
-/// Scores and trains one group; its gradient adds up in the adapters. Returns the group's loss before the batch's divisor.
+/// Scores and trains one group; its gradient adds up in the adapters. Returns the group's loss before the batch's denominator.
 pub(super) fn train_group(session: &Session, frozen: &FrozenGroup, observer: &mut Observer) -> Result<f64, Failure> {
     let decoder = &*session.model.decoder;
     let Policy { adapters, reference, .. } = &session.policy;
