@@ -1,6 +1,7 @@
 //! The families of decoders: one file each, one entry each in [`FAMILIES`], and no other place that knows their names.
 
 pub mod differences;
+mod gemma3;
 mod llama;
 mod mistral;
 mod qwen2;
@@ -19,7 +20,8 @@ use super::spec::{Error, Spec, parsed};
 use crate::runtime::names;
 
 /// Every family that is built.
-pub static FAMILIES: &[&Differences] = &[&qwen3::QWEN3, &qwen2::QWEN2, &llama::LLAMA, &mistral::MISTRAL];
+pub static FAMILIES: &[&Differences] =
+    &[&qwen3::QWEN3, &qwen2::QWEN2, &llama::LLAMA, &mistral::MISTRAL, &gemma3::GEMMA3];
 
 /// All `model_type` values that are read, in the order of [`FAMILIES`].
 #[must_use]
