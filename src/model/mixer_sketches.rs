@@ -110,10 +110,10 @@ planes_of! {
 macro_rules! outline {
     () => {
         fn capture(&self, _: &CpGroup, _: &PromptLayout, _: &[BlockQueries], _: ChunkState) -> Vec<Mixed> {
-            unimplemented!()
+            unreachable!("outlined only")
         }
         fn capture_no_rows(&self, _: &[BlockQueries]) -> Vec<Mixed> {
-            unimplemented!()
+            unreachable!("outlined only")
         }
         fn capture_backward(
             &self,
@@ -123,19 +123,19 @@ macro_rules! outline {
             _: ChunkState,
             _: ChunkState,
         ) -> CaptureGradient {
-            unimplemented!()
+            unreachable!("outlined only")
         }
         fn forward(&self, _: &CpGroup, _: &Span, _: &MixerInput, _: &Past) -> Mixed {
-            unimplemented!()
+            unreachable!("outlined only")
         }
         fn plain(&self, _: Range<i64>, _: &Planes, _: &Planes, _: bool) -> Tensor {
-            unimplemented!()
+            unreachable!("outlined only")
         }
         fn decode(&self, _: &CpGroup, _: &Planes, _: &Past, _: &AnswerState) -> Tensor {
-            unimplemented!()
+            unreachable!("outlined only")
         }
         fn backward(&self, _: &CpGroup, _: Backward, _: &mut PastGradient) -> MixerInput {
-            unimplemented!()
+            unreachable!("outlined only")
         }
     };
 }
