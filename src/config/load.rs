@@ -138,7 +138,7 @@ struct RankKeys {
 }
 
 /// The merged values as those that ranks share and those that may differ.
-fn split(merged: &Figment) -> figment::error::Result<(RunConfig, RankKeys)> {
+fn split(merged: &Figment) -> Result<(RunConfig, RankKeys), Box<figment::Error>> {
     let mut shared: Dict = merged.extract()?;
     let mut own = Dict::new();
     if let Some(Value::Dict(_, run)) = shared.get_mut("run") {
