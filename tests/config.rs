@@ -173,7 +173,7 @@ fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_correct_val
             "grpo.reward_fn=[{ name = \"regex\", weight = 1.0 }, { name = \"regex\", weight = 2.0 }]",
             "grpo.reward_fn should be without repetition: regex is in it twice",
         ),
-        ("grpo.reward_fn=judge", "data.path should be set to a file of JSON lines: grpo.reward_fn = \"judge\" takes"),
+        ("grpo.reward_fn=judge", "data.path should be set to a file of JSON lines: grpo.reward_fn = \"judge\" reads"),
         ("grpo.reward_fn=json_field", "reward.field should be set to a field"),
         ("grpo.reward_fn=length", "reward.length_tokens should be set to a number of tokens"),
         ("grpo.reward_fn=command", "reward.command should be set to a program"),

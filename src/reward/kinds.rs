@@ -20,7 +20,7 @@ use crate::runtime::units::Tokens;
 pub(super) enum Reward {
     Rule(Rule),
     Command(Program),
-    Judge(Judge),
+    Judge(Box<Judge>),
 }
 
 /// A reward that compares texts or counts, and needs nobody else.
@@ -55,7 +55,7 @@ impl Reward {
             RewardName::JsonField => Rule::JsonField(settings.field.clone().unwrap_or_default()),
             RewardName::Length => Rule::Length(settings.length_tokens.unwrap_or_default()),
             RewardName::Command => return Ok(Reward::Command(Program::open(config)?)),
-            RewardName::Judge => return Ok(Reward::Judge(Judge::open(config, environment)?)),
+            RewardName::Judge => return Ok(Reward::Judge(Box::new(Judge::open(config, environment)?))),
         }))
     }
 

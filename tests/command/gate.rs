@@ -125,7 +125,7 @@ fn a_forced_gate_reports_that_and_what_it_could_not_compare() {
     arguments.extend(SHORT.iter().flat_map(|set| ["--set", *set]));
     let variables = [("LONGSTRAW_FORCE", "1")];
     room.run(&Call { ranks: 2, program: LONGSTRAW, arguments: &arguments, variables: &variables })
-        .ended(0, &["as asked"]);
+        .ended(0, &["by force"]);
     assert_eq!(room.read_json("runs/gates/gate3_128k/receipt.earlier.json"), forced);
     // Forcing changes nothing for the next one: it stands in order after a passed one.
     gate(&room, "gate3_256k", &["--force"], &SHORT).ended(0, &["gate3_128k passed out of order: it was forced"]);
