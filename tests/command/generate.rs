@@ -148,7 +148,7 @@ fn a_signal_stops_the_run_and_the_same_command_continues() {
         .until("a chunk", || (std::fs::read_to_string(&state).unwrap_or_default().lines().count() > 1).then_some(()));
     running.signal(libc::SIGTERM);
     let said = running.end();
-    said.refused(75, &["asked to stop:", "of 12 chunks are finished; the same command goes on"]);
+    said.refused(75, &["asked to stop:", "of 12 chunks are finished; the same command continues"]);
     let finished = said.json()["finished"].as_u64().unwrap();
     assert!((1..12).contains(&finished), "{said}");
     generate(&room, &["--parallel", "8"]).ended(0, &[]);
