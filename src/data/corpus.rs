@@ -117,7 +117,7 @@ fn paragraphs(text: &str) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sample;
+    use super::super::test_tokenizer;
     use super::*;
 
     #[test]

@@ -74,7 +74,7 @@ fn read(folder: &Path, name: &str) -> Result<Option<Json>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sample;
+    use super::super::test_tokenizer;
     use super::*;
 
     fn ends(files: &[(&str, &str)]) -> Result<Vec<i64>, String> {

@@ -328,7 +328,7 @@ mod tests {
     use serde_json::json;
 
     use super::super::dataset::Dataset;
-    use super::super::sample;
+    use super::super::test_tokenizer;
     use super::*;
 
     const LIMITS: Limits = Limits {

@@ -178,7 +178,7 @@ fn turn(role: &str, content: &str) -> Map<String, Json> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sample;
+    use super::super::test_tokenizer;
     use super::*;
 
     #[test]

@@ -20,7 +20,7 @@ impl Sizes<'_> {
         let width = self.shape.width;
         let micro = self.config.memory.micro_block.0.min(rows);
         let wide = if graph { 7 * ffn_width + 8 * width } else { 3 * ffn_width + 4 * width };
-        let segment = product(&[micro, wide, self.model]).0.saturating_sub(product(&[rows, spared]).0);
+        let segment = product(&[micro, wide, self.model_bytes]).0.saturating_sub(product(&[rows, spared]).0);
         let (kernel, reason) = self.workspace(queries, graph);
         if kernel > segment {
             return within(phase, "kernel workspace", Bytes(kernel), reason, "nothing: it is bounded");
@@ -51,7 +51,7 @@ impl Sizes<'_> {
     /// Bytes of attention's workspace on a GPU, and the reason. A fused kernel takes outputs and, in backward, dk and dv of
     /// every query head. Matrix products take about six tiles of scores.
     fn workspace(&self, queries: u64, graph: bool) -> (u64, String) {
-        let acc = self.acc;
+        let acc = self.acc_bytes;
         if !self.copies_overlap {
             return (0, String::new());
         }
@@ -60,8 +60,8 @@ impl Sizes<'_> {
             Mix::Grouped { query_heads, head_dim, .. } => query_heads * head_dim,
             _ => 0,
         });
-        let keys = self.rows.min(from_dim(KEYS_MAX));
-        let outputs = product(&[queries, width, self.model + if graph { acc } else { 0 }]).0;
+        let keys = self.prompt_rows.min(from_dim(KEYS_MAX));
+        let outputs = product(&[queries, width, self.model_bytes + if graph { acc } else { 0 }]).0;
         let gradients = if graph { product(&[keys, width, 2 * acc]).0 } else { 0 };
         let tile = [queries.min(from_dim(TileSizes::PLAIN.rows)), keys.min(from_dim(TileSizes::PLAIN.keys))];
         let scores = if self.plain() { product(&[query_heads, tile[0], tile[1], acc, 6]).0 } else { 0 };
@@ -79,23 +79,27 @@ impl Sizes<'_> {
         // Slabs of this layer, and those of the layer before while they are copied to the host.
         let slabs = 1 + u64::from(self.copies_overlap && self.keeping.pages == Residency::Host);
         let widths = layer.mix.widths();
-        let state = widths.state * self.model * slabs;
+        let state = widths.state * self.model_bytes * slabs;
         match layer.mix {
-            Mix::Latent { .. } => self.shape.width * self.model + state,
-            _ => (widths.ask + widths.handed) * self.model + (widths.output + widths.beside) * self.acc + state,
+            Mix::Latent { .. } => self.shape.width * self.model_bytes + state,
+            _ => {
+                (widths.ask + widths.handed) * self.model_bytes
+                    + (widths.output + widths.beside) * self.acc_bytes
+                    + state
+            }
         }
     }
 
     /// Bytes of a row that are kept of a layer's mixer for its backward.
     fn kept_row(&self, layer: &Layer) -> u64 {
         let widths = layer.mix.widths();
-        widths.output * self.model + widths.beside * self.acc
+        widths.output * self.model_bytes + widths.beside * self.acc_bytes
     }
 
     /// What capture holds and computes in.
     pub(super) fn capture(&self) -> Vec<Addend> {
         let width = self.shape.width;
-        let model = self.model;
+        let model = self.model_bytes;
         let row = width * model + self.shape.most(|layer| self.captured_row(layer));
         let heads = self.shape.most(|layer| layer.mix.widths().output);
         let words = match self.shape.layers.iter().map(|layer| layer.mix).find(|mix| !mix.travels()) {
@@ -106,33 +110,33 @@ impl Sizes<'_> {
         let mut sum = vec![within(
             Phase::Capture,
             "prompt rows",
-            product(&[self.rows, row]),
-            format!("{} positions × ({words})", self.rows),
+            product(&[self.prompt_rows, row]),
+            format!("{} positions × ({words})", self.prompt_rows),
             "use more ranks (parallel.cp_size)",
         )];
-        if self.copies_overlap && self.travels && self.keeping.attention && self.keeping.tail == Residency::Host {
+        if self.copies_overlap && self.tail_is_long && self.keeping.attention && self.keeping.tail == Residency::Host {
             sum.push(within(
                 Phase::Capture,
                 "attention outputs that leave",
-                product(&[self.tail, self.shape.most(|layer| self.kept_row(layer))]),
-                format!("{} positions × (output, {heads} wide; log-sum-exp)", self.tail),
+                product(&[self.tail_rows, self.shape.most(|layer| self.kept_row(layer))]),
+                format!("{} positions × (output, {heads} wide; log-sum-exp)", self.tail_rows),
                 "set memory.keep_attention = false",
             ));
         }
         sum.extend(self.foreign(Phase::Capture, 0));
         let output = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().output } else { 0 });
-        let spared = (output * self.acc).saturating_sub(width * model);
-        sum.push(self.scratch(Phase::Capture, self.rows, self.stretch(self.rows), false, spared));
+        let spared = (output * self.acc_bytes).saturating_sub(width * model);
+        sum.push(self.scratch(Phase::Capture, self.prompt_rows, self.stretch(self.prompt_rows), false, spared));
         sum
     }
 
     /// Saved inputs of the answers, and what replay computes in.
     pub(super) fn answers(&self) -> Vec<Addend> {
-        let Sizes { layers, model, .. } = *self;
+        let Sizes { layers, model_bytes: model, .. } = *self;
         let width = self.shape.width;
         let gathered = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 });
         let group = self.config.grpo.group_size;
-        let answer = self.answer;
+        let answer = self.answer_rows;
         let all = self.config.context.answer_len.0;
         let head = self.config.memory.head_block.0.min(answer.max(1));
         let mut sum = vec![
@@ -146,7 +150,7 @@ impl Sizes<'_> {
             within(
                 Phase::Replay,
                 "head scratch",
-                product(&[head, self.shape.vocabulary, 4 * self.acc]),
+                product(&[head, self.shape.vocabulary, 4 * self.acc_bytes]),
                 format!("{head} rows × vocabulary {}", self.shape.vocabulary),
                 "choose a smaller memory.head_block",
             ),
@@ -155,13 +159,13 @@ impl Sizes<'_> {
             sum.push(within(
                 Phase::Replay,
                 "gathered answer rows",
-                product(&[all, gathered, 4 * model + 4 * self.acc]),
+                product(&[all, gathered, 4 * model + 4 * self.acc_bytes]),
                 format!("{all} rows of one answer × eight {gathered} wide"),
                 "choose a shorter context.answer_len",
             ));
         }
         sum.push(self.scratch(Phase::Replay, answer.max(1), all, true, 0));
-        if self.travels {
+        if self.tail_is_long {
             sum.push(self.state_gradient(Phase::Replay));
         }
         sum
@@ -172,8 +176,8 @@ impl Sizes<'_> {
         within(
             phase,
             "gradient of page state",
-            product(&[self.tail, self.shape.most(|layer| layer.mix.widths().carries), self.acc]),
-            format!("{} positions × dk and dv", self.tail),
+            product(&[self.tail_rows, self.shape.most(|layer| layer.mix.widths().carries), self.acc_bytes]),
+            format!("{} positions × dk and dv", self.tail_rows),
             "set grpo.gradient = \"response\"",
         )
     }
@@ -185,18 +189,18 @@ impl Sizes<'_> {
             return 0;
         }
         let model = widths.ask + 2 * widths.output + 2 * widths.handed;
-        model * self.model + (widths.ask + widths.beside) * self.acc
+        model * self.model_bytes + (widths.ask + widths.beside) * self.acc_bytes
     }
 
     /// Saved inputs of the tail, and what the sweep computes in.
     pub(super) fn tail(&self) -> Vec<Addend> {
-        let Sizes { model, acc, tail, .. } = *self;
+        let Sizes { model_bytes: model, acc_bytes: acc, tail_rows: tail, .. } = *self;
         let width = self.shape.width;
         let heads = self.shape.most(|layer| layer.mix.widths().output);
         if tail == 0 {
             return Vec::new();
         }
-        let kept = self.keeping.layer_inputs(self.layers, self.travels);
+        let kept = self.keeping.layer_inputs(self.layers, self.tail_is_long);
         let mut sum = vec![addend(
             "tail's block inputs",
             self.keeping.tail.into(),
@@ -204,7 +208,7 @@ impl Sizes<'_> {
             format!("{tail} positions that carry gradient × {width} × {kept} of {} layers × {model} B", self.layers),
             "set memory.inputs_every higher, or grpo.gradient = \"response\"",
         )];
-        if !self.travels {
+        if !self.tail_is_long {
             return sum;
         }
         let coming = self.copies_overlap && self.keeping.tail == Residency::Host;
@@ -220,7 +224,7 @@ impl Sizes<'_> {
             "set grpo.gradient = \"response\"",
         ));
         sum.push(self.state_gradient(Phase::Sweep));
-        sum.extend(self.foreign(Phase::Sweep, self.state / model * acc));
+        sum.extend(self.foreign(Phase::Sweep, self.passing_bytes / model * acc));
         let asked = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 });
         sum.push(self.scratch(Phase::Sweep, tail, self.stretch(tail), true, asked * acc));
         if self.keeping.attention {

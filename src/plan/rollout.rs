@@ -43,7 +43,7 @@ impl Rollout {
         sizes.config.rollout.sample.then(|| Rollout {
             pages_on_device,
             tokens: sizes.config.sampled_len(),
-            bytes_moved_per_token: product(&[sizes.rows, moved]),
+            bytes_moved_per_token: product(&[sizes.prompt_rows, moved]),
             seconds_per_token: None,
             seconds: None,
             token_sec_max: sizes.config.rollout.token_sec_max,
@@ -123,10 +123,10 @@ impl Sizes<'_> {
         Some(within(
             Phase::Rollout,
             "pages of all layers",
-            product(&[self.rows, all]),
+            product(&[self.prompt_rows, all]),
             format!(
                 "{} positions × {}, a copy of those that wait in host memory",
-                self.rows,
+                self.prompt_rows,
                 self.state_words(self.layers, all)
             ),
             "set rollout.pages_on_device = false, or use more ranks (parallel.cp_size)",
@@ -148,7 +148,7 @@ impl Sizes<'_> {
         )];
         let border = self.shape.sum(|layer| {
             let (inputs, state) = layer.mix.border();
-            inputs * self.model + state * self.acc
+            inputs * self.model_bytes + state * self.acc_bytes
         });
         if border > 0 {
             sum.push(within(
@@ -164,7 +164,7 @@ impl Sizes<'_> {
 
     /// What the rows of one token are computed in.
     fn token(&self) -> Vec<Addend> {
-        let Sizes { model, acc, .. } = *self;
+        let Sizes { model_bytes: model, acc_bytes: acc, .. } = *self;
         let group = self.config.grpo.group_size;
         let sharers = self.config.cp_size(self.ranks);
         let width = self.shape.width;
@@ -194,7 +194,7 @@ impl Sizes<'_> {
             ),
         ];
         if self.plain() {
-            let keys = self.rows.min(from_dim(KEYS_MAX));
+            let keys = self.prompt_rows.min(from_dim(KEYS_MAX));
             let heads = self.query_heads();
             sum.push(within(
                 "scores of the answers",
@@ -205,11 +205,11 @@ impl Sizes<'_> {
         let chosen = |layer: &Layer| layer.mix.chooses().map_or(0, |index| index.top * layer.mix.widths().carries);
         let latents = self.shape.most(chosen);
         if latents > 0 {
-            let scores = 2 * self.rows * acc;
+            let scores = 2 * self.prompt_rows * acc;
             sum.push(within(
                 "choosing",
                 product(&[group, scores + latents * model]),
-                format!("{group} answers × ({} scores and their order; the latents that are chosen)", self.rows),
+                format!("{group} answers × ({} scores and their order; the latents that are chosen)", self.prompt_rows),
             ));
         }
         sum

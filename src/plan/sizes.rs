@@ -18,28 +18,29 @@ pub(super) fn element_bytes(dtype: Dtype) -> (u64, u64) {
     }
 }
 
-/// Lengths and widths of one rank under one choice. Bytes of an element: `model` in the model's dtype, `acc` in the
-/// accumulation dtype.
+/// Lengths and widths of one rank under one choice.
 pub(super) struct Sizes<'a> {
     pub(super) config: &'a RunConfig,
     pub(super) shape: &'a Shape,
     pub(super) choice: OffloadChoice,
     pub(super) keeping: Keeping,
-    pub(super) model: u64,
-    pub(super) acc: u64,
+    /// Bytes of an element in the model's dtype.
+    pub(super) model_bytes: u64,
+    /// Bytes of an element in the accumulation dtype.
+    pub(super) acc_bytes: u64,
     pub(super) layers: u64,
-    /// Ranks of the world.
+    /// Ranks in the world.
     pub(super) ranks: u64,
     /// Prompt positions on the rank that holds most.
-    pub(super) rows: u64,
+    pub(super) prompt_rows: u64,
     /// Rows of one answer on a rank.
-    pub(super) answer: u64,
+    pub(super) answer_rows: u64,
     /// Prompt positions of this rank that carry gradient.
-    pub(super) tail: u64,
+    pub(super) tail_rows: u64,
     /// Whether the tail is long: its rows stay on their rank, and page state travels to them.
-    pub(super) travels: bool,
+    pub(super) tail_is_long: bool,
     /// Bytes of a position's page state that travels from rank to rank: the most of any layer.
-    pub(super) state: u64,
+    pub(super) passing_bytes: u64,
     /// Whether copies overlap the computation: then the next layer's data and the last layer's are on the device too.
     pub(super) copies_overlap: bool,
 }
@@ -52,26 +53,30 @@ impl<'a> Sizes<'a> {
         choice: OffloadChoice,
         gpu: bool,
     ) -> Sizes<'a> {
-        let (model, acc) = element_bytes(config.model.dtype);
+        let (model_bytes, acc_bytes) = element_bytes(config.model.dtype);
         let cp_size = config.cp_size(ranks);
         let tail = config.tail(config.context.prompt_len);
-        let rows = config.pages_per_rank(ranks).0 * config.context.page_size.0;
-        let passing = |layer: &Layer| if layer.mix.travels() { layer.mix.widths().state * model } else { 0 };
+        let prompt_rows = config.pages_per_rank(ranks).0 * config.context.page_size.0;
+        let passing = |layer: &Layer| if layer.mix.travels() { layer.mix.widths().state * model_bytes } else { 0 };
         Sizes {
             config,
             shape,
             choice,
             keeping: choice.keeping,
-            model,
-            acc,
+            model_bytes,
+            acc_bytes,
             layers: shape.depth(),
             ranks,
-            rows,
-            answer: config.context.answer_len.0.div_ceil(cp_size),
+            prompt_rows,
+            answer_rows: config.context.answer_len.0.div_ceil(cp_size),
             // A tail shorter than the prompt may be on one rank.
-            tail: if tail == config.context.prompt_len { tail.0.div_ceil(cp_size) } else { tail.0.min(rows) },
-            travels: tail > config.memory.micro_block,
-            state: shape.most(passing),
+            tail_rows: if tail == config.context.prompt_len {
+                tail.0.div_ceil(cp_size)
+            } else {
+                tail.0.min(prompt_rows)
+            },
+            tail_is_long: tail > config.memory.micro_block,
+            passing_bytes: shape.most(passing),
             copies_overlap: gpu && config.run.device != DeviceChoice::Cpu,
         }
     }
@@ -91,17 +96,17 @@ impl<'a> Sizes<'a> {
             addend(
                 "adapters",
                 Place::Device,
-                product(&[pairs, self.acc, copies]),
-                format!("{pairs} values × {} B × {kept}", self.acc),
+                product(&[pairs, self.acc_bytes, copies]),
+                format!("{pairs} values × {} B × {kept}", self.acc_bytes),
                 "choose a smaller lora.rank, or fewer lora.targets",
             ),
             within(
                 Phase::Finalize,
                 "gradients on their way",
-                product(&[pairs, self.acc, on_their_way]),
+                product(&[pairs, self.acc_bytes, on_their_way]),
                 format!(
                     "{pairs} values × {} B × {on_their_way} (own, summed, for the optimizer; rank 0 has all)",
-                    self.acc
+                    self.acc_bytes
                 ),
                 "choose a smaller lora.rank, or fewer lora.targets",
             ),
@@ -112,7 +117,7 @@ impl<'a> Sizes<'a> {
     fn weights(&self) -> Addend {
         let all = self.shape.parameter_count();
         let experts = self.shape.experts();
-        let model = self.model;
+        let model = self.model_bytes;
         if experts == 0 {
             let reason = format!("{all} parameters × {model} B");
             let knob = "choose a smaller model, or model.dtype = \"bfloat16\"";
@@ -138,7 +143,8 @@ impl<'a> Sizes<'a> {
     /// Bytes of a position's page state in `count` consecutive layers: the most of any such run.
     pub(super) fn state_of(&self, count: u64) -> u64 {
         let count = usize::try_from(count).unwrap_or(usize::MAX).clamp(1, self.shape.layers.len().max(1));
-        let state = |layers: &[Layer]| layers.iter().map(|layer| layer.mix.widths().state).sum::<u64>() * self.model;
+        let state =
+            |layers: &[Layer]| layers.iter().map(|layer| layer.mix.widths().state).sum::<u64>() * self.model_bytes;
         self.shape.layers.windows(count).map(state).max().unwrap_or(0)
     }
 
@@ -156,13 +162,13 @@ impl<'a> Sizes<'a> {
         let mut sum = vec![addend(
             "pages",
             self.keeping.pages.into(),
-            product(&[self.rows, all]),
-            format!("{} positions × {}", self.rows, self.state_words(self.layers, all)),
+            product(&[self.prompt_rows, all]),
+            format!("{} positions × {}", self.prompt_rows, self.state_words(self.layers, all)),
             "use more ranks (parallel.cp_size), or a shorter context.prompt_len",
         )];
         if host {
             // The next layer's pages are staged ahead; where left-out layers are computed again, one more layer's.
-            let further = if self.travels && self.keeping.every > 1 { 2 } else { 1 };
+            let further = if self.tail_is_long && self.keeping.every > 1 { 2 } else { 1 };
             sum.extend([Phase::Replay, Phase::Sweep].map(|phase| self.staged(phase, further)));
         }
         sum
@@ -177,8 +183,8 @@ impl<'a> Sizes<'a> {
         within(
             phase,
             "staged pages",
-            product(&[self.rows, staged]),
-            format!("{} positions × {} at a time", self.rows, self.state_words(layers, staged)),
+            product(&[self.prompt_rows, staged]),
+            format!("{} positions × {} at a time", self.prompt_rows, self.state_words(layers, staged)),
             "use more ranks (parallel.cp_size)",
         )
     }
@@ -190,29 +196,29 @@ impl<'a> Sizes<'a> {
 
     /// Tensors in host memory that are sent or received.
     pub(super) fn messages(&self) -> Vec<Addend> {
-        if !self.through_host() || self.state == 0 {
+        if !self.through_host() || self.passing_bytes == 0 {
             return Vec::new();
         }
-        let sums = if self.travels { self.state / self.model * self.acc } else { 0 };
+        let sums = if self.tail_is_long { self.passing_bytes / self.model_bytes * self.acc_bytes } else { 0 };
         vec![addend(
             "messages between ranks",
             Place::Host,
-            product(&[self.rows, self.state + sums]),
-            format!("two runs of half a rank's {} positions × {} B", self.rows, self.state + sums),
+            product(&[self.prompt_rows, self.passing_bytes + sums]),
+            format!("two runs of half a rank's {} positions × {} B", self.prompt_rows, self.passing_bytes + sums),
             "use more ranks (parallel.cp_size)",
         )]
     }
 
     /// Page runs of other ranks that pass through; none where a rank has a prompt alone.
     pub(super) fn foreign(&self, phase: Phase, sums: u64) -> Vec<Addend> {
-        if self.config.cp_size(self.ranks) == 1 || self.state == 0 {
+        if self.config.cp_size(self.ranks) == 1 || self.passing_bytes == 0 {
             return Vec::new();
         }
         vec![within(
             phase,
             "foreign page runs",
-            product(&[self.rows, self.state + sums]),
-            format!("two runs of half a rank's {} positions × {} B", self.rows, self.state + sums),
+            product(&[self.prompt_rows, self.passing_bytes + sums]),
+            format!("two runs of half a rank's {} positions × {} B", self.prompt_rows, self.passing_bytes + sums),
             "use more ranks (parallel.cp_size)",
         )]
     }

@@ -21,7 +21,7 @@ const RUNNING: [(Phase, bool); 3] = [(Phase::Capture, false), (Phase::Replay, tr
 impl Sizes<'_> {
     /// Phases that run layers. The sweep has rows of its own only where the tail is long.
     fn running(&self) -> impl Iterator<Item = (Phase, bool)> {
-        let travels = self.travels;
+        let travels = self.tail_is_long;
         RUNNING.into_iter().filter(move |&(phase, _)| phase != Phase::Sweep || travels)
     }
 
@@ -30,7 +30,7 @@ impl Sizes<'_> {
     pub(super) fn borders(&self) -> Vec<Addend> {
         let border = |layer: &Layer| {
             let (inputs, state) = layer.mix.border();
-            inputs * self.model + state * self.acc
+            inputs * self.model_bytes + state * self.acc_bytes
         };
         let bytes = self.shape.sum(border);
         let layers = self.shape.sum(|layer| u64::from(border(layer) > 0));
@@ -62,7 +62,7 @@ impl Sizes<'_> {
             sum.push(within(
                 phase,
                 "delta-rule scratch",
-                product(&[self.shape.most(scratch), self.acc]),
+                product(&[self.shape.most(scratch), self.acc_bytes]),
                 format!("{micro} rows in chunks of {DELTA_CHUNK}, and transitions of {chunks} runs"),
                 "choose a smaller memory.micro_block",
             ));
@@ -82,25 +82,25 @@ impl Sizes<'_> {
         let mut sum = vec![addend(
             "answers' index sets",
             Place::Host,
-            product(&[group, self.answer, owners, set]),
-            format!("{group} answers × {} rows × {owners} layers × {set} B", self.answer),
+            product(&[group, self.answer_rows, owners, set]),
+            format!("{group} answers × {} rows × {owners} layers × {set} B", self.answer_rows),
             "choose a smaller grpo.group_size, or a shorter context.answer_len",
         )];
-        if self.travels && self.choice.index_sets {
+        if self.tail_is_long && self.choice.index_sets {
             sum.push(addend(
                 "prompt's index sets",
                 self.keeping.tail.into(),
-                product(&[self.tail, owners, set]),
-                format!("{} positions × {owners} layers × {set} B", self.tail),
+                product(&[self.tail_rows, owners, set]),
+                format!("{} positions × {owners} layers × {set} B", self.tail_rows),
                 "leave the plan less host memory: it chooses them again then",
             ));
         }
         let prompt = self.config.context.prompt_len.0;
         for (phase, graph) in self.running() {
             let rows = match phase {
-                Phase::Capture => self.rows,
-                Phase::Sweep => self.tail,
-                _ => self.answer,
+                Phase::Capture => self.prompt_rows,
+                Phase::Sweep => self.tail_rows,
+                _ => self.answer_rows,
             };
             sum.push(within(
                 phase,
@@ -109,11 +109,12 @@ impl Sizes<'_> {
                 format!("{rows} positions × {set} B, until the next layer that chooses"),
                 "use more ranks (parallel.cp_size)",
             ));
-            let latent = self.shape.most(|layer| layer.mix.widths().carries) * self.model * if graph { 3 } else { 1 };
+            let latent =
+                self.shape.most(|layer| layer.mix.widths().carries) * self.model_bytes * if graph { 3 } else { 1 };
             sum.push(within(
                 phase,
                 "choosing",
-                Bytes(product(&[CHOOSING, 2, prompt, self.acc]).0.saturating_add(CHOOSING * top * latent)),
+                Bytes(product(&[CHOOSING, 2, prompt, self.acc_bytes]).0.saturating_add(CHOOSING * top * latent)),
                 format!("{CHOOSING} queries × ({prompt} scores and their order; {top} latents)"),
                 "choose a shorter context.prompt_len",
             ));
@@ -126,19 +127,19 @@ impl Sizes<'_> {
     pub(super) fn latents(&self) -> Vec<Addend> {
         let latent = |layer: &Layer| matches!(layer.mix, Mix::Latent { .. });
         let most = |width: fn(&Layer) -> u64| self.shape.most(|layer| if latent(layer) { width(layer) } else { 0 });
-        let state = most(|layer| layer.mix.widths().state) * self.model;
+        let state = most(|layer| layer.mix.widths().state) * self.model_bytes;
         if state == 0 {
             return Vec::new();
         }
         let prompt = self.config.context.prompt_len.0;
         let micro = self.config.memory.micro_block.0;
-        let carries = most(|layer| layer.mix.widths().carries) * self.acc;
+        let carries = most(|layer| layer.mix.widths().carries) * self.acc_bytes;
         let ask = most(|layer| layer.mix.widths().ask);
         let output = most(|layer| layer.mix.widths().output);
         let alone = self.config.cp_size(self.ranks) == 1;
         let mut sum = Vec::new();
         for (phase, graph) in self.running() {
-            let row = (ask + output) * (self.model + self.acc) * if graph { 2 } else { 1 };
+            let row = (ask + output) * (self.model_bytes + self.acc_bytes) * if graph { 2 } else { 1 };
             sum.push(within(
                 phase,
                 "latent queries and outputs",
@@ -155,7 +156,7 @@ impl Sizes<'_> {
                     "choose a shorter context.prompt_len",
                 ));
             }
-            if graph && self.travels && !alone {
+            if graph && self.tail_is_long && !alone {
                 sum.push(within(
                     phase,
                     "gradient of gathered latents",
@@ -169,7 +170,7 @@ impl Sizes<'_> {
             sum.push(addend(
                 "messages between ranks",
                 Place::Host,
-                product(&[prompt, state + if self.travels { carries } else { 0 }]),
+                product(&[prompt, state + if self.tail_is_long { carries } else { 0 }]),
                 format!("{prompt} positions' latents of a layer, and their gradients"),
                 "choose a shorter context.prompt_len",
             ));
@@ -189,7 +190,7 @@ impl Sizes<'_> {
             within(
                 phase,
                 "rows at experts",
-                product(&[micro, chosen, self.shape.width, self.model, copies]),
+                product(&[micro, chosen, self.shape.width, self.model_bytes, copies]),
                 format!("{micro} rows × {chosen} experts × {} wide × {copies}, evenly spread", self.shape.width),
                 "choose a smaller memory.micro_block",
             )

@@ -46,7 +46,7 @@ fn conventional(sizes: &Sizes<'_>) -> Vec<Addend> {
         addend(
             "layer inputs of a sequence",
             Place::Device,
-            product(&[positions, shape.width, sizes.layers + 1, sizes.model]),
+            product(&[positions, shape.width, sizes.layers + 1, sizes.model_bytes]),
             format!("{positions} positions × {} × {} layers and the last output", shape.width, sizes.layers),
             knob,
         ),
@@ -55,7 +55,7 @@ fn conventional(sizes: &Sizes<'_>) -> Vec<Addend> {
             Place::Device,
             product(&[
                 positions,
-                (3 * sizes.ffn_width() + 8 * shape.width + 6 * heads) * sizes.model + heads * sizes.acc,
+                (3 * sizes.ffn_width() + 8 * shape.width + 6 * heads) * sizes.model_bytes + heads * sizes.acc_bytes,
             ]),
             format!("{positions} positions × one block's activations and their gradients"),
             knob,
@@ -63,7 +63,7 @@ fn conventional(sizes: &Sizes<'_>) -> Vec<Addend> {
         addend(
             "head scratch",
             Place::Device,
-            product(&[answer.0, shape.vocabulary, 4 * sizes.acc]),
+            product(&[answer.0, shape.vocabulary, 4 * sizes.acc_bytes]),
             format!("{} rows × vocabulary {}", answer, shape.vocabulary),
             "choose a shorter context.answer_len",
         ),

@@ -29,8 +29,8 @@ use crate::runtime::units::{float, from_index};
 /// Small operations of a layer for one token: norms, seven projections with their adapters, rotation, attention, merging.
 const LAYER_LAUNCHES: f64 = 100.0;
 
-/// The work of one configuration under one choice. `model` and `acc` are bytes of an element in the model's dtype and in
-/// the accumulation dtype.
+/// The work of one configuration under one choice. Bytes are those of an element in the model's dtype and in the
+/// accumulation dtype.
 pub(super) struct StepWork<'a> {
     config: &'a RunConfig,
     shape: &'a Shape,
@@ -40,17 +40,17 @@ pub(super) struct StepWork<'a> {
     /// Ranks that share a prompt.
     sharers: f64,
     /// Prompt positions on the rank that holds most.
-    rows: f64,
+    prompt_rows: f64,
     /// Prompt positions with gradient on a rank, if they are spread as evenly as the prompt.
-    tail: f64,
-    model: f64,
-    acc: f64,
+    tail_rows: f64,
+    model_bytes: f64,
+    acc_bytes: f64,
 }
 
 impl<'a> StepWork<'a> {
     /// The work on a rank in a world of `ranks`, under one choice.
     pub(super) fn new(config: &'a RunConfig, ranks: u64, shape: &'a Shape, choice: OffloadChoice) -> StepWork<'a> {
-        let (model, acc) = element_bytes(config.model.dtype);
+        let (model_bytes, acc_bytes) = element_bytes(config.model.dtype);
         let sharers = float(config.cp_size(ranks));
         StepWork {
             config,
@@ -58,10 +58,10 @@ impl<'a> StepWork<'a> {
             choice,
             ranks: float(ranks),
             sharers,
-            rows: float(config.pages_per_rank(ranks).0) * float(config.context.page_size.0),
-            tail: float(config.tail(config.context.prompt_len).0) / sharers,
-            model: float(model),
-            acc: float(acc),
+            prompt_rows: float(config.pages_per_rank(ranks).0) * float(config.context.page_size.0),
+            tail_rows: float(config.tail(config.context.prompt_len).0) / sharers,
+            model_bytes: float(model_bytes),
+            acc_bytes: float(acc_bytes),
         }
     }
 
@@ -157,13 +157,13 @@ impl<'a> StepWork<'a> {
         let mut work = self.share(self.layers(self.prompt(), Runs::FORWARD));
         let keeping = self.choice.keeping;
         if keeping.pages == Residency::Host {
-            work.bytes_out += self.rows * self.state();
+            work.bytes_out += self.prompt_rows * self.state();
         }
         if keeping.tail == Residency::Host {
             work.bytes_out += self.tail_bytes();
         }
         self.travel(&mut work, false, |_| true);
-        self.to_experts(&mut work, self.rows, Runs::FORWARD);
+        self.to_experts(&mut work, self.prompt_rows, Runs::FORWARD);
         work
     }
 
@@ -196,7 +196,7 @@ impl<'a> StepWork<'a> {
         let others = self.sharers - 1.0;
         let attends = |layer: &Layer| layer.mix.widths().beside > 0;
         let partial = |layer: &Layer| if attends(layer) { partial(layer) } else { 0 };
-        let bytes = others * self.group() * float(self.shape.sum(partial)) * self.acc;
+        let bytes = others * self.group() * float(self.shape.sum(partial)) * self.acc_bytes;
         // Partial outputs in every layer with attention, and the tokens that the first rank has sampled.
         work.messages = others * (float(self.shape.sum(|layer| u64::from(attends(layer)))) + 1.0);
         if self.through_host() {
@@ -214,27 +214,27 @@ impl<'a> StepWork<'a> {
         let experts = float(self.shape.experts()) / float(self.config.parallel.ep_size.max(1));
         let head = float(self.shape.width) * float(self.shape.vocabulary);
         let weights = float(self.shape.sum(|layer| layer.parameters)) + experts + head;
-        let adapters = float(adapter_elements(self.config, self.shape)) * self.acc;
+        let adapters = float(adapter_elements(self.config, self.shape)) * self.acc_bytes;
         let answers = self.group() * self.sampled() / 2.0 / self.sharers;
         let keys = |layer: &Layer| {
             let widths = layer.mix.widths();
             match layer.mix {
                 Mix::Grouped { window, .. } => {
-                    let seen = window.map_or(self.rows, |window| self.rows.min(float(window)));
-                    (seen + answers) * float(widths.state) * self.model
+                    let seen = window.map_or(self.prompt_rows, |window| self.prompt_rows.min(float(window)));
+                    (seen + answers) * float(widths.state) * self.model_bytes
                 }
                 Mix::Latent { index, .. } => {
                     let chosen = self.group() * float(index.top) / self.sharers * float(widths.carries);
-                    let scored = if index.owner { (self.rows + answers) * float(index.dim) } else { 0.0 };
-                    (chosen + scored) * self.model
+                    let scored = if index.owner { (self.prompt_rows + answers) * float(index.dim) } else { 0.0 };
+                    (chosen + scored) * self.model_bytes
                 }
                 Mix::Delta { .. } => {
                     let (inputs, state) = layer.mix.border();
-                    self.group() * (float(inputs) * self.model + float(state) * self.acc)
+                    self.group() * (float(inputs) * self.model_bytes + float(state) * self.acc_bytes)
                 }
             }
         };
-        weights * self.model + adapters + self.shape.layers.iter().map(keys).sum::<f64>()
+        weights * self.model_bytes + adapters + self.shape.layers.iter().map(keys).sum::<f64>()
     }
 
     fn score(&self) -> Work {
@@ -291,24 +291,24 @@ impl<'a> StepWork<'a> {
             work.bytes_in += again * self.staged();
             self.travel(&mut work, true, |_| true);
         }
-        self.to_experts(&mut work, self.tail, runs);
+        self.to_experts(&mut work, self.tail_rows, runs);
         work
     }
 
     /// Rank 0 sums the gradients of all ranks in host memory, in rank order, and sends the sum back.
     fn finalize(&self) -> Work {
-        let bytes = float(adapter_elements(self.config, self.shape)) * self.acc;
+        let bytes = float(adapter_elements(self.config, self.shape)) * self.acc_bytes;
         Work { bytes_in: bytes, bytes_out: bytes * self.ranks, ..Work::default() }
     }
 
     /// Bytes of a position's page state in all layers.
     fn state(&self) -> f64 {
-        float(self.shape.sum(|layer| layer.mix.widths().state)) * self.model
+        float(self.shape.sum(|layer| layer.mix.widths().state)) * self.model_bytes
     }
 
     /// Bytes of pages that are staged for one pass through the layers.
     fn staged(&self) -> f64 {
-        if self.choice.keeping.pages == Residency::Host { self.rows * self.state() } else { 0.0 }
+        if self.choice.keeping.pages == Residency::Host { self.prompt_rows * self.state() } else { 0.0 }
     }
 
     /// Rows of all answers on a rank.
@@ -318,20 +318,20 @@ impl<'a> StepWork<'a> {
 
     /// Bytes of the hidden states of a rank's answer rows in all layers.
     fn hidden(&self) -> f64 {
-        self.answer_rows() * float(self.shape.width) * float(self.shape.depth()) * self.model
+        self.answer_rows() * float(self.shape.width) * float(self.shape.depth()) * self.model_bytes
     }
 
     /// Bytes of the tail that wait in host memory.
     fn tail_bytes(&self) -> f64 {
         let keeping = self.choice.keeping;
         let every = if self.travels() { float(from_index(keeping.every)).max(1.0) } else { 1.0 };
-        let inputs = float(self.shape.width) * self.model * (float(self.shape.depth()) / every).ceil();
-        let outputs = float(self.shape.sum(|layer| layer.mix.widths().output)) * self.model
-            + float(self.shape.sum(|layer| layer.mix.widths().beside)) * self.acc;
+        let inputs = float(self.shape.width) * self.model_bytes * (float(self.shape.depth()) / every).ceil();
+        let outputs = float(self.shape.sum(|layer| layer.mix.widths().output)) * self.model_bytes
+            + float(self.shape.sum(|layer| layer.mix.widths().beside)) * self.acc_bytes;
         let sets = self.shape.sum(|layer| layer.mix.chooses().map_or(0, |index| index.top));
         let sets = float(sets) * float(INDEX_BYTES);
         let kept = |kept: bool, bytes: f64| if kept && self.travels() { bytes } else { 0.0 };
-        self.tail * (inputs + kept(keeping.attention, outputs) + kept(self.choice.index_sets, sets))
+        self.tail_rows * (inputs + kept(keeping.attention, outputs) + kept(self.choice.index_sets, sets))
     }
 
     /// Whether ranks exchange tensors through host memory. From GPU to GPU the time of a message is small.
@@ -346,7 +346,7 @@ impl<'a> StepWork<'a> {
         }
         let queries = |layer: &Layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 };
         let output = |layer: &Layer| if layer.mix.travels() { layer.mix.widths().output } else { 0 };
-        let row = float(self.shape.sum(queries)) * self.model + float(self.shape.sum(output)) * self.acc;
+        let row = float(self.shape.sum(queries)) * self.model_bytes + float(self.shape.sum(output)) * self.acc_bytes;
         self.answer().count * row
     }
 
@@ -356,14 +356,15 @@ impl<'a> StepWork<'a> {
         if !self.through_host() {
             return;
         }
-        let all = (self.sharers - 1.0) * self.rows;
+        let all = (self.sharers - 1.0) * self.prompt_rows;
         for layer in self.shape.layers.iter().filter(|layer| layers(layer)) {
             let widths = layer.mix.widths();
-            let state = float(widths.state) * self.model;
-            let sums = if back { float(widths.carries) * self.acc } else { 0.0 };
+            let state = float(widths.state) * self.model_bytes;
+            let sums = if back { float(widths.carries) * self.acc_bytes } else { 0.0 };
             work.bytes_in += all * (state + if layer.mix.travels() { sums } else { 0.0 });
             // A run is sent on to the next rank. Latents are sent once, by their owner; their gradients, by every rank.
-            work.bytes_out += if layer.mix.travels() { all * (state + sums) } else { self.rows * state + all * sums };
+            work.bytes_out +=
+                if layer.mix.travels() { all * (state + sums) } else { self.prompt_rows * state + all * sums };
         }
     }
 
@@ -373,7 +374,7 @@ impl<'a> StepWork<'a> {
             return;
         }
         let spread = float(self.config.parallel.ep_size.max(1));
-        let row = float(self.shape.sum(|layer| layer.chosen)) * float(self.shape.width) * self.model;
+        let row = float(self.shape.sum(|layer| layer.chosen)) * float(self.shape.width) * self.model_bytes;
         let bytes = 2.0 * (runs.b.forward + runs.b.backward) * rows * row * (1.0 - 1.0 / spread);
         work.bytes_in += bytes;
         work.bytes_out += bytes;

@@ -17,10 +17,9 @@ pub enum Verdict {
 
 /// What became of a group.
 #[expect(missing_docs, reason = "each variant follows the verdict of its name")]
-#[expect(clippy::large_enum_variant, reason = "one value for each group, moved a few times")]
 pub enum Outcome {
     Skipped,
-    Scored(Scored),
+    Scored(Box<Scored>),
     Trained(Trained),
 }
 

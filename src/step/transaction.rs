@@ -69,7 +69,9 @@ impl Transaction<'_> {
         };
         match reward(observer, answers)? {
             Verdict::Skip => Ok(Outcome::Skipped),
-            Verdict::Score(answers) => Ok(Outcome::Scored(self.score(prompt_ids, captured, answers, observer)?)),
+            Verdict::Score(answers) => {
+                Ok(Outcome::Scored(Box::new(self.score(prompt_ids, captured, answers, observer)?)))
+            }
             Verdict::Train(answers) => {
                 Ok(Outcome::Trained(self.train(prompt_ids, captured, &answers, None, observer)?))
             }

@@ -106,7 +106,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::fs;
 
-    use super::super::{Answers, Dataset, Limits, sample};
+    use super::super::{Answers, Dataset, Limits, test_tokenizer};
     use super::*;
     use crate::config::TooLong;
     use crate::runtime::units::float;

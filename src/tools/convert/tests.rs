@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use safetensors::SafeTensors;
 
 use super::*;
-use crate::data::sample;
+use crate::data::test_tokenizer;
 use crate::runtime::failure::{Classified, Exit};
 
 const WIDTH: usize = 256;
@@ -204,7 +204,7 @@ fn list(key: &str, kind: u32, items: &[Vec<u8>]) -> Key {
 
 /// All keys of a llama with a byte-level tokenizer of one merge.
 fn keys() -> Vec<Key> {
-    let mut tokens: Vec<String> = sample::alphabet().iter().map(ToString::to_string).collect();
+    let mut tokens: Vec<String> = test_tokenizer::alphabet().iter().map(ToString::to_string).collect();
     tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab"].map(str::to_owned));
     let types: Vec<Vec<u8>> =
         (0..VOCABULARY).map(|id| i32::to_le_bytes(if (256..259).contains(&id) { 3 } else { 1 }).to_vec()).collect();

@@ -85,7 +85,7 @@ fn hosts(all: &[Facts]) -> Finding {
     Finding::ok("machines", names)
 }
 
-/// What runs on one set of cores.
+/// Ranks and threads on one set of cores.
 #[derive(Default)]
 struct Use {
     ranks: u64,
