@@ -107,7 +107,7 @@ impl Loaded {
     }
 }
 
-/// ConfigReader that change no number of an update; a resumed run may change them.
+/// Keys that change no number of an update; a resumed run may change them.
 const OPERATIONAL: [&str; 13] = [
     "run.steps",
     "rollout.token_sec_max",

@@ -45,7 +45,7 @@ impl Provider for &Layer {
 pub(super) struct Gathered {
     pub(super) layers: Vec<Layer>,
     pub(super) problems: Vec<Problem>,
-    /// ConfigReader and tables that are wrong already, or that an unknown key most likely means, each with the number of its layer.
+    /// Keys and tables that are wrong already, or that an unknown key most likely means, each with the number of its layer.
     /// Their values are not checked further, unless that layer or a later one gives another value.
     pub(super) spoilt: BTreeMap<String, usize>,
     /// A source could not be read at all, so a key that seems to be missing may be in it.

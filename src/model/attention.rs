@@ -137,7 +137,7 @@ impl Mixer for Attention {
         MixedRow { out: from_dim(self.heads * self.head_dim), saved: from_dim(self.heads) }
     }
 
-    /// ConfigReader and values of both chunks travel the ring, one chunk of every rank at a time.
+    /// Keys and values of both chunks travel the ring, one chunk of every rank at a time.
     fn capture(
         &self,
         cp_group: &CpGroup,
@@ -176,7 +176,7 @@ impl Mixer for Attention {
         blocks.iter().map(no_rows).collect()
     }
 
-    /// ConfigReader and values travel the ring as in capture, with float32 sums of dk and dv of their tail rows, which come home.
+    /// Keys and values travel the ring as in capture, with float32 sums of dk and dv of their tail rows, which come home.
     fn capture_backward(
         &self,
         cp_group: &CpGroup,

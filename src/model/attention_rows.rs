@@ -19,7 +19,7 @@ pub struct Queries {
     pub q_thd: Tensor,
 }
 
-/// ConfigReader and values of some rows after rotation, or their gradients: the two state planes.
+/// Keys and values of some rows after rotation, or their gradients: the two state planes.
 #[derive(Debug)]
 pub struct KeyValue {
     /// [t, g, d]
@@ -72,7 +72,7 @@ pub(super) fn rows(x: &Tensor, range: &Range<i64>) -> Tensor {
     x.narrow(0, range.start, range.end - range.start)
 }
 
-/// ConfigReader and values at consecutive positions.
+/// Keys and values at consecutive positions.
 pub(super) struct KeyBlock {
     pub(super) positions: Range<i64>,
     pub(super) kv: KeyValue,

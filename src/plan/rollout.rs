@@ -133,7 +133,7 @@ impl Sizes<'_> {
         ))
     }
 
-    /// ConfigReader and values of this rank's share of the answers, and the recurrent states of all answers.
+    /// Keys and values of this rank's share of the answers, and the recurrent states of all answers.
     fn answers_state(&self) -> Vec<Addend> {
         let group = self.config.grpo.group_size;
         let own = self.config.sampled_len().0.div_ceil(self.config.cp_size(self.ranks));

@@ -11,7 +11,7 @@ pub(super) fn addends(sizes: &Sizes<'_>) -> Vec<Addend> {
     [
         // Weights, adapters, and gradients on their way through finalize.
         sizes.model(),
-        // ConfigReader and values of the prompt, where they wait and where they are staged.
+        // Keys and values of the prompt, where they wait and where they are staged.
         sizes.pages(),
         // Recurrent states where answers and the tail start.
         sizes.borders(),
@@ -25,7 +25,7 @@ pub(super) fn addends(sizes: &Sizes<'_>) -> Vec<Addend> {
         sizes.capture(),
         // Saved inputs of the tail, and what the sweep computes in.
         sizes.tail(),
-        // ConfigReader chosen by an indexer.
+        // Keys chosen by an indexer.
         sizes.index_sets(),
         // Latents of the whole prompt, one layer at a time.
         sizes.latents(),

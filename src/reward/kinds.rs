@@ -16,7 +16,6 @@ use crate::runtime::failure::Failure;
 use crate::runtime::units::Tokens;
 
 /// Where the value of a reward comes from.
-#[expect(clippy::large_enum_variant, reason = "a handful of values for each run")]
 pub(super) enum Reward {
     Rule(Rule),
     Command(Program),

@@ -145,7 +145,6 @@ pub fn mean_loss(sum: f64, denominator: f64) -> f64 {
 }
 
 /// Divides this rank's gradients by the batch's denominator, which is known only when all its answers are.
-#[must_use]
 pub fn divide_gradients(local: LocalGrads, denominator: f64) -> LocalGrads {
     let LocalGrads(gradients) = local;
     LocalGrads(gradients.into_iter().map(|gradient| gradient / denominator).collect())

@@ -20,7 +20,7 @@ pub enum Verdict {
 pub enum Outcome {
     Skipped,
     Scored(Box<Scored>),
-    Trained(Trained),
+    Trained(Box<Trained>),
 }
 
 /// A group whose answers were scored. Its prompt stays captured while this lives.

@@ -73,7 +73,7 @@ impl Transaction<'_> {
                 Ok(Outcome::Scored(Box::new(self.score(prompt_ids, captured, answers, observer)?)))
             }
             Verdict::Train(answers) => {
-                Ok(Outcome::Trained(self.train(prompt_ids, captured, &answers, None, observer)?))
+                Ok(Outcome::Trained(Box::new(self.train(prompt_ids, captured, &answers, None, observer)?)))
             }
         }
     }

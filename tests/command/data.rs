@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::checkpoints::Draft;
 use super::room::{Room, Said};
-use super::sample;
+use super::test_tokenizer;
 use super::training::{config, lines, record};
 
 /// A tokenizer of bytes, each a token of its own.

@@ -91,7 +91,7 @@ fn the_first_gates_pass_in_their_order_only() {
     let three = passed(&room, "gate3_128k");
     assert_eq!((&three["positions"], &three["pages_per_rank"]), (&json!(2048), &json!([960, 960])));
     let growth = three["checks"].as_array().unwrap().iter().find(|check| check["name"] == "host_growth").unwrap();
-    // ConfigReader and values of 2 heads of 16 in 4 layers, of float32, on two ranks.
+    // Keys and values of 2 heads of 16 in 4 layers, of float32, on two ranks.
     assert_eq!(growth["value"], json!(2.0 * 2.0 * 16.0 * 4.0 * 4.0 / 2.0));
     another_thing_is_refused(&room);
 }

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use super::checkpoints::case;
 use super::resume::signal;
 use super::room::{Call, LONGSTRAW, Room, Said};
-use super::sample;
 use super::service::{Service, Turn, json as answers, replied};
+use super::test_tokenizer;
 use super::training::{config, ids, lines};
 
 const SENTINEL: &str = "sk-sentinel-2718281828";

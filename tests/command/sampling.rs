@@ -8,7 +8,7 @@ use super::room::Said;
 
 /// Prompt positions of the rank that holds most, of 2,097,152 on 8 ranks.
 const POSITIONS: u64 = 261_120;
-/// ConfigReader and values of a position in all layers of Qwen3-8B, bfloat16.
+/// Keys and values of a position in all layers of Qwen3-8B, bfloat16.
 const STATE: u64 = 36 * 2 * 8 * 128 * 2;
 
 /// A plan of eight answers of 8,192 tokens on eight ranks, from the users' own file.

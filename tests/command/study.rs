@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::checkpoints::Draft;
 use super::room::Room;
-use super::sample;
+use super::test_tokenizer;
 
 const PROJECTIONS: [&str; 8] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all"];
 

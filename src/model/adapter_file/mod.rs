@@ -206,7 +206,7 @@ fn key_problem(config: &Map<String, Value>, key: &str, wanted: &str) -> Problem 
 
 /// Refuses what makes the file's pairs mean something other than y = Wx + (alpha / r)·B·A·x on the model's own W.
 fn refuse_variants(config: &Map<String, Value>, problems: &mut Vec<Problem>) {
-    /// ConfigReader of variants, besides every `use_…` and `…_config`.
+    /// Keys of variants, besides every `use_…` and `…_config`.
     const VARIANT_KEYS: [&str; 11] = [
         "fan_in_fan_out",
         "lora_bias",

@@ -12,7 +12,7 @@ pub enum Mix {
         query_heads: u64,
         kv_heads: u64,
         head_dim: u64,
-        /// ConfigReader that a query sees, itself included; all where there is none.
+        /// Keys that a query sees, itself included; all where there is none.
         window: Option<u64>,
         /// Whether a gate as wide as the queries multiplies the output.
         gated: bool,
