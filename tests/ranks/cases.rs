@@ -4,7 +4,7 @@ use std::path::Path;
 
 use longstraw::config::Gradient;
 use longstraw::runtime::units::Tokens;
-use longstraw::tools::parity::distance::Squares;
+use longstraw::tools::parity::distance::relative;
 use longstraw::tools::parity::{self, Options, Report};
 use longstraw::world::World;
 use serde_json::Value;
@@ -89,7 +89,7 @@ pub(crate) fn one_and_all(world: &mut World) {
                 let one = report(world, &case, &options);
                 world.cut(world.all.size()).expect("all ranks on one prompt");
                 for ((name, all), (_, one)) in all.gradients.iter().zip(&one.gradients) {
-                    let apart = Squares::between(all, one).relative();
+                    let apart = relative(all, one);
                     assert!(apart <= limit, "{case} {} {kind:?} {name}: {apart:.1e}", options.gradient);
                 }
             }
@@ -113,6 +113,6 @@ pub(crate) fn micro_blocks(world: &mut World) {
     let small = Options { micro_block: Tokens(1), ..large };
     let (large, small) = (report(world, "qwen3/base", &large), report(world, "qwen3/base", &small));
     for ((name, large), (_, small)) in large.gradients.iter().zip(&small.gradients) {
-        assert!(Squares::between(small, large).relative() <= 1e-12, "{name}");
+        assert!(relative(small, large) <= 1e-12, "{name}");
     }
 }

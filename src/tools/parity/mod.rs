@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 
 pub use case::Error;
 use case::{Case, Loss};
-use distance::{Squares, comparable};
+use distance::{Squares, comparable, relative};
 
 use crate::config::Gradient;
 use crate::model::decoder::Decoder;
@@ -260,7 +260,7 @@ impl Errors<'_> {
     /// Gradients are summed already and equal on all ranks, so they are compared without another sum.
     fn of_gradients(&mut self, adapters: &Adapters, loss: Loss, reduced: &ReducedGrads, expected: &[Tensor]) {
         for ((tensor, found), expected) in adapters.names().zip(reduced.gradients()).zip(expected) {
-            let error = Squares::between(found, expected).relative();
+            let error = relative(found, expected);
             self.found.push((format!("grad.{}.{tensor}", loss.name()), error));
         }
     }
