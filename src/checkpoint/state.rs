@@ -12,8 +12,8 @@ use crate::runtime::digest::sha256_hex;
 /// Where a run stands, and what must be the same when it goes on.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct State {
-    /// Updates made.
     pub updates: u64,
     /// Version of the adapters; pages name the version that they were captured under.
     pub adapter_version: u64,

@@ -75,7 +75,6 @@ struct DeltaInputs {
 
 /// One row for each border.
 struct DeltaState {
-    /// float32
     recurrent_bnkv: Tensor,
     raw_bsu: Tensor,
 }

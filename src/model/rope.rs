@@ -17,12 +17,14 @@ use crate::runtime::units::float;
 /// How inverse frequencies depend on the context length the model is stretched to.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub enum Scaling {
-    /// No stretching.
     Default,
     /// All frequencies are divided by `factor`.
     #[expect(missing_docs, reason = "the name says everything")]
-    Linear { factor: f64 },
+    Linear {
+        factor: f64,
+    },
     /// Llama 3.1: low frequencies are divided by `factor`, high ones stay, with a linear blend between.
     Llama3 {
         /// Stretch of the low frequencies.

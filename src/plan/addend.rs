@@ -28,17 +28,16 @@ impl From<Place> for MemorySpace {
 
 /// One part of a rank's memory.
 #[derive(Clone, Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Addend {
     /// Unique name within a phase.
     pub name: &'static str,
     /// The purposes under which a run's ledger counts it; empty for scratch, which the ledger does not see.
     #[serde(skip)]
     pub counted: &'static [Purpose],
-    /// Its memory.
     pub place: Place,
     /// The phase that needs it; absent where it stays for the whole run.
     pub phase: Option<Phase>,
-    /// Its size.
     pub bytes: Bytes,
     /// The product behind `bytes`, in words.
     pub reason: String,

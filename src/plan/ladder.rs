@@ -70,8 +70,8 @@ pub struct Row {
 
 /// The plans of all gates.
 #[derive(Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Table {
-    /// Model family.
     pub model_type: &'static str,
     /// Whether this build trains it.
     pub trained: bool,

@@ -99,7 +99,7 @@ fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<OffloadChoice
     tried
 }
 
-/// `count` GiB.
+/// Bytes of `count` GiB, 2³⁰ bytes each.
 #[must_use]
 pub fn gib(count: u64) -> Bytes {
     Bytes(count.saturating_mul(1 << 30))

@@ -87,8 +87,8 @@ impl Rates {
 
 /// The prediction of one phase on one rank.
 #[derive(Clone, Copy, Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct PhaseSeconds {
-    /// The phase.
     pub phase: Phase,
     /// Matrix products, 10¹² operations.
     pub products_tera: f64,

@@ -125,6 +125,7 @@ pub struct AdapterForm {
 /// One run, or one gate.
 #[derive(Debug, Default, Serialize)]
 #[expect(clippy::struct_excessive_bools, reason = "separate facts of a record, not states")]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Receipt {
     /// Name of the gate; `None` for a training run.
     pub gate: Option<&'static str>,
@@ -151,7 +152,6 @@ pub struct Receipt {
     pub model_digest: String,
     /// Form of the trained adapters.
     pub adapter: AdapterForm,
-    /// Gradient mode.
     pub gradient: String,
     /// Number format of weights and activations.
     pub dtype: String,
@@ -161,9 +161,7 @@ pub struct Receipt {
     pub cp_size: usize,
     /// Longest prompt and answer together.
     pub positions: Tokens,
-    /// Longest prompt.
     pub prompt_len: Tokens,
-    /// Longest answer.
     pub answer_len: Tokens,
     /// Answers of a group.
     pub group_size: u64,
@@ -221,7 +219,6 @@ pub struct Receipt {
     pub loss: f64,
     /// Rewards of the last group that rank 0 trained on.
     pub rewards: Vec<Option<f64>>,
-    /// Their advantages.
     pub advantages: Vec<Option<f64>>,
     /// Smallest and largest ratio of the first replay; absent where there was no token.
     pub ratio_first: Option<[f64; 2]>,

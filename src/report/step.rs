@@ -11,12 +11,12 @@ use crate::step::objective;
 /// The numbers of one update: one line of metrics.jsonl. A field that an earlier version did not write has its default.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Step {
     /// Updates made, this one included.
     pub step: u64,
     /// Index of the update among those on the same group, from 0 (`grpo.updates_per_group`).
     pub group_update: u64,
-    /// Gradient mode.
     pub gradient: String,
     /// Loss over the whole batch.
     pub loss: f64,
@@ -53,7 +53,6 @@ pub struct Step {
     pub sampled_gap: Option<f64>,
     /// Norm of the adapters' gradient before clipping.
     pub grad_norm: f64,
-    /// Learning rate.
     pub learning_rate: f64,
     /// Prompts of this update, over all ranks.
     pub prompts: Vec<String>,

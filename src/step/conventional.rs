@@ -17,10 +17,9 @@ use crate::tensor::{self, accumulation};
 
 /// One group for the conventional schedule.
 #[derive(Clone, Copy)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Group<'a> {
-    /// The prompt.
     pub prompt_ids: &'a [i64],
-    /// The answers.
     pub answers: &'a [Vec<i64>],
     /// How many of the prompt's last positions carry gradient; earlier ones are constants.
     pub tail: Tokens,
@@ -30,12 +29,12 @@ pub struct Group<'a> {
 
 /// What an answer is pulled towards, in the accumulation dtype, [tokens].
 #[derive(Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Target {
     /// Frozen log-probabilities of its tokens.
     pub old: Tensor,
     /// Log-probabilities of its tokens under the reference policy.
     pub reference: Tensor,
-    /// Its advantage.
     pub advantage: f64,
     /// Weight of each token.
     pub weight: f64,

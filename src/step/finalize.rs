@@ -10,6 +10,7 @@ use crate::world::exchange::sum_over_ranks;
 
 /// What can be wrong with the sum.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub enum Error {
     /// A gradient is NaN or infinite.
     #[error(
@@ -32,12 +33,7 @@ pub enum Error {
     },
     /// The loss, or another number that every rank sees, is NaN or infinite.
     #[error("the {what} over all ranks is {value}; nothing was saved")]
-    Number {
-        /// Which number.
-        what: &'static str,
-        /// Its value.
-        value: f64,
-    },
+    Number { what: &'static str, value: f64 },
 }
 
 /// Whether every value of the adapters is finite; the same answer on all ranks, which hold the same bits.

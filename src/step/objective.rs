@@ -182,8 +182,8 @@ pub struct Added {
 
 /// Counts and sums over trained tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct TokenStats {
-    /// Tokens.
     pub tokens: u64,
     /// Those whose ratio was clipped in effect from below.
     pub clipped_low: u64,

@@ -96,7 +96,7 @@ impl AdamW {
         self.moments.mean.iter().chain(&self.moments.square).map(storage_bytes).sum()
     }
 
-    /// Steps made.
+    /// Updates made so far, those before a resume included.
     #[must_use]
     pub fn steps(&self) -> u32 {
         self.moments.steps

@@ -28,8 +28,8 @@ use crate::tensor::gpu::Mark;
 
 /// One answer as it is trained.
 #[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct TrainedAnswer {
-    /// Its tokens.
     pub ids: Vec<i64>,
     /// Which of its tokens are trained; `None`: all.
     pub mask: Option<Vec<bool>>,
@@ -72,10 +72,10 @@ impl TrainedAnswer {
 
 /// What the replay's loss reads besides the log-probabilities of the replay itself.
 #[derive(Clone, Copy)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct ReplayTargets<'a> {
     /// Advantage and weight of each answer of the group, in its order.
     pub answers: &'a [TrainedAnswer],
-    /// Frozen log-probabilities.
     pub scores: &'a FrozenScores,
     /// Loss of a token.
     pub objective: &'a Objective,

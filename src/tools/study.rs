@@ -87,23 +87,22 @@ impl Start {
 
 /// How many prompts of which length.
 #[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Length {
     /// Positions of prompt and answer.
     pub positions: Tokens,
-    /// Prompts.
     pub prompts: usize,
 }
 
 /// What to compare.
 #[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Options {
     /// An HF folder with weights and tokenizer.
     pub model: PathBuf,
-    /// Lengths.
     pub lengths: Vec<Length>,
     /// Gradient modes that are compared with the exact one.
     pub gradients: Vec<Gradient>,
-    /// Adapters.
     pub starts: Vec<Start>,
     /// Folders of text (empty: those that stand on any Debian machine).
     pub text: Vec<PathBuf>,
@@ -135,18 +134,16 @@ type Numbers = fn(&Agreement) -> &[f64];
 
 /// One mode at one length under one set of adapters.
 #[derive(Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Run {
     /// Positions of prompt and answer.
     pub length: Tokens,
     /// Fewest and most tokens of a prompt.
     pub prompt_tokens: [Tokens; 2],
-    /// Prompts.
     pub prompts: usize,
-    /// Which adapters.
     pub adapters: String,
     /// Mean log-probability of a token of the right and of the wrong answers.
     pub logprob: [f64; 2],
-    /// Gradient mode.
     pub gradient: String,
     /// Each projection, and all of them together.
     pub projections: IndexMap<&'static str, Agreement>,
@@ -154,16 +151,15 @@ pub struct Run {
 
 /// All runs; the same on every rank.
 #[derive(Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Report {
     /// The model's folder.
     pub model: String,
     /// The model's dtype.
     pub dtype: &'static str,
-    /// Ranks.
     pub ranks: usize,
     /// Answers of a group.
     pub group_size: usize,
-    /// The runs.
     pub runs: Vec<Run>,
 }
 

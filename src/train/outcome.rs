@@ -19,10 +19,12 @@ pub(super) enum Outcome<T> {
 /// What leaves such work in its middle.
 #[derive(Debug)]
 pub(super) enum Interruption {
-    /// See [`Outcome::Dropped`].
-    Dropped { why: String },
-    /// See [`Outcome::NoRewards`].
-    NoRewards { failure: Failure },
+    Dropped {
+        why: String,
+    },
+    NoRewards {
+        failure: Failure,
+    },
     /// The run ends.
     Failed(Failure),
 }

@@ -44,7 +44,6 @@ struct RankRecords {
 #[derive(Debug)]
 pub(super) struct RunRecords {
     pub(super) memory: RunMemory,
-    /// By rank.
     pub(super) stage_wait_seconds: Vec<f64>,
     /// How many different layers each phase went through, on the rank with the fewest.
     pub(super) layers_by_phase: BTreeMap<&'static str, u64>,

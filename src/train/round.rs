@@ -94,7 +94,6 @@ pub(super) struct GroupSummary {
 pub(super) struct Round {
     /// All groups, in order; each prompt group of ranks takes its own share.
     pub(super) places: Vec<GroupPlace>,
-    /// Updates made.
     pub(super) made: u64,
     /// This prompt group's groups, once they are frozen.
     pub(super) mine: Vec<FrozenGroup>,

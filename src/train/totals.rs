@@ -13,7 +13,6 @@ use crate::world::World;
 /// All updates so far, those before a resume included as far as rank 0's metrics.jsonl has them.
 #[derive(Debug, Default)]
 pub(super) struct RunTotals {
-    /// Updates made.
     pub(super) updates: u64,
     seconds: Seconds,
     pinning_s: f64,

@@ -50,7 +50,6 @@ struct Fit<'a> {
     offsets: Vec<usize>,
     /// Most tokens of a prompt that was not too long.
     nearest: Tokens,
-    /// Prompts measured.
     tries: usize,
 }
 

@@ -32,10 +32,9 @@ const HELD_OUT_CODES: usize = 1_800;
 
 /// What was written.
 #[derive(Clone, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Summary {
-    /// `train.jsonl`.
     pub train_file: PathBuf,
-    /// `held_out.jsonl`.
     pub held_out_file: PathBuf,
     /// Prompts in both files.
     pub prompts: usize,

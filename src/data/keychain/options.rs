@@ -11,8 +11,8 @@ pub(super) const KEYS_MAX: usize = 64;
 /// Range of depths of the notes that lead to the answer, in percent of the passage: 0 is before the first line, 100
 /// after the last. The depth of the note with the code grows evenly over this range, from a file's first prompt to its last.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Depth {
-    /// Percent.
     pub from: u64,
     /// Percent, at most 100.
     pub to: u64,

@@ -38,8 +38,8 @@ pub struct Differences {
 
 /// Which projections carry a bias.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub enum BiasRule {
-    /// No projection.
     Never,
     /// Queries, keys and values, always.
     QueryKeyValue,

@@ -34,12 +34,12 @@ pub struct Written {
 
 /// One run in short.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct InShort {
     /// The run directory.
     pub folder: PathBuf,
     /// Whether the run ended, and how.
     pub state: &'static str,
-    /// Updates made.
     pub updates: u64,
     /// Mean reward of the first and of the last tenth of the updates.
     pub rewards: [Option<f64>; 2],

@@ -35,6 +35,7 @@ pub use sampling::Sampling;
 
 /// Why no token can be sampled.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub enum Error {
     /// The policy's distribution is none.
     #[error(
@@ -42,7 +43,6 @@ pub enum Error {
          adapters or the model are broken, or optimizer.lr is far too large"
     )]
     NotFinite {
-        /// Which answer.
         answer: usize,
         /// Tokens that it has.
         tokens: usize,
@@ -72,7 +72,7 @@ pub struct SampleRequest<'a> {
     pub pages_on_device: bool,
 }
 
-/// One answer.
+/// One answer that the policy has sampled.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SampledAnswer {
     /// Its tokens, at least one; the last is an end unless it was cut off.

@@ -60,16 +60,14 @@ impl Classified for Error {
 
 /// What to run.
 #[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Options {
     /// An HF folder or its config.json.
     pub model: PathBuf,
-    /// Prompt positions.
     pub prompt: Tokens,
     /// Tokens of an answer.
     pub answer: Tokens,
-    /// Group sizes.
     pub groups: Vec<u64>,
-    /// Gradient modes.
     pub gradients: Vec<Gradient>,
     /// The model's dtype.
     pub kind: Kind,
@@ -87,22 +85,19 @@ pub struct Options {
 
 /// One schedule at one group size, on this rank.
 #[derive(Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Run {
     /// `paged` or `conventional`.
     pub schedule: &'static str,
-    /// Gradient mode.
     pub gradient: String,
-    /// Answers.
     pub group: u64,
     /// The prompt without a graph.
     pub capture_seconds: f64,
-    /// Frozen log-probabilities.
     pub score_seconds: f64,
     /// Answers, forward and backward.
     pub answers_seconds: f64,
     /// Prompt rows that carry gradient, backward.
     pub tail_seconds: f64,
-    /// Everything.
     pub total_seconds: f64,
     /// Of these: the computation stood still for copies between host and device.
     pub stage_wait_seconds: f64,
@@ -126,18 +121,17 @@ pub struct Run {
     gradients: Vec<Tensor>,
 }
 
-/// All runs.
+/// What was measured on all ranks, one run for each group size and gradient mode.
 #[derive(Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Report {
     /// Parameters of the model.
     pub parameters: u64,
     /// The model's dtype.
     pub dtype: &'static str,
-    /// Ranks.
     pub ranks: usize,
     /// Threads of a rank.
     pub threads: i32,
-    /// Prompt positions.
     pub prompt: Tokens,
     /// Tokens of an answer.
     pub answer: Tokens,
@@ -155,7 +149,6 @@ pub struct Report {
     pub work: rates::Work,
     /// The source it was built from.
     pub commit: &'static str,
-    /// The runs.
     pub runs: Vec<Run>,
     /// Largest relative L2 distance of an adapter gradient, exact against conventional, by group size.
     pub apart: Vec<(u64, f64)>,

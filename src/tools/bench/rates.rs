@@ -24,9 +24,7 @@ const POSITIONS_MAX: u64 = 32_768;
 pub struct Rates {
     /// What computes a rectangle of attention.
     pub kernel: Kernel,
-    /// Its forward.
     pub attention_forward: f64,
-    /// Its backward.
     pub attention_backward: f64,
     /// A matrix product of the shape of the model's feed-forward.
     pub matrix: f64,

@@ -30,12 +30,11 @@ use crate::runtime::units::{Bytes, from_index};
 
 /// Counts of a conversion.
 #[derive(Clone, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Summary {
     /// The HF folder.
     pub destination: PathBuf,
-    /// Decoder layers.
     pub layers: u64,
-    /// Weight tensors.
     pub tensors: u64,
     /// Weights in all.
     pub parameters: u64,

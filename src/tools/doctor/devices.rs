@@ -17,7 +17,6 @@ const PIN_BYTES: i64 = 1 << 20;
 pub(super) struct Gpu {
     /// Address on the bus.
     pub(super) address: String,
-    /// Free memory.
     pub(super) free: Bytes,
     /// Whether NCCL is available.
     pub(super) nccl: bool,

@@ -32,7 +32,6 @@ pub(super) struct Outcome {
 /// The content of a state file.
 #[derive(Debug, Default)]
 pub(super) struct SavedState {
-    /// By chunk.
     pub(super) outcomes: BTreeMap<usize, Outcome>,
     /// Bytes of whole lines; a process that was killed may leave part of a line after them.
     bytes: u64,

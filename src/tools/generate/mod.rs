@@ -40,6 +40,7 @@ const ANSWERS_MAX: u64 = 16;
 
 /// Options of `data generate`.
 #[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Options {
     /// Files and folders of text.
     pub texts: Vec<PathBuf>,
@@ -55,7 +56,6 @@ pub struct Options {
     pub tokenizer: Option<PathBuf>,
     /// Most requests of this run.
     pub limit: Option<u64>,
-    /// Parallel requests.
     pub parallel: u64,
     /// The endpoint's model; `None`: `endpoint.default_model`.
     pub model: Option<String>,

@@ -37,7 +37,6 @@ pub(super) struct Exercise {
     pub(super) question: String,
     /// The right answer.
     pub(super) answer: String,
-    /// Wrong answers.
     pub(super) wrong: Vec<String>,
 }
 

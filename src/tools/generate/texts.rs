@@ -17,8 +17,8 @@ const BLANK_LINE: &str = "\n\n";
 
 /// Greatest length of a chunk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub enum ChunkSize {
-    /// Characters.
     Chars(u64),
     /// Tokens of `Options::tokenizer`.
     Tokens(Tokens),

@@ -56,12 +56,12 @@ fn double(x: &Tensor) -> Tensor {
 
 /// How far two sets of named tensors lie apart.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Distance {
     /// All tensors together.
     pub all: f64,
     /// The tensor that is furthest off; infinite where it is not a number.
     pub worst: f64,
-    /// Its name.
     pub worst_tensor: String,
 }
 

@@ -56,12 +56,12 @@ pub struct Options {
 
 /// The outcome, the same on every rank.
 #[derive(Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Report {
     /// The case's folder.
     pub case: String,
     /// Ranks that shared the prompt.
     pub ranks: usize,
-    /// Gradient mode.
     pub gradient: String,
     /// The model's dtype.
     pub dtype: &'static str,

@@ -40,12 +40,12 @@ const DIAGNOSIS_SYSTEM: &str = "You look at an answer that a language model gave
 
 /// Limits of the requests to the service.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct RequestLimits {
     /// Time for all requests together, waits included.
     pub total_time: Duration,
     /// More attempts after a failed one.
     pub retries_max: u64,
-    /// Most requests.
     pub requests_max: usize,
     /// Most parallel requests.
     pub parallel_max: usize,
@@ -62,7 +62,7 @@ impl RequestLimits {
         parallel_max: 1,
         reply_tokens_max: 700,
     };
-    /// For diagnoses.
+    /// Limits of the diagnoses of a run's worst answers.
     pub const DIAGNOSES: RequestLimits = RequestLimits {
         total_time: Duration::from_mins(2),
         retries_max: 1,
@@ -91,8 +91,8 @@ impl RequestLimits {
 
 /// The diagnoses of a run.
 #[derive(Clone, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Diagnoses {
-    /// `replay.jsonl`.
     pub file: PathBuf,
     /// Answers that were sent.
     pub answers: usize,
