@@ -403,7 +403,7 @@ mod tests {
 
     #[test]
     fn rope_types_that_are_not_computed_are_refused_by_name() {
-        for kind in ["dynamic", "longrope", "linear", "mrope"] {
+        for kind in ["dynamic", "longrope", "mrope"] {
             let config = serde_json::json!({"head_dim": 16, "max_position_embeddings": 1000,
                 "rope_scaling": {"type": kind, "factor": 2.0}});
             let (_, problems) = read(&config, None);

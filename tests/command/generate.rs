@@ -198,7 +198,7 @@ fn a_failing_service_ends_the_run_before_every_chunk_is_sent() {
         (json(500, r#"{"error": "out of order"}"#), "failed 8 times in a row, and no further request is sent", 2 * 12),
         (Turn::Cut, "failed 8 times in a row", 2 * 12),
         (json(401, &format!(r#"{{"error": "no {SENTINEL}"}}"#)), "the service refuses the key", 4),
-        (Turn::Say(200, "content-type: text/html\r\n", "<html>".into()), "a web page (HTML) answers", 4),
+        (Turn::Say(200, "content-type: text/html\r\n", "<html>".into()), "the answer is a web page (HTML)", 4),
     ] {
         let service = Service::of(vec![turn]);
         let room = room(&service.base());
