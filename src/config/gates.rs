@@ -142,10 +142,14 @@ impl Gate {
         self.runs() == Runs::Endpoint
     }
 
-    /// The advantages that a group of `answers` must have, where the gate is about them.
+    /// The advantages that a group of `answers` must have, where the gate is about them. One stated advantage is that of a
+    /// group of one; several repeat over the group.
     #[must_use]
     pub fn advantages(&self, answers: u64) -> Option<Vec<f64>> {
         let in_turn = &self.description.advantages;
+        if let [only] = in_turn[..] {
+            return Some(vec![only]);
+        }
         let all = (0..answers).zip(in_turn.iter().copied().cycle()).map(|(_, advantage)| advantage);
         (!in_turn.is_empty()).then(|| all.collect())
     }
@@ -332,5 +336,14 @@ mod tests {
         assert_eq!(gate("gate7_online").advantages(2), None);
         let (two, growth) = gate("gate6_g8").comparison().expect("it is compared");
         assert_eq!((two.name(), growth), ("gate5_g2", Growth::Group));
+    }
+
+    #[test]
+    fn one_stated_advantage_is_that_of_a_group_of_one_and_several_repeat() {
+        let advantages = |name: &str, answers| Gate::named(name).expect("a gate").advantages(answers);
+        assert_eq!(advantages("gate4_g1", 1), Some(vec![1.0]));
+        assert_eq!(advantages("gate4_g1", 2), Some(vec![1.0]), "a larger group is not what the gate is about");
+        assert_eq!(advantages("gate6_g8", 4), Some(vec![-1.0, 1.0, -1.0, 1.0]));
+        assert_eq!(advantages("gate2_32k", 2), None);
     }
 }

@@ -17,10 +17,13 @@ pub struct Found<T> {
     pub place: Range<usize>,
 }
 
-/// Every object and list of `reply` that reads as a `T`, in the order in which they begin. A value within another one
+/// Every value of `reply` that begins with one of `openings` and reads as a `T`, in the order in which they begin. A value within another one
 /// follows it, so a caller that wants outermost values alone leaves out those that begin before the last one's end.
-pub fn values<T: DeserializeOwned>(reply: &str) -> impl Iterator<Item = Found<T>> {
-    let openings = reply.match_indices(['{', '[']).map(|(start, _)| start).take(OPENINGS_MAX);
+pub fn values<'a, T: DeserializeOwned + 'a>(
+    reply: &'a str,
+    openings: &'static [char],
+) -> impl Iterator<Item = Found<T>> + 'a {
+    let openings = reply.match_indices(openings).map(|(start, _)| start).take(OPENINGS_MAX);
     openings.filter_map(|start| {
         let mut values = serde_json::Deserializer::from_str(&reply[start..]).into_iter();
         let value = values.next()?.ok()?;
@@ -35,7 +38,7 @@ mod tests {
     use super::*;
 
     fn found(reply: &str) -> Vec<Value> {
-        values(reply).map(|found| found.value).collect()
+        values(reply, &['{', '[']).map(|found| found.value).collect()
     }
 
     #[test]
@@ -49,7 +52,7 @@ mod tests {
     #[test]
     fn the_place_of_a_value_is_told_in_bytes() {
         let reply = "für {\"ä\": 1} alle";
-        let places: Vec<&str> = values::<Value>(reply).map(|found| &reply[found.place]).collect();
+        let places: Vec<&str> = values::<Value>(reply, &['{', '[']).map(|found| &reply[found.place]).collect();
         assert_eq!(places, ["{\"ä\": 1}"]);
     }
 

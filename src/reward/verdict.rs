@@ -172,7 +172,7 @@ fn take_objects(text: &str) -> (Vec<Value>, String) {
     let mut scores = Vec::new();
     let mut rest = String::new();
     let mut end = 0;
-    for Found { value: Scores(found), place } in json::values(text) {
+    for Found { value: Scores(found), place } in json::values(text, &['{']) {
         // An object within one that has a score is part of it; one within an object without a score may have its own.
         if place.start >= end && !found.is_empty() {
             scores.extend(found);

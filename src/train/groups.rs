@@ -83,14 +83,13 @@ impl Turns<'_> {
 
     /// A group whose prompt is no page but a part of whole sequences.
     fn conventional_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
-        let loss = match self.reward(turn, Vec::new(), observer)? {
-            Verdict::Skip => Ok(0.0),
-            Verdict::Train(_) | Verdict::Score(_) => {
-                conventional::train_group(self.session, &self.round.mine[turn], observer)
-            }
-        };
+        let trains = !matches!(self.reward(turn, Vec::new(), observer)?, Verdict::Skip);
+        let loss =
+            if trains { conventional::train_group(self.session, &self.round.mine[turn], observer) } else { Ok(0.0) };
         self.metrics.loss += self.stop.settle(self.world, loss)?;
-        self.session.count_gradients(self.world);
+        if trains {
+            self.session.count_gradients(self.world);
+        }
         Ok(())
     }
 

@@ -52,6 +52,11 @@ impl RunTotals {
     pub(super) fn add_update(&mut self, step: Step, pinning_s: f64, group: Option<&FrozenGroup>) {
         self.add_step(step);
         self.pinning_s += pinning_s;
+        self.note_group(group);
+    }
+
+    /// Notes the last group of this rank that was rewarded, also in an update that is dropped.
+    pub(super) fn note_group(&mut self, group: Option<&FrozenGroup>) {
         if let Some(group) = group {
             self.rewards.clone_from(&group.rewards);
             self.advantages.clone_from(&group.advantages);

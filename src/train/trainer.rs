@@ -97,6 +97,7 @@ impl Trainer {
                 Outcome::Done(update) => self.log(update, round)?,
                 Outcome::Dropped { why } => {
                     self.reporter.line(&format!("update {step} is {why}"));
+                    self.totals.note_group(round.mine.last());
                     self.session.data.give_back(round);
                     return Ok(Ending::Stopped);
                 }

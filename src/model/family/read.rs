@@ -20,7 +20,9 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, ow
         keys.unsupported(own.activation_key, &Value::from(activation), own.activation.in_quotes());
     }
     for key in ["use_bidirectional_attention", "attn_logit_softcapping"] {
-        if let Some(value) = keys.value(key).filter(|value| **value != Value::Bool(false)) {
+        if let Some(value) =
+            keys.value(key).filter(|value| **value != Value::Bool(false) && value.as_f64() != Some(0.0))
+        {
             keys.unsupported(key, value, "causal attention without a cap on scores");
         }
     }

@@ -185,7 +185,7 @@ impl<'a> Case<'a> {
             keeping: Keeping::HOST,
             pins_memory: false,
         };
-        let mut observer = Observer::new(world.tracker(), self.decoder.device());
+        let mut observer = Observer::within(Phase::Evaluate, world.tracker(), self.decoder.device());
         transaction.train(&self.prompt_ids, None, &self.answers, None, &mut observer)?;
         // The ranks of one prompt have the whole gradient among them. Without a clip, lengths are compared too.
         let reduced = finalize::run(&world.cp, finalize::take(&self.adapters), &self.adapters, 0.0)?;

@@ -70,7 +70,7 @@ impl QuestionSpec {
     pub(super) fn questions(self, reply: &Reply, chunk: &Chunk) -> Result<Vec<Exercise>, Unusable> {
         let cut = reply.stop_reason.as_deref() == Some("max_tokens");
         let mut why = if cut { Unusable::Cut } else { Unusable::NoJson };
-        for reply_json::Found { value, .. } in reply_json::values::<Value>(&reply.text) {
+        for reply_json::Found { value, .. } in reply_json::values::<Value>(&reply.text, &['{', '[']) {
             match self.questions_of_value(&value, chunk) {
                 Ok(questions) => return Ok(questions),
                 // The first fault found in JSON says more than a later one.
