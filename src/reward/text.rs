@@ -256,9 +256,9 @@ mod tests {
             (json!({ "expected": ["a", ["b"]] }), "a list within a list"),
         ] {
             let error = super::expected("seven", RewardName::ExactMatch, data.as_object().unwrap()).unwrap_err();
-            let told = error.to_string();
-            assert!(told.starts_with("record seven: its reward_data.expected ") && told.contains(words), "{told}");
-            assert!(told.contains("the reward exact_match compares with it"), "{told}");
+            let message = error.to_string();
+            assert!(message.starts_with("record seven: its reward_data.expected ") && message.contains(words), "{message}");
+            assert!(message.contains("the reward exact_match compares with it"), "{message}");
         }
     }
 
@@ -269,13 +269,13 @@ mod tests {
         let matches =
             |data: &Value, text: &str| pattern("r", data.as_object().unwrap(), Some(&common)).unwrap().is_match(text);
         assert!(matches(&own, "b") && !matches(&own, "a") && matches(&json!({}), "a"));
-        let told = |data: Value| pattern("seven", data.as_object().unwrap(), None).unwrap_err().to_string();
-        assert!(told(json!({})).contains("record seven: has no reward_data.pattern, and reward.pattern is not set"));
-        let broken = told(json!({ "pattern": "(a" }));
+        let message = |data: Value| pattern("seven", data.as_object().unwrap(), None).unwrap_err().to_string();
+        assert!(message(json!({})).contains("record seven: has no reward_data.pattern, and reward.pattern is not set"));
+        let broken = message(json!({ "pattern": "(a" }));
         assert!(
             broken.contains(r#"record seven: its reward_data.pattern "(a" is no pattern: unclosed group"#),
             "{broken}"
         );
-        assert!(told(json!({ "pattern": 7 })).contains("its reward_data.pattern 7 is no pattern: it is no text"));
+        assert!(message(json!({ "pattern": 7 })).contains("its reward_data.pattern 7 is no pattern: it is no text"));
     }
 }

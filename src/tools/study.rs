@@ -183,11 +183,11 @@ impl Report {
             }));
         }
         lines.push("\nmean log-probability of a token of the right and the wrong answers".into());
-        let mut told = IndexMap::new();
+        let mut logprobs = IndexMap::new();
         for run in &self.runs {
-            told.insert((run.length, &run.adapters), run.logprob);
+            logprobs.insert((run.length, &run.adapters), run.logprob);
         }
-        lines.extend(told.iter().map(|((length, adapters), [right, wrong])| {
+        lines.extend(logprobs.iter().map(|((length, adapters), [right, wrong])| {
             format!("{length:>6} {adapters:<9} {right:>8.3} {wrong:>8.3}")
         }));
         lines.join("\n")
@@ -428,7 +428,7 @@ fn compare(
             }
         }
     }
-    // "all" was met after the first projection, and is told last.
+    // "all" was met after the first projection, and is reported last.
     let together = products.shift_remove_entry(TOGETHER);
     for (name, [across, own, judge]) in products.into_iter().chain(together) {
         let agreement = into.entry(name).or_default();

@@ -43,8 +43,8 @@ pub(super) fn reward_groups(
     own: &[Answer],
 ) -> Result<Vec<RewardedGroup>, Interruption> {
     // Every rank of a prompt has the same answers; the first one tells them.
-    let told = (world.cp.rank() == Rank(0)).then_some(own);
-    let answers: Vec<Vec<Answer>> = world.gather(&told.map(<[Answer]>::to_vec)).into_iter().flatten().collect();
+    let sent = (world.cp.rank() == Rank(0)).then_some(own);
+    let answers: Vec<Vec<Answer>> = world.gather(&sent.map(<[Answer]>::to_vec)).into_iter().flatten().collect();
     let answers = &answers[..groups.len()];
     let rewards = world
         .from_root_while_others_sleep(|| reward_answers(session, groups, answers, world))

@@ -45,8 +45,8 @@ pub(super) fn save(session: &Session, world: &World) -> Value {
     let Some(round) = &session.data.round else { return Value::Null };
     let mine: Vec<GroupState> = round.mine.iter().map(|frozen| save_group(frozen, session, world)).collect();
     // Every rank of a prompt has the same; the first one tells it.
-    let told = if world.cp.rank() == Rank(0) { mine } else { Vec::new() };
-    let mut groups: Vec<GroupState> = world.gather(&told).into_iter().flatten().collect();
+    let sent = if world.cp.rank() == Rank(0) { mine } else { Vec::new() };
+    let mut groups: Vec<GroupState> = world.gather(&sent).into_iter().flatten().collect();
     groups.sort_by_key(|group| group.place.number);
     serde_json::json!(RoundState { made: round.made, summaries: round.groups.clone(), counts: round.counts, groups })
 }

@@ -206,8 +206,8 @@ impl Report {
         }));
         let share = |run: &Run| 100.0 * run.capture_rate / self.rates.attention_forward;
         // On a CPU matrix products are as much work as attention, and slower: a share of its rate would say nothing.
-        let told = |run: &&Run| run.capture_rate > 0.0 && self.rates.kernel != Kernel::Cpu;
-        lines.extend(self.runs.iter().filter(told).map(|run| {
+        let has_rate = |run: &&Run| run.capture_rate > 0.0 && self.rates.kernel != Kernel::Cpu;
+        lines.extend(self.runs.iter().filter(has_rate).map(|run| {
             format!(
                 "capture for {} at group {}: {:.3} TFLOP/s, {:.0} % of the attention kernel's rate",
                 run.gradient,
