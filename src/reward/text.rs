@@ -257,7 +257,10 @@ mod tests {
         ] {
             let error = super::expected("seven", RewardName::ExactMatch, data.as_object().unwrap()).unwrap_err();
             let message = error.to_string();
-            assert!(message.starts_with("record seven: its reward_data.expected ") && message.contains(words), "{message}");
+            assert!(
+                message.starts_with("record seven: its reward_data.expected ") && message.contains(words),
+                "{message}"
+            );
             assert!(message.contains("the reward exact_match compares with it"), "{message}");
         }
     }

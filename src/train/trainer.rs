@@ -106,8 +106,7 @@ impl Trainer {
                     return Err(self.save_before(step, failure, world));
                 }
             }
-            let every = self.session.config().checkpoint.every;
-            if every > 0 && step.is_multiple_of(every) {
+            if self.session.is_checkpoint_due(step) {
                 self.save(world)?;
             }
         }
@@ -182,8 +181,8 @@ impl Trainer {
         let stopped = !matches!(ending, Ending::Finished(_));
         self.stop.close(world);
         let updates = self.totals.updates;
-        let pages = self.observer.own_pages();
-        let end = RunEnd { held_out_before: self.held_out_before, held_out_after, stopped, records, pages };
+        let held_out_before = self.held_out_before;
+        let end = RunEnd { held_out_before, held_out_after, stopped, records, pages: self.observer.own_pages() };
         let receipt = self.totals.receipt(&self.session, world, end);
         self.records.close(world)?;
         let ended = Ended { stopped, progress: updates > start.updates };
