@@ -232,6 +232,27 @@ impl Pass<'_> {
         tail.rows() > self.micro_block
     }
 
+    /// Segment B of every micro-block of `blocks`, no graph: writes the block's output rows to `y_tw`, [t, w] like `x_tw`.
+    /// `mixed` is the mixer's output of each block, `handed` what segment A handed on for each micro-block.
+    pub fn finish_blocks(
+        &self,
+        layer: LayerIndex,
+        blocks: &[MixerBlock],
+        x_tw: &Tensor,
+        mixed: &[Mixed],
+        handed: &[Planes],
+        y_tw: &Tensor,
+    ) {
+        let mut handed = handed.iter();
+        for (block, mixed) in blocks.iter().zip(mixed) {
+            for (micro, handed) in block.micro_blocks.iter().zip(handed.by_ref()) {
+                let out = block.rows_of(&mixed.out, micro);
+                let y = self.decoder.finish(layer, &micro.rows_of(x_tw), &out, handed, self.adapters);
+                micro.rows_of(y_tw).copy_(&y);
+            }
+        }
+    }
+
     /// One block forward over a tail whose rows stay while state travels, no graph.
     ///
     /// # Errors
@@ -241,14 +262,7 @@ impl Pass<'_> {
             let blocks = self.mixer_blocks(tail.span);
             let TailForward { mixed, handed, .. } = self.tail_mixed(layer, &blocks, x_tw, tail)?;
             let y_tw = x_tw.empty_like();
-            let mut handed = handed.iter();
-            for (block, mixed) in blocks.iter().zip(&mixed) {
-                for (micro, handed) in block.micro_blocks.iter().zip(handed.by_ref()) {
-                    let out = block.rows_of(&mixed.out, micro);
-                    let y = self.decoder.finish(layer, &micro.rows_of(x_tw), &out, handed, self.adapters);
-                    micro.rows_of(&y_tw).copy_(&y);
-                }
-            }
+            self.finish_blocks(layer, &blocks, x_tw, &mixed, &handed, &y_tw);
             Ok(y_tw)
         })
     }

@@ -184,14 +184,7 @@ fn one_layer(
     // 3. Segment B.
     let y_pw = x_pw.empty_like();
     let held = hold_rows(pass, &y_pw);
-    let mut handed = handed.iter();
-    for (block, mixed) in blocks.iter().zip(&mixed) {
-        for (micro, handed) in block.micro_blocks.iter().zip(handed.by_ref()) {
-            let out = block.rows_of(&mixed.out, micro);
-            let y = pass.decoder.finish(layer, &micro.rows_of(x_pw), &out, handed, pass.adapters);
-            micro.rows_of(&y_pw).copy_(&y);
-        }
-    }
+    pass.finish_blocks(layer, blocks, x_pw, &mixed, &handed, &y_pw);
     Ok(LayerOutput { y_pw, held, slabs: slabs.into() })
 }
 
