@@ -1,5 +1,6 @@
 //! What a run reads besides the model: data sets, the tokenizer, the tokens that end an answer, and what scores answers.
 
+use std::fs;
 use std::path::PathBuf;
 
 use tch::{Device, Kind};
@@ -9,6 +10,7 @@ use crate::config::RunConfig;
 use crate::data::{Answer, Answers, Dataset, Group, Limits, Tokenizer, end_ids};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Tokens, as_dim, as_index};
 use crate::world::World;
@@ -25,6 +27,8 @@ pub(super) struct Inputs {
     pub(super) end_ids: Vec<i64>,
     /// Scores answers; on rank 0 only.
     pub(super) scorer: Option<Scorer>,
+    /// Digest of the judge's rubric on rank 0, on every rank; absent without one.
+    pub(super) rubric_digest: Option<String>,
 }
 
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
@@ -37,6 +41,11 @@ pub(super) fn read(config: &RunConfig, world: &World, spec: &Spec) -> Result<Inp
         let held_out = inputs.held_out.iter().filter(|_| config.rollout.sample);
         let sets: Vec<&Dataset> = [&inputs.train].into_iter().chain(held_out).collect();
         rewards::open_scorer(config, &sets, inputs.tokenizer.is_some())
+    })?;
+    // Its name may change between two starts, its words may not.
+    inputs.rubric_digest = world.from_root(|| {
+        let text = config.reward.rubric.as_ref().and_then(|file| fs::read(file).ok());
+        Ok(text.map(sha256_hex))
     })?;
     Ok(inputs)
 }
@@ -73,6 +82,7 @@ fn read_files(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
         tokenizer,
         end_ids,
         scorer: None,
+        rubric_digest: None,
     })
 }
 

@@ -298,12 +298,6 @@ impl Session {
         })
     }
 
-    /// Whether a checkpoint follows update `step`.
-    pub(super) fn is_checkpoint_due(&self, step: u64) -> bool {
-        let every = self.config().checkpoint.every;
-        every > 0 && step.is_multiple_of(every)
-    }
-
     /// Counts the adapters' gradients in the ledger; they exist after the first backward.
     pub(super) fn count_gradients(&self, world: &World) {
         let gradients = self.policy.adapters.tensors().map(Tensor::grad).filter(Tensor::defined);
