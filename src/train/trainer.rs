@@ -144,7 +144,7 @@ impl Trainer {
         let mut context = UpdateContext { reporter, observer, stop };
         let update =
             stop.droppable(totals.last_update_s(), || update::update(session, world, &mut context, round, step));
-        self.records.end_update(world)?;
+        self.records.end_update(world);
         Outcome::of(update)
     }
 
@@ -160,7 +160,7 @@ impl Trainer {
         if world.all.rank() != Rank(0) {
             self.reporter.step(&step, steps)?;
         }
-        Ok(())
+        self.records.flush()
     }
 
     fn save(&mut self, world: &World) -> Result<(), Failure> {

@@ -118,6 +118,23 @@ fn a_disk_that_is_full_for_the_metrics_ends_the_run_with_what_was_learnt_saved()
 }
 
 #[test]
+fn a_rank_that_fails_alone_after_an_update_saves_it_before_the_job_ends() {
+    let room = quick();
+    train(&room, "whole", &[], &["run.steps=4"]).ended(0, &[]);
+    for rank in [1, 0] {
+        let run_dir = format!("run_{rank}");
+        // The trace is written after each update, by each rank for itself.
+        let fault = Fault { call: "write", errno: libc::ENOSPC, path: "/trace/", rank: Some(rank) };
+        let said = train_under(&room, fault, &run_dir, &[], &["run.steps=4", "run.trace=true"]);
+        said.ended(3, &[&format!("rank {rank}, "), "No space left on device", "saved after update 1; "]);
+        assert_eq!(checkpoints(&room, &run_dir), ["step_1"]);
+        assert_eq!(room.read(&format!("{run_dir}/latest")), "checkpoints/step_1\n");
+        train(&room, &run_dir, &["--resume"], &["run.steps=4"]).ended(0, &["step_1: update 2 is next"]);
+        assert_eq!(complete(&room, &run_dir, 4), complete(&room, "whole", 4));
+    }
+}
+
+#[test]
 fn a_run_directory_that_cannot_be_written_is_refused_before_weights_are_loaded() {
     let room = quick();
     let fault = Fault { call: "create", errno: libc::EROFS, path: "run", rank: None };
