@@ -7,4 +7,5 @@ pub mod liveness;
 pub mod memory;
 pub mod names;
 pub mod random;
+pub mod saved;
 pub mod units;
