@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 pub use self::error::{Damage, Error, INDEX, Problem, SINGLE};
 use super::problems::Problems;
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
+use crate::runtime::reading;
 use crate::runtime::units::{as_index, from_index};
 use crate::tensor::bytes::map_file;
 use crate::tensor::stored::kind_of;
@@ -253,11 +254,11 @@ impl Listing {
             }
             return Err(Error::NoWeights { folder: folder.to_owned(), hint: hint(folder) });
         }
-        let text = match fs::read(&file) {
+        let text = match reading::text(&file) {
             Ok(text) => text,
             Err(source) => return Err(Error::Unreadable { file, source }),
         };
-        let content: Map<String, Value> = match serde_json::from_slice(&text) {
+        let content: Map<String, Value> = match serde_json::from_str(&text) {
             Ok(content) => content,
             Err(error) => return Err(Error::Index { file, reason: error.to_string() }),
         };
