@@ -169,6 +169,7 @@ impl Session {
         let cuts = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
         let mut notes = self.loaded.notes();
         notes.extend(plan::context_note(self.config(), self.spec()));
+        notes.extend(self.model.weights.notes().iter().cloned());
         notes.extend(cuts("data.path", &self.data.train));
         notes.extend(self.data.held_out.as_ref().and_then(|data| cuts("data.held_out", data)));
         notes.extend(endless);
