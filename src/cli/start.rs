@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use longstraw::config::{Environment, Overrides};
+use longstraw::config::{Environment, Overrides, WithoutFile};
 use longstraw::report::say;
 use longstraw::runtime::failure::Failure;
 use longstraw::runtime::liveness::Tracker;
@@ -12,7 +12,7 @@ use longstraw::world::{Launcher, World};
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ConfigFlags {
-    /// The configuration (default: ./config.toml where it exists, else the built-in laptop run)
+    /// The configuration (default: ./config.toml where it exists; `train` without one takes the built-in laptop run)
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
     /// The settings (default: ./settings.json where it exists)
@@ -32,8 +32,9 @@ impl ConfigFlags {
         files.into_iter().any(Option::is_some) || !self.set.is_empty()
     }
 
-    pub(super) fn overrides(self) -> Overrides {
-        Overrides { config: self.config, settings: self.settings, set: self.set, run_dir: self.run_dir }
+    pub(super) fn overrides(self, without_file: WithoutFile) -> Overrides {
+        let ConfigFlags { config, settings, set, run_dir } = self;
+        Overrides { config, without_file, settings, set, run_dir }
     }
 }
 

@@ -27,7 +27,7 @@ fn one_process_may_run_alone() {
 #[test]
 fn verbs_without_mpi_ignore_the_launcher() {
     let four = ("SLURM_STEP_NUM_TASKS", "4");
-    started_as(four, &["plan"]).ended(0, &["built-in laptop run", "models/smollm2-135m-instruct"]);
+    started_as(four, &["plan"]).refused(2, &["context.prompt_len is missing and has no default"]);
     started_as(four, &["convert", "absent.gguf", "there"]).refused(3, &["absent.gguf"]);
     started_as(four, &["data", "keychain", "--model", "absent", "--out", "there"]).refused(3, &["absent"]);
 }
