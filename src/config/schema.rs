@@ -127,7 +127,7 @@ pub(super) const TABLES: &[Table] = &[
         path: "grpo",
         keys: &[
             required("group_size", Kind::Count),
-            key("reward_fn", Kind::Reward),
+            optional("reward_fn", Kind::Reward),
             key("normalize_adv", Kind::Switch),
             key("gradient", Kind::Gradient),
             key("clip_low", Kind::Number),
@@ -155,6 +155,7 @@ pub(super) const TABLES: &[Table] = &[
             key("dtype", Kind::Choice(&["bfloat16", "float32", "float64"])),
             key("weights", Kind::Choice(&["checkpoint", "fp8"])),
             key("random_init", Kind::Switch),
+            key("allow_zero_weights", Kind::Switch),
             optional("rope_scaling", Kind::Free),
         ],
     },

@@ -84,7 +84,9 @@ pub struct OptimizerConfig {
 #[serde(deny_unknown_fields)]
 pub struct GrpoConfig {
     pub group_size: u64,
-    pub reward_fn: RewardFn,
+    /// Absent: [`crate::train`] decides by the data, or refuses.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reward_fn: Option<RewardFn>,
     pub normalize_adv: bool,
     pub gradient: Gradient,
     pub clip_low: f64,
@@ -120,6 +122,7 @@ pub struct ModelConfig {
     pub dtype: Dtype,
     pub weights: Weights,
     pub random_init: bool,
+    pub allow_zero_weights: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<BTreeMap<String, serde_json::Value>>,
 }

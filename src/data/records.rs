@@ -1,7 +1,7 @@
 //! JSON lines → checked groups.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::BufReader;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -13,6 +13,7 @@ use super::error::{Error, Place};
 use super::group::{Answer, Answers, Group, Limits};
 use super::tokenizer::Tokenizer;
 use crate::config::TooLong;
+use crate::runtime::reading::Lines;
 use crate::runtime::units::{Tokens, from_index};
 
 /// One line of the file.
@@ -51,11 +52,11 @@ struct RawPart {
 pub(super) fn read(path: &Path, tokenizer: Option<&Tokenizer>, limits: &Limits) -> Result<Vec<Group>, Error> {
     let file = File::open(path).map_err(Error::io(path, "open it"))?;
     let mut groups = Vec::new();
-    for (line, text) in (1..).zip(BufReader::new(file).lines()) {
-        let text = text.map_err(Error::io(path, "read it"))?;
+    let mut lines = Lines::new(BufReader::new(file));
+    while let Some((line, text)) = lines.next_line().map_err(Error::io(path, "read it"))? {
         if !text.trim().is_empty() {
             let record = Record { path, line, tokenizer, limits };
-            groups.push(record.group(&text)?);
+            groups.push(record.group(text)?);
         }
     }
     if groups.is_empty() {
@@ -82,7 +83,9 @@ impl Record<'_> {
         self.check_answer_count(answers.len())?;
         let answers = answers.into_iter().enumerate().map(|(index, answer)| self.answer(index, answer));
         let answers = answers.collect::<Result<_, _>>()?;
-        let reward_data = raw.reward_data.unwrap_or_default();
+        // As everywhere in a record, null means absent.
+        let given = raw.reward_data.unwrap_or_default().into_iter().filter(|(_, value)| !value.is_null());
+        let reward_data = given.collect();
         self.check_reward_data(&reward_data)?;
         let name = raw.name.unwrap_or_else(|| format!("line {}", self.line));
         Ok(Group { name, prompt_ids, answers, reward_data, cut })
@@ -506,7 +509,9 @@ mod tests {
         for value in ["\"a\"", "3.5", "true"] {
             open(&line(&format!(r#"{{"expected": {value}}}"#))).unwrap();
         }
-        for value in ["null", "[]", "[1]", "{}"] {
+        let absent = open(&line(r#"{"expected": null, "pattern": null, "question": null, "mine": null}"#)).unwrap();
+        assert!(absent.group(0).reward_data.is_empty(), "null means absent");
+        for value in ["[]", "[1]", "{}"] {
             let words = format!("line 1, reward_data.expected: is {value}; it must be a text, a number");
             refused(&line(&format!(r#"{{"expected": {value}}}"#)), &words);
         }
@@ -574,6 +579,18 @@ mod tests {
         assert_ne!(plain, judged(r#"{"expected": "1"}"#));
         assert_ne!(judged(r#"{"expected": "1"}"#), judged(r#"{"expected": "2"}"#));
         assert_eq!(judged(r#"{"a": {"x": 1, "y": 2}, "b": 1}"#), judged(r#"{"b": 1, "a": {"y": 2, "x": 1}}"#));
+    }
+
+    #[test]
+    fn a_byte_that_is_no_text_is_told_with_line_and_offset_and_a_byte_order_mark_is_passed_over() {
+        let record = two(r#""prompt_ids": [1]"#, r#"{"ids": [1]}"#);
+        assert_eq!(open(&format!("\u{feff}{record}\n")).unwrap().len(), 1);
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(format!("{record}\n").as_bytes()).unwrap();
+        file.write_all(b"{\"name\": \"caf\xe9\"}\n").unwrap();
+        let message = Dataset::open(file.path(), None, &LIMITS).unwrap_err().to_string();
+        let words = format!("line 2, byte 14 of the line (offset {} of the file): 0xe9 is no UTF-8", record.len() + 14);
+        assert!(message.contains(&words), "{message}");
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! The tokenizer of an HF folder, and its chat template.
 
 use std::fmt;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value as Json};
@@ -9,6 +8,7 @@ use tokenizers::Tokenizer as Backend;
 
 use super::chat::{Conversation, Refusal, Template};
 use super::error::Error;
+use crate::runtime::reading;
 use crate::runtime::units::from_index;
 
 /// An assistant's text that marks where a rendered answer ends.
@@ -35,8 +35,8 @@ impl Tokenizer {
     /// need it.
     pub fn open(folder: &Path) -> Result<Tokenizer, Error> {
         let file = folder.join("tokenizer.json");
-        let bytes = fs::read(&file).map_err(Error::io(&file, "read it"))?;
-        let mut backend = Backend::from_bytes(&bytes)
+        let text = reading::text(&file).map_err(Error::io(&file, "read it"))?;
+        let mut backend = Backend::from_bytes(&text)
             .map_err(|reason| refused(&file, "is not a tokenizer that can be loaded", &reason))?;
         // A file may configure truncation and padding; neither may happen here.
         let whole = backend.with_truncation(None).map(|backend| backend.with_padding(None));
@@ -103,7 +103,9 @@ impl Tokenizer {
 
     /// The conversation as the model's chat template writes it, open for the assistant's answer.
     pub(super) fn render(&self, conversation: &Conversation) -> Result<String, Refusal> {
-        self.template.as_ref().map_err(Clone::clone)?.render(conversation, true)
+        let template = self.template.as_ref().map_err(Clone::clone)?;
+        template.check_reads(conversation)?;
+        template.render(conversation, true)
     }
 
     /// One user turn as the model's chat template writes it, open for the assistant's answer. There is no system turn, so
@@ -178,6 +180,8 @@ fn turn(role: &str, content: &str) -> Map<String, Json> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::super::test_tokenizer;
     use super::*;
 

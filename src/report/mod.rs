@@ -1,6 +1,6 @@
 //! What a run reports: lines on the terminal, metrics, answers, event files, logs, the receipt, and the page about it.
 //!
-//! Only this room and the command itself write to the terminal. Rank 0 writes; on a terminal the run is a bar that is
+//! Whatever is printed goes through `runtime::terminal`. Rank 0 writes; on a terminal the run is a bar that is
 //! rewritten, in a file each update is one line.
 
 mod answers;
@@ -17,9 +17,9 @@ mod reporter;
 mod run_lock;
 mod step;
 mod summary;
-mod terminal;
 mod trace;
 
+pub use crate::runtime::terminal::{print_result, say};
 pub use answers::AnswerLine;
 pub use earlier::set_aside;
 pub use error::Error;
@@ -29,5 +29,4 @@ pub use reporter::Reporter;
 pub use run_lock::{RunLock, no_locks};
 pub use step::Step;
 pub use summary::checks;
-pub use terminal::{print_result, say};
 pub use trace::{Row, TraceFile};

@@ -8,4 +8,7 @@ pub mod liveness;
 pub mod memory;
 pub mod names;
 pub mod random;
+pub mod reading;
+pub mod saved;
+pub mod terminal;
 pub mod units;

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use tch::{Device, Kind};
 
-use super::rewards;
-use crate::config::RunConfig;
+use super::{rewards, signal};
+use crate::config::{RewardFn, RunConfig};
 use crate::data::{Answer, Answers, Dataset, Group, Limits, Tokenizer, end_ids};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
@@ -25,6 +25,8 @@ pub(super) struct Inputs {
     pub(super) tokenizer: Option<Tokenizer>,
     /// Tokens that end an answer; empty where answers come with the data.
     pub(super) end_ids: Vec<i64>,
+    /// What answers are worth: as the configuration says, or as the data allow where no source names it.
+    pub(super) reward_fn: RewardFn,
     /// Scores answers; on rank 0 only.
     pub(super) scorer: Option<Scorer>,
     /// Digest of the judge's rubric on rank 0, on every rank; absent without one.
@@ -34,13 +36,16 @@ pub(super) struct Inputs {
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
 pub(super) fn read(config: &RunConfig, world: &World, spec: &Spec) -> Result<Inputs, Failure> {
     let mut inputs = world.agree(read_files(config, spec))?;
+    let mut config = config.clone();
+    config.grpo.reward_fn = Some(inputs.reward_fn.clone());
+    world.agree(signal::check_data(&config, &inputs.train).map_err(Failure::from))?;
     world.require_equal("the data (digest)", &inputs.train_digest)?;
     world.require_equal("the held-out data (digest)", &inputs.held_out_digest)?;
     inputs.scorer = world.on_root(|| {
         // Held-out answers are scored only where they are sampled.
         let held_out = inputs.held_out.iter().filter(|_| config.rollout.sample);
         let sets: Vec<&Dataset> = [&inputs.train].into_iter().chain(held_out).collect();
-        rewards::open_scorer(config, &sets, inputs.tokenizer.is_some())
+        rewards::open_scorer(&config, &sets, inputs.tokenizer.is_some())
     })?;
     // Its name may change between two starts, its words may not.
     inputs.rubric_digest = world.from_root(|| {
@@ -52,6 +57,7 @@ pub(super) fn read(config: &RunConfig, world: &World, spec: &Spec) -> Result<Inp
 
 /// Training and held-out data; without a data file, random tokens at the planned lengths.
 fn read_files(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
+    signal::check_config(config)?;
     let sampled = config.rollout.sample;
     let limits = Limits {
         prompt_len_max: config.context.prompt_len,
@@ -77,6 +83,7 @@ fn read_files(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
     Ok(Inputs {
         train_digest: train.digest(),
         held_out_digest: held_out.as_ref().map(Dataset::digest).unwrap_or_default(),
+        reward_fn: signal::choose_reward(config, &train)?,
         train,
         held_out,
         tokenizer,

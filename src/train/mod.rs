@@ -19,12 +19,14 @@ mod round_state;
 mod run;
 mod run_folder;
 mod session;
+mod signal;
 mod stop_files;
 mod stop_policy;
 mod totals;
 mod trace;
 mod trainer;
 mod update;
+mod weights;
 
 pub use run::{Finished, Run, RunOptions};
 pub use run_folder::{Begin, RunFolder};
@@ -53,7 +55,7 @@ pub enum Ended {
 /// Leaves receipt, adapters and checkpoint, or receipt and checkpoint.
 ///
 /// # Errors
-/// When something cannot be loaded or saved, does not fit, or is not finite.
+/// When something cannot be loaded or saved, does not fit, or is not finite; and where no update of a whole run had a gradient.
 pub fn run(loaded: &Loaded, begin: Begin, world: &mut World) -> Result<Ended, Failure> {
     let options = RunOptions { begin, stop_after: None, keeps_progress: true };
     let run = Run::open(loaded, options, world)?;
@@ -62,5 +64,7 @@ pub fn run(loaded: &Loaded, begin: Begin, world: &mut World) -> Result<Ended, Fa
     }
     let mut finished = run.train(world)?;
     finished.write(world)?;
-    Ok(Ended::Ran(Box::new(finished.receipt)))
+    let Finished { receipt, .. } = finished;
+    let learnt = receipt.stopped || receipt.steps == 0 || receipt.updates_with_gradient > 0;
+    if learnt { Ok(Ended::Ran(Box::new(receipt))) } else { Err(signal::NothingTrained { updates: receipt.steps }.into()) }
 }

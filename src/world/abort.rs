@@ -1,6 +1,5 @@
 //! How a rank ends the whole job, and what is printed first.
 
-use std::io::Write as _;
 use std::mem;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,17 +10,11 @@ use mpi::topology::{Communicator, SimpleCommunicator};
 use crate::runtime::failure::{Exit, Failure, out_of_memory};
 use crate::runtime::liveness::SharedSite;
 use crate::runtime::memory::{Holdings, Ledger, Shortage};
+use crate::runtime::terminal::say;
 
 /// Ends the whole job at once.
 pub(super) fn abort_world(exit: Exit) -> ! {
     SimpleCommunicator::world().abort(exit.code())
-}
-
-/// Writes a line to standard error and flushes it, so that the line is out before an abort.
-pub(super) fn say(line: &str) {
-    let mut stderr = std::io::stderr().lock();
-    // If standard error is closed, only the exit code is left to tell.
-    let _ = writeln!(stderr, "{line}").and_then(|()| stderr.flush());
 }
 
 /// The one thread whose panic unwinds instead of ending the job at once, because its caller has something to save.

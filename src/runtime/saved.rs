@@ -1,0 +1,55 @@
+//! Writes a file as a whole: a reader sees all of it or none.
+
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::Path;
+
+/// Writes `bytes` to a file beside `file`, brings them to the disk, and renames the file. Makes the folder if there is none.
+///
+/// # Errors
+/// When the file cannot be written; what was begun is removed. The error names the file that was being written.
+pub fn save_whole(file: &Path, bytes: &[u8]) -> io::Result<()> {
+    let named = |error: io::Error| at_file(file, error);
+    let folder = file.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder).map_err(named)?;
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    // The process's number keeps two writers apart.
+    let partial = folder.join(format!(".{}.{}.partial", name.trim_start_matches('.'), std::process::id()));
+    let write = || {
+        let mut opened = File::create(&partial)?;
+        opened.write_all(bytes)?;
+        opened.sync_all()?;
+        fs::rename(&partial, file)?;
+        File::open(folder)?.sync_all()
+    };
+    write().map_err(|error| {
+        let _ = fs::remove_file(&partial);
+        named(error)
+    })
+}
+
+/// The same error with the name of the file in its words, for errors that pass through code that knows no file.
+#[must_use]
+pub fn at_file(file: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", file.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole_and_a_failure_leaves_nothing_behind() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("deep/state.json");
+        save_whole(&file, b"one").unwrap();
+        save_whole(&file, b"two").unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"two");
+        fs::create_dir(folder.path().join("deep/taken")).unwrap();
+        fs::write(folder.path().join("deep/taken/file"), "x").unwrap();
+        let error = save_whole(&folder.path().join("deep/taken"), b"three").unwrap_err();
+        assert!(error.to_string().contains("deep/taken: "), "{error}");
+        let left = fs::read_dir(folder.path().join("deep")).unwrap().count();
+        assert_eq!(left, 2);
+    }
+}
