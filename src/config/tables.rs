@@ -11,7 +11,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, Schedule, TooLong, Weights, When,
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, ImportanceWeights, OptimizerName, ScaleRewards,
+    Schedule, SentTemperature, TooLong, Weights, When,
 };
 use super::rewards::RewardFn;
 use crate::runtime::units::{Pages, Tokens};
@@ -84,7 +85,9 @@ pub struct GrpoConfig {
     /// Absent: [`crate::train`] decides by the data, or refuses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reward_fn: Option<RewardFn>,
-    pub normalize_adv: bool,
+    pub scale_rewards: ScaleRewards,
+    /// Floor of the deviation that advantages are divided by, in units of the reward; 0: none.
+    pub std_min: f64,
     pub gradient: Gradient,
     pub clip_low: f64,
     pub clip_high: f64,
@@ -95,6 +98,10 @@ pub struct GrpoConfig {
     pub constant_divisor: Option<f64>,
     pub temperature: f64,
     pub updates_per_group: u64,
+    pub importance: ImportanceWeights,
+    /// The largest importance weight; checked to stand with weights and only with them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub importance_max: Option<f64>,
 }
 
 /// `[lora]`: the trained adapters.
@@ -182,6 +189,7 @@ pub struct RewardConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rubric: Option<PathBuf>,
     pub judge_scale: [f64; 2],
+    pub judge_temperature: SentTemperature,
     pub judge_tokens: u64,
     pub judge_parallel: u64,
     pub missing_share_max: f64,

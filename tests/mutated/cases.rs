@@ -101,7 +101,7 @@ fn opened() -> String {
 
 /// The same as a configuration: one of its examples does not go with a default.
 fn whole() -> String {
-    opened().replace("\nconstant_divisor", "\n#constant_divisor")
+    opened().replace("\nconstant_divisor", "\n#constant_divisor").replace("\nimportance_max", "\n#importance_max")
 }
 
 /// Dotted paths of all keys.
