@@ -82,7 +82,7 @@ pub enum ScaleRewards {
     Group,
     /// The deviation of all rewards of the update.
     Batch,
-    /// Nothing.
+    /// Advantages stay in units of the reward.
     None,
 }
 
@@ -101,7 +101,7 @@ pub enum ImportanceWeights {
 /// A temperature that a request states or leaves out: a number or `"none"` in a file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SentTemperature {
-    /// This one.
+    /// The number that the request states.
     Sent(f64),
     /// The request has none, for services that refuse it; the service takes its own.
     LeftOut,

@@ -90,7 +90,7 @@ impl Check<'_> {
                 self.should("grpo.importance_max", WITH, "left out", "grpo.importance = \"none\" has no weights");
             }
             Some(most) => {
-                self.range("grpo.importance_max", most, most >= 1.0 && most.is_finite(), "a finite number from 1")
+                self.range("grpo.importance_max", most, most >= 1.0 && most.is_finite(), "a finite number from 1");
             }
             None => {}
         }

@@ -14,7 +14,7 @@ use super::choices::{
     ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, ImportanceWeights, OptimizerName, ScaleRewards,
     Schedule, SentTemperature, TooLong, Weights, When,
 };
-use super::rewards::RewardFn;
+use super::rewards::{RewardFn, RewardName, WeightedReward};
 use crate::runtime::units::{Pages, Tokens};
 
 /// `[parallel]`: how ranks share the work.
@@ -102,6 +102,20 @@ pub struct GrpoConfig {
     /// The largest importance weight; checked to stand with weights and only with them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub importance_max: Option<f64>,
+}
+
+impl GrpoConfig {
+    /// The addends of the reward; none where no source names a reward.
+    #[must_use]
+    pub fn rewards(&self) -> &[WeightedReward] {
+        self.reward_fn.as_ref().map_or(&[], RewardFn::parts)
+    }
+
+    /// Whether the reward is this one alone.
+    #[must_use]
+    pub fn has_only(&self, name: RewardName) -> bool {
+        self.reward_fn.as_ref().is_some_and(|reward| reward.is_only(name))
+    }
 }
 
 /// `[lora]`: the trained adapters.

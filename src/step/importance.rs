@@ -19,7 +19,6 @@ use crate::world::Axis;
 use crate::world::exchange::sum_number;
 
 /// Log-probabilities of an answer as `given`, [t] in the dtype and on the device of `scored`; a missing one is that of `scored`.
-#[must_use]
 pub fn fill(scored: &Tensor, given: &[Option<f64>]) -> Tensor {
     let numbers: Vec<f64> = given.iter().map(|logprob| logprob.unwrap_or(f64::NAN)).collect();
     let numbers = Tensor::from_slice(&numbers).to_kind(scored.kind()).to_device(scored.device());
@@ -39,7 +38,6 @@ pub fn log_weight(scored: &Tensor, given: &Tensor, trained: Option<&Tensor>) -> 
 
 /// The old policy's log-probabilities, and the importance weights where the rule has some, [t] each. `given` is filled;
 /// `log_weight` is the sum over the whole answer.
-#[must_use]
 pub fn split(rule: Importance, scored: &Tensor, given: &Tensor, log_weight: f64) -> (Tensor, Option<Tensor>) {
     match rule {
         Importance::Ratio => (given.shallow_clone(), None),

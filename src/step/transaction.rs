@@ -141,13 +141,12 @@ impl Transaction<'_> {
             reference = Some(frozen.score(prompt_ids, None, ids, observer)?.scores);
         }
         let captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
-        let scores = match given {
-            Some(scores) => scores,
-            None => {
-                let scored = self.scored(&group, &captured, observer)?;
-                let cp = self.policy.cp_group.axis;
-                Rc::new(importance::freeze(self.objective.importance, scored, reference, &group, answers, cp))
-            }
+        let scores = if let Some(scores) = given {
+            scores
+        } else {
+            let scored = self.scored(&group, &captured, observer)?;
+            let cp = self.policy.cp_group.axis;
+            Rc::new(importance::freeze(self.objective.importance, scored, reference, &group, answers, cp))
         };
         observer.enter(Phase::Replay);
         let targets = ReplayTargets { answers, scores: &scores, objective: &self.objective };

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use super::checkpoints::case;
 use super::resume::numbers;
 use super::room::{Room, Said};
+use super::test_tokenizer;
 use super::training::{config, lines, record};
 
 /// A room whose configuration names no reward, with these records.
@@ -202,7 +203,7 @@ fn a_sequence_has_one_weight_whoever_computes_it_and_a_stopped_round_goes_on_wit
 }
 
 /// Answers that transformers sampled at another temperature, and one update of them as plain Python computes it:
-/// `scripts/given_logprobs.py` made the files of tests/given_logprobs.
+/// `scripts/given_logprobs.py` made the files of `tests/given_logprobs`.
 #[test]
 fn ratios_clips_and_weights_of_an_outside_engines_answers_are_those_of_a_plain_computation() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/given_logprobs");
@@ -237,4 +238,44 @@ fn ratios_clips_and_weights_of_an_outside_engines_answers_are_those_of_a_plain_c
             }
         }
     }
+}
+
+/// A model folder with a shape, for random weights, and a tokenizer of bytes.
+fn with_tokenizer(room: &Room) {
+    let shape = std::fs::read_to_string(case("qwen3").join("config.json")).unwrap();
+    let mut shape: Value = serde_json::from_str(&shape).unwrap();
+    shape["vocab_size"] = json!(264);
+    room.write("model/config.json", shape.to_string());
+    let tokenizer = test_tokenizer::folder();
+    room.write("model/tokenizer.json", std::fs::read(tokenizer.path().join("tokenizer.json")).unwrap());
+    room.write("model/generation_config.json", format!("{{\"eos_token_id\": {}}}", test_tokenizer::END));
+}
+
+/// `5</think>4` and `4</think>5` were "54" and "45" where `</think>` is special, and both had the reward 0.
+#[test]
+fn rewards_see_special_tokens_and_not_the_token_that_ends_the_turn() {
+    let answer = |text: &str| json!({"text": text});
+    let answers = ["5<|im_start|>4<|im_end|>", "4<|im_start|>5<|im_end|>", "4<|im_end|>"].map(answer);
+    let record = json!({"name": "one", "prompt_ids": [1, 2, 3], "answers": answers, "reward_data": {"expected": "4"}});
+    let room = unnamed(&[record]);
+    with_tokenizer(&room);
+    let sets = ["model.path=model", "model.random_init=true", "grpo.reward_fn=exact_match", "run.steps=1"];
+    train(&room, "run", &[&sets[..], &["reward.after=<|im_start|>"]].concat()).ended(0, &[]);
+    assert_eq!(room.read_json("run/receipt.json")["rewards"], json!([1.0, 0.0, 0.0]));
+    let texts: Vec<Value> = room
+        .read("run/answers.jsonl")
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["text"].clone())
+        .collect();
+    assert_eq!(texts, ["5<|im_start|>4", "4<|im_start|>5", "4"]);
+}
+
+#[test]
+fn sampling_from_a_part_of_the_distribution_is_announced() {
+    let room = unnamed(&[record(33, [4, 2, 2])]);
+    let sets = ["rollout.sample=true", "rollout.max_tokens=4", "grpo.reward_fn=synthetic", "run.steps=1"];
+    let part = ["rollout.top_p=0.9", "rollout.top_k=20"];
+    let said = train(&room, "part", &[&sets[..], &part].concat());
+    said.ended(0, &["old policy: answers are sampled with top_p 0.9 and top_k 20"]);
+    assert!(!train(&room, "whole", &sets).ended(0, &[]).err.contains("old policy"));
 }
