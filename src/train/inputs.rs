@@ -23,7 +23,7 @@ pub(super) struct Inputs {
     pub(super) held_out_digest: String,
     /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
-    /// Tokens that end an answer; empty where answers come with the data.
+    /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
     pub(super) end_ids: Vec<i64>,
     /// What answers are worth: as the configuration says, or as the data allow where no source names it.
     pub(super) reward_fn: RewardFn,
@@ -71,7 +71,9 @@ fn read_files(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
     let needs_text = config.data.path.is_some() || sampled;
     let tokenizer =
         if needs_text && folder.join("tokenizer.json").is_file() { Some(Tokenizer::open(folder)?) } else { None };
-    let end_ids = if sampled { end_ids(folder, tokenizer.as_ref())? } else { Vec::new() };
+    // Answers end with one of them, and what judges a text does not see it.
+    let needs_ends = sampled || rewards::judge_of_texts(config).is_some();
+    let end_ids = if needs_ends { end_ids(folder, tokenizer.as_ref())? } else { Vec::new() };
     let open = |path: &PathBuf| Dataset::open(path, tokenizer.as_ref(), &limits);
     let (train, held_out) = match &config.data.path {
         Some(path) => {
@@ -101,7 +103,7 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
         Vec::<i64>::try_from(ids).unwrap_or_default()
     };
     let prompt_ids = random_ids(config.context.prompt_len);
-    let answer = |_| Answer { ids: random_ids(config.context.answer_len), reward: None, mask: None };
+    let answer = |_| Answer { ids: random_ids(config.context.answer_len), reward: None, mask: None, logprobs: None };
     let answers = (0..config.grpo.group_size).map(answer).collect();
     let name = "random tokens".to_owned();
     Dataset::from_groups(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
