@@ -150,6 +150,21 @@ impl Template {
     }
 }
 
+impl Template {
+    /// Whether what the template writes depends on the day.
+    pub(super) fn reads_the_date(&self) -> bool {
+        let sources =
+            std::iter::once(self.source.as_str()).chain(self.with_tools.iter().map(|(_, source)| source.as_str()));
+        sources.into_iter().any(|source| source.contains("strftime_now"))
+    }
+
+    /// Everything that decides what the template writes, as one text.
+    pub(super) fn identity(&self) -> String {
+        let with_tools = self.with_tools.as_ref().map(|(_, source)| source);
+        serde_json::json!([self.source, with_tools, self.specials]).to_string()
+    }
+}
+
 /// The text in a file; `None` if there is no file.
 fn text_of(file: &Path) -> Result<Option<String>, Refusal> {
     match reading::text(file) {

@@ -18,10 +18,11 @@ use tch::{Device, Kind, Tensor};
 
 pub use self::error::{AllZero, Error, NotFinite};
 use self::random::fill_random;
-use super::digests::{self, FileState, TensorDigests};
+use super::digests::{self, TensorDigests};
 use super::shards::Checkpoint;
 use super::spec::{EMBEDDING, Expected, HEAD, NormForm, Spec};
 use crate::runtime::digest::{hex, sha256_hex};
+use crate::runtime::file_state::FileState;
 use crate::runtime::random::split_mix;
 use crate::runtime::units::{Bytes, as_dim, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
