@@ -71,7 +71,9 @@ impl Dataset {
     #[must_use]
     pub fn from_groups(groups: Vec<(Group, Vec<i64>)>) -> Dataset {
         let mut digest = DataDigest::default();
-        groups.iter().for_each(|(group, prompt_ids)| digest.add(group, prompt_ids));
+        for (group, prompt_ids) in &groups {
+            digest.add(group, prompt_ids);
+        }
         let (groups, prompts) = groups.into_iter().unzip();
         Dataset { groups, prompts: Prompts::Memory(prompts), digest: digest.finish() }
     }

@@ -12,7 +12,7 @@ use tempfile::NamedTempFile;
 /// # Errors
 /// When the file cannot be written; what was begun is removed. The error names the file that was being written.
 pub fn save_whole(file: &Path, bytes: &[u8]) -> io::Result<()> {
-    let named = |error: io::Error| at_file(file, error);
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", file.display()));
     let folder = file.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(named)?;
     let write = || {
@@ -38,12 +38,6 @@ pub fn partial_in(folder: &Path, file: &Path) -> io::Result<NamedTempFile> {
         .suffix(".partial")
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(folder)
-}
-
-/// The same error with the name of the file in its words, for errors that pass through code that knows no file.
-#[must_use]
-pub fn at_file(file: &Path, error: io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{}: {error}", file.display()))
 }
 
 #[cfg(test)]

@@ -230,7 +230,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let mut data = Vec::new();
     for &length in &options.lengths {
         let made = world.agree(prompts(options, &spec, length))?;
-        world.require_equal("the study's prompts (digest)", &made.digest())?;
+        world.require_equal("the study's prompts (digest)", made.digest())?;
         data.push((length, made));
     }
     let mut policies = Vec::new();
@@ -393,7 +393,7 @@ impl Study<'_> {
         let aggregation = Objective::DEFAULT.aggregation;
         let answers = TrainedAnswer::whole_batch(&answer_ids, &advantages(&rewards, true), aggregation);
         let mut observer = Observer::new(world.tracker(), self.options.device);
-        let done = transaction.train(&*data.prompt_ids(index)?, None, &answers, None, &mut observer)?;
+        let done = transaction.train(&data.prompt_ids(index)?, None, &answers, None, &mut observer)?;
         let summed =
             observer.host_phase(Phase::Finalize, || finalize::run(&world.cp, finalize::take(adapters), adapters, 0.0));
         let gradients = world.agree(summed)?.gradients().iter().map(Tensor::shallow_clone).collect();

@@ -373,7 +373,7 @@ impl Loader {
         let bounds = [least, largest].map(|bound| bound.double_value(&[]));
         if bounds.iter().any(|bound| !bound.is_finite()) {
             self.not_finite.push(find_not_finite(tensor, &expected.name, file)?);
-        } else if bounds == [0.0; 2] && must_not_be_zero(&expected, self.norm) {
+        } else if bounds.iter().all(|bound| bound.abs() < f64::MIN_POSITIVE) && must_not_be_zero(&expected, self.norm) {
             self.all_zero.push(AllZero { name: expected.name, file: file.to_owned(), shape: expected.shape });
         }
         Ok(())
