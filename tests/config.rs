@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use longstraw::config::{
     DEFAULT_TOML, Dtype, Environment, Error, Gate, Gradient, Loaded, Overrides, Problem, RewardFn, RewardName,
-    RunConfig, SUPPORTED, Source, document, load_gate_in, load_in,
+    RunConfig, SUPPORTED, Source, WithoutFile, document, load_gate_in, load_in,
 };
 use longstraw::runtime::failure::{Classified, Exit, Failure};
 use longstraw::runtime::units::{Pages, Tokens};
@@ -23,7 +23,8 @@ fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 fn set(flags: &[&str]) -> Overrides {
-    Overrides { set: flags.iter().map(|f| (*f).to_owned()).collect(), ..Overrides::default() }
+    let set = flags.iter().map(|f| (*f).to_owned()).collect();
+    Overrides { set, without_file: WithoutFile::LaptopRun, ..Overrides::default() }
 }
 
 /// Loads these files with these variables and flags.
@@ -60,12 +61,12 @@ fn with_line(old: &str, new: &str) -> Vec<String> {
 
 #[test]
 fn the_users_files_are_accepted_unchanged() {
-    let Loaded { run, rank, sources } = users(&[]).expect("accepted");
+    let Loaded { run, rank, sources, .. } = users(&[]).expect("accepted");
     assert_eq!((run.context.prompt_len, run.context.answer_len), (Tokens(2_088_960), Tokens(8192)));
     assert_eq!(run.prompt_pages(), Pages(32_640));
     assert_eq!((run.cp_size(8), run.dp_size(8), run.dp_size(16)), (8, 1, 2));
     assert_eq!(run.pages_per_rank(8), Pages(4080));
-    assert_eq!(run.grpo.reward_fn, RewardFn::only(RewardName::Synthetic));
+    assert_eq!(run.grpo.reward_fn, Some(RewardFn::only(RewardName::Synthetic)));
     assert_eq!(run.grpo.gradient, Gradient::Exact);
     assert_eq!(run.model.dtype, Dtype::Bfloat16);
     assert_eq!(run.endpoint.default_model.as_deref(), Some("claude-sonnet-4-20250514"));
@@ -88,6 +89,42 @@ fn without_files_the_laptop_run_is_loaded() {
         assert_eq!(loaded.run.check(Some(world)), [], "{world} ranks");
     }
     assert_eq!(loaded.run.pages_per_rank(3), Pages(2));
+}
+
+/// An 8B model was planned in float32, and a gate drew its answers, since there was no config.toml.
+#[test]
+fn without_files_every_verb_but_train_starts_from_the_documented_defaults() {
+    let empty = folder(&[]);
+    let load = |without_file| {
+        let overrides = Overrides { without_file, ..Overrides::default() };
+        load_in(empty.path(), &Environment::default(), &overrides)
+    };
+    let found = problems(load(WithoutFile::Defaults));
+    assert_eq!(found.len(), 4, "lengths and group size are asked for: {found:?}");
+    let part = load(WithoutFile::DefaultsInPart).expect("its verb reads other keys");
+    assert_eq!(part.unset.len(), 4, "{:?}", part.unset);
+    assert!(part.run.check(Some(3)).is_empty() && !part.is_laptop_run());
+    assert_eq!((part.run.model.dtype, part.run.model.path), (Dtype::Bfloat16, None));
+    let laptop = load(WithoutFile::LaptopRun).expect("accepted");
+    assert!(laptop.notes()[0].contains("this is the built-in laptop run"), "{:?}", laptop.notes());
+    for gate in Gate::all() {
+        let without_file = if gate.is_endpoint() { WithoutFile::DefaultsInPart } else { WithoutFile::Defaults };
+        let overrides = Overrides { without_file, ..Overrides::default() };
+        let run = load_gate_in(empty.path(), &Environment::default(), &overrides, &gate).expect("accepted").run;
+        assert_eq!((run.model.dtype, run.rollout.sample), (Dtype::Bfloat16, gate.name() == "gate7_online"));
+    }
+}
+
+#[test]
+fn a_gate_decides_itself_whether_the_policy_answers_whatever_the_users_file_says() {
+    let text = format!("{USERS_CONFIG}\n[rollout]\nsample = true\n").replace("\"synthetic\"", "\"contains\"");
+    let files = folder(&[("config.toml", &text)]);
+    for gate in Gate::all() {
+        let run =
+            load_gate_in(files.path(), &Environment::default(), &Overrides::default(), &gate).expect("accepted").run;
+        assert_eq!(run.rollout.sample, gate.name() == "gate7_online", "{}", gate.name());
+        assert!(run.grpo.rewards().iter().all(|part| part.name.is_for_validation()), "{}", gate.name());
+    }
 }
 
 #[test]
@@ -337,7 +374,7 @@ fn later_sources_override_earlier_ones() {
         ("OTHER", "x"),
     ];
     let flags = ["grpo.group_size=8", "grpo.gradient={ last = 0 }", "memory.cpu_offload_pages=auto"];
-    let Loaded { run, rank, sources } = load(&files, &variables, &flags).expect("accepted");
+    let Loaded { run, rank, sources, .. } = load(&files, &variables, &flags).expect("accepted");
     assert_eq!(run.grpo.group_size, 8);
     assert!((run.optimizer.lr - 2e-5).abs() < 1e-12);
     assert_eq!(run.endpoint.endpoints.chat, "/v2/messages");
@@ -399,7 +436,7 @@ fn a_gate_overrides_files_and_is_overridden_by_variables_and_flags() {
     let Loaded { run, rank, .. } = gate("gate5_g2", &variables, &flags).expect("accepted");
     assert_eq!((run.grpo.group_size, run.grpo.gradient), (4, Gradient::Exact));
     assert_eq!((rank.dir, run.data.path), (PathBuf::from("elsewhere"), Some(PathBuf::from("mine.jsonl"))));
-    assert_eq!(gate("gate4_g1", &[], &[]).expect("accepted").run.grpo.reward_fn, RewardFn::only(RewardName::One));
+    assert!(gate("gate4_g1", &[], &[]).expect("accepted").run.grpo.has_only(RewardName::One));
     let found = problems(gate("gate5_g2", &[], &["context.cp_pages_per_gpu=48"]));
     assert_eq!(found.len(), 1);
     assert!(found[0].contains("context.cp_pages_per_gpu should be 4080"), "{found:?}");
@@ -433,6 +470,7 @@ fn named_files_and_run_dir_override_the_usual_ones() {
         settings: Some(folder.path().join("mine.json")),
         set: vec!["run.dir=elsewhere".to_owned()],
         run_dir: Some(PathBuf::from("here")),
+        ..Overrides::default()
     };
     let loaded = load_in(folder.path(), &Environment::default(), &overrides).expect("accepted");
     assert_eq!((loaded.run.parallel.cp_size, loaded.rank.dir), (Some(8), PathBuf::from("here")));

@@ -4,7 +4,7 @@ use std::io::{IsTerminal as _, stdin};
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use longstraw::config::{self, Environment};
+use longstraw::config::{self, Environment, WithoutFile};
 use longstraw::data::{Tokenizer, keychain as notes};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
@@ -137,7 +137,7 @@ pub(super) fn keychain(flags: KeychainFlags) -> Result<Exit, Failure> {
 /// Prints the estimated cost, asks for consent at a terminal, and generates. A fault is reported after the summary.
 pub(super) fn generate(config: ConfigFlags, flags: GenerateFlags) -> Result<Exit, Failure> {
     let environment = Environment::process();
-    let loaded = config::load(&config.overrides())?;
+    let loaded = config::load(&config.overrides(WithoutFile::DefaultsInPart))?;
     let (dry_run, yes, json) = (flags.dry_run, flags.yes, flags.json);
     if !dry_run {
         generate::allow(&loaded.run, &environment)?;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use longstraw::config::{self, Gradient};
+use longstraw::config::{self, Gradient, WithoutFile};
 use longstraw::data::size_note;
 use longstraw::model::shape::Shape;
 use longstraw::plan::seconds::Rates;
@@ -92,16 +92,16 @@ impl RateFlags {
 }
 
 pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, Failure> {
-    let loaded = config::load(&flags.overrides())?;
+    // The gates bring their own lengths.
+    let without_file = if plan_flags.gates { WithoutFile::DefaultsInPart } else { WithoutFile::Defaults };
+    let loaded = config::load(&flags.overrides(without_file))?;
     let config = &loaded.run;
     let ranks = plan_flags.ranks.or(config.parallel.cp_size).unwrap_or(1);
     let problems = config.check(Some(ranks));
     if !problems.is_empty() {
         return Err(config::Error::Refused { problems }.into());
     }
-    let absent = loaded.check_laptop_model().err().filter(|_| plan_flags.model.is_none());
-    let configured = config.model.path.as_deref().filter(|_| absent.is_none());
-    let model = plan_flags.model.as_deref().or(configured);
+    let model = plan_flags.model.as_deref().or(config.model.path.as_deref());
     let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
     let shape = model.map(|folder| Shape::read(folder, scaling.as_ref())).transpose()?;
     if let Some(shape) = &shape {
@@ -134,9 +134,7 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
     let only = shape.as_ref().and_then(only_planned);
     let sets = [("data.path", &config.data.path), ("data.held_out", &config.data.held_out)];
     let data = sets.into_iter().filter_map(|(key, path)| size_note(key, path.as_ref()?, config.context.prompt_len));
-    for note in
-        loaded.notes().into_iter().chain(context).chain(data).chain(only).chain(absent.map(|absent| absent.to_string()))
-    {
+    for note in loaded.notes().into_iter().chain(context).chain(data).chain(only) {
         say(&note);
     }
     plan.refuse(&room)?;

@@ -1,6 +1,6 @@
 //! The verbs that check the endpoint and the machine before a run.
 
-use longstraw::config::{self, Environment, Gate};
+use longstraw::config::{self, Environment, Gate, WithoutFile};
 use longstraw::endpoint::Endpoint;
 use longstraw::endpoint::ping::{self, SeveralProcesses};
 use longstraw::report::print_result;
@@ -16,7 +16,7 @@ use super::start::{ConfigFlags, start_world};
 pub(super) fn ping(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
     let environment = Environment::process();
     require_one_process(&environment)?;
-    let loaded = config::load(&flags.overrides())?;
+    let loaded = config::load(&flags.overrides(WithoutFile::DefaultsInPart))?;
     let endpoint = Endpoint::open(&loaded.run, &environment)?;
     let ping = ping::run(&endpoint, loaded.run.default_model()?);
     if json {
@@ -31,7 +31,7 @@ pub(super) fn ping(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
 pub(super) fn key_gate(flags: ConfigFlags, gate: &Gate, json: bool) -> Result<Exit, Failure> {
     let environment = Environment::process();
     require_one_process(&environment)?;
-    let loaded = config::load_gate(&flags.overrides(), gate)?;
+    let loaded = config::load_gate(&flags.overrides(WithoutFile::DefaultsInPart), gate)?;
     let dir = &loaded.rank.dir;
     gate::move_away(dir)?;
     std::fs::create_dir_all(dir).map_err(|source| gate::Error::File { file: dir.clone(), source })?;
@@ -97,7 +97,8 @@ pub(super) fn doctor(flags: ConfigFlags, json: bool) -> Exit {
             return failure.exit();
         }
     };
-    let report = doctor::examine(&config::load(&flags.overrides()), &environment, &world);
+    let loaded = config::load(&flags.overrides(WithoutFile::DefaultsInPart));
+    let report = doctor::examine(&loaded, &environment, &world);
     print_report(&world, json, &report, &report.text());
     // A launcher ends a job at its first non-zero exit, so no rank leaves before the lines are printed.
     world.all.barrier();

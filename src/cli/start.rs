@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use longstraw::config::{Environment, Overrides};
+use longstraw::config::{Environment, Overrides, WithoutFile};
+use longstraw::report::say;
 use longstraw::runtime::failure::Failure;
 use longstraw::runtime::liveness::Tracker;
 use longstraw::tensor::boundary::count_allocations;
@@ -11,7 +12,7 @@ use longstraw::world::{Launcher, World};
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ConfigFlags {
-    /// The configuration (default: ./config.toml where it exists, else the built-in laptop run)
+    /// The configuration (default: ./config.toml where it exists; `train` without one takes the built-in laptop run)
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
     /// The settings (default: ./settings.json where it exists)
@@ -31,12 +32,14 @@ impl ConfigFlags {
         files.into_iter().any(Option::is_some) || !self.set.is_empty()
     }
 
-    pub(super) fn overrides(self) -> Overrides {
-        Overrides { config: self.config, settings: self.settings, set: self.set, run_dir: self.run_dir }
+    pub(super) fn overrides(self, without_file: WithoutFile) -> Overrides {
+        let ConfigFlags { config, settings, set, run_dir } = self;
+        Overrides { config, without_file, settings, set, run_dir }
     }
 }
 
-/// Starts MPI, and limits this process to its share of the machine's cores.
+/// Starts MPI, and limits this process to its share of the machine's cores. Says so if a launcher has bound the ranks to
+/// fewer cores than there are.
 pub(super) fn start_world(environment: &Environment) -> Result<World, Failure> {
     count_allocations();
     let launcher = environment.launcher_tasks().map(|found| Launcher { variable: found.variable, tasks: found.tasks });
@@ -46,6 +49,11 @@ pub(super) fn start_world(environment: &Environment) -> Result<World, Failure> {
     if environment.omp_num_threads().is_none() {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         tch::set_num_threads(i32::try_from((cores / ranks_here).max(1)).unwrap_or(1));
+    }
+    if let Some(note) = world.binding_note()
+        && world.all.rank().0 == 0
+    {
+        say(&note);
     }
     Ok(world)
 }

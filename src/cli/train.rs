@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use longstraw::config::{self, Environment, Gate, Loaded};
+use longstraw::config::{self, Environment, Gate, Loaded, WithoutFile};
 use longstraw::runtime::failure::{Exit, Failure, Phase};
 use longstraw::tools::gate;
 use longstraw::tools::review::{self, Ended};
@@ -19,7 +19,7 @@ pub(super) fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit
     install_signal_handlers()?;
     let environment = Environment::process();
     let mut world = start_world(&environment)?;
-    let loaded = match world.agree(config::load(&flags.overrides()).map_err(Failure::from)) {
+    let loaded = match world.agree(config::load(&flags.overrides(WithoutFile::LaptopRun)).map_err(Failure::from)) {
         Ok(loaded) => loaded,
         Err(failure) => return Ok(world.leave(failure)),
     };
@@ -59,7 +59,7 @@ pub(super) fn gate(flags: ConfigFlags, name: &Gate, force: bool, json: bool) -> 
     install_signal_handlers()?;
     let environment = Environment::process();
     let mut world = start_world(&environment)?;
-    let loaded = world.agree(config::load_gate(&flags.overrides(), name).map_err(Failure::from));
+    let loaded = world.agree(config::load_gate(&flags.overrides(WithoutFile::Defaults), name).map_err(Failure::from));
     let outcome = loaded.and_then(|loaded| {
         let receipt = gate::run(name, &loaded, force || environment.force(), &mut world)?;
         if json && world.all.rank().0 == 0 {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::address;
 use super::choices::{Aggregation, Gradient};
 use super::problem::{Fault, Problem};
-use super::rewards::{RewardFn, RewardName};
+use super::rewards::RewardName;
 use super::supported::SUPPORTED;
 use super::{Loaded, RunConfig};
 
@@ -57,7 +57,10 @@ impl Loaded {
     pub fn notes(&self) -> Vec<String> {
         let (grpo, optimizer, steps) = (&self.run.grpo, &self.run.optimizer, self.run.run.steps);
         let mut notes = Vec::new();
-        if grpo.group_size == 1 && grpo.reward_fn != RewardFn::only(RewardName::One) {
+        if self.is_laptop_run() {
+            notes.push("there is no ./config.toml and no --config: this is the built-in laptop run".to_owned());
+        }
+        if grpo.group_size == 1 && grpo.kl_coef <= 0.0 && !grpo.has_only(RewardName::One) {
             let how = if grpo.normalize_adv { "normalised or not, " } else { "" };
             notes.push(format!("grpo.group_size = 1: {how}the advantage of a lone answer is 0, so nothing is learnt"));
         }

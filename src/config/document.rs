@@ -15,7 +15,8 @@ const HEAD: &str = "\
 `longstraw` reads these sources. Later sources override earlier ones:
 
 1. the built-in defaults, `configs/default.toml`;
-2. `config.toml` of the working directory, or the file of `--config`; without either, the built-in laptop run;
+2. `config.toml` of the working directory, or the file of `--config`; without either, `train` takes the built-in
+   laptop run and says so, and every other verb the defaults alone;
 3. `settings.json` of the working directory, or the file of `--settings`;
 4. for `longstraw gate`, the values of [the gate](gates.md);
 5. environment variables `LONGSTRAW_TABLE__KEY`, such as `LONGSTRAW_GRPO__GROUP_SIZE=4`;

@@ -1,6 +1,6 @@
 //! The configuration: its keys, its sources, and its rules.
 //!
-//! Sources in order: compiled-in defaults, config.toml (or the compiled-in laptop run), settings.json, the gate's own file
+//! Sources in order: compiled-in defaults, config.toml (for `train` without one the compiled-in laptop run), settings.json, the gate's own file
 //! where a gate is run, environment, flags. Later sources override earlier ones. Each source is compared with the list of
 //! keys, then all are merged and the whole is checked, so that a refusal lists every problem at once. The result is a
 //! [`RunConfig`], which must be equal on all ranks and has a digest, and a [`RankConfig`], which may differ. Nothing else in
@@ -35,7 +35,7 @@ pub use choices::{
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
 pub use gates::{Gate, Growth, Own, Runs};
-pub use precedence::{DEFAULT_TOML, LAPTOP_TOML, Overrides, load, load_gate, load_gate_in, load_in};
+pub use precedence::{DEFAULT_TOML, LAPTOP_TOML, Overrides, WithoutFile, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use rewards::{RewardFn, RewardName, WeightedReward};
 pub use supported::{SUPPORTED, Supported};
@@ -89,17 +89,28 @@ pub struct Loaded {
     pub rank: RankConfig,
     /// The sources in the order in which they were read; later sources override earlier ones.
     pub sources: Vec<Source>,
+    /// Keys without a default that no source gives; empty but for [`WithoutFile::DefaultsInPart`]. Their values mean nothing.
+    pub unset: Vec<String>,
 }
 
 impl Loaded {
+    /// Whether the built-in laptop run stands in for a configuration file.
+    #[must_use]
+    pub fn is_laptop_run(&self) -> bool {
+        self.sources.contains(&Source::Builtin(precedence::LAPTOP_RUN))
+    }
+
     /// Checks that the model of the built-in laptop run is there, unless another source names one.
     ///
     /// # Errors
     /// [`Error::NoLaptopModel`] where it is missing, with how to get it.
     pub fn check_laptop_model(&self) -> Result<(), Error> {
-        let builtin = self.sources.contains(&Source::Builtin("laptop run"));
         match &self.run.model.path {
-            Some(path) if builtin && !path.exists() && *path == RunConfig::laptop().model.path.unwrap_or_default() => {
+            Some(path)
+                if self.is_laptop_run()
+                    && !path.exists()
+                    && *path == RunConfig::laptop().model.path.unwrap_or_default() =>
+            {
                 Err(Error::NoLaptopModel { path: path.clone() })
             }
             _ => Ok(()),

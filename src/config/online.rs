@@ -38,7 +38,7 @@ impl Check<'_> {
     pub(super) fn rewards(&mut self) {
         const KEY: &str = "grpo.reward_fn";
         let (run, reward) = (self.run, &self.run.reward);
-        let parts = run.grpo.reward_fn.parts();
+        let parts = run.grpo.rewards();
         for (index, part) in parts.iter().enumerate() {
             let word = part.name.word();
             if !(part.weight.is_finite() && part.weight != 0.0) {

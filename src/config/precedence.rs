@@ -17,14 +17,31 @@ use super::{Loaded, RankConfig, RunConfig};
 /// The compiled-in defaults: every key, with its meaning as a comment.
 pub const DEFAULT_TOML: &str = include_str!("../../configs/default.toml");
 
-/// The compiled-in laptop run, for where there is no config.toml.
+/// The compiled-in laptop run: what `train` takes where there is no config.toml.
 pub const LAPTOP_TOML: &str = include_str!("../../configs/laptop.toml");
+
+/// The source of [`LAPTOP_TOML`].
+pub(super) const LAPTOP_RUN: &str = "laptop run";
+
+/// What a verb takes where there is neither a config.toml nor `--config`.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum WithoutFile {
+    /// The documented defaults; keys without a default must come from other sources.
+    #[default]
+    Defaults,
+    /// The documented defaults; keys without a default may be missing, since the verb reads other keys.
+    DefaultsInPart,
+    /// The built-in laptop run.
+    LaptopRun,
+}
 
 /// The command line's part of the configuration.
 #[derive(Clone, Debug, Default)]
 pub struct Overrides {
-    /// `--config FILE`; absent: ./config.toml where it exists, else the laptop run.
+    /// `--config FILE`; absent: ./config.toml where it exists, else what `without_file` says.
     pub config: Option<PathBuf>,
+    /// What stands in for a configuration file.
+    pub without_file: WithoutFile,
     /// `--settings FILE`; absent: ./settings.json where it exists.
     pub settings: Option<PathBuf>,
     /// `--set table.key=value`, in order.
@@ -77,7 +94,8 @@ fn gathered(directory: &Path, environment: &Environment, overrides: &Overrides, 
     gathered.builtin("defaults", DEFAULT_TOML);
     match chosen(directory, overrides.config.as_deref(), "config.toml") {
         Some(path) => gathered.config(&path),
-        None => gathered.builtin("laptop run", LAPTOP_TOML),
+        None if overrides.without_file == WithoutFile::LaptopRun => gathered.builtin(LAPTOP_RUN, LAPTOP_TOML),
+        None => gathered.in_part = overrides.without_file == WithoutFile::DefaultsInPart,
     }
     if let Some(path) = chosen(directory, overrides.settings.as_deref(), "settings.json") {
         gathered.settings(&path);
@@ -106,7 +124,7 @@ fn gathered(directory: &Path, environment: &Environment, overrides: &Overrides, 
 pub(super) fn laptop() -> Result<Loaded, Error> {
     let mut gathered = Gathered::default();
     gathered.builtin("defaults", DEFAULT_TOML);
-    gathered.builtin("laptop run", LAPTOP_TOML);
+    gathered.builtin(LAPTOP_RUN, LAPTOP_TOML);
     finish(gathered, &Environment::default(), None)
 }
 
@@ -152,7 +170,7 @@ fn split(merged: &Figment) -> figment::error::Result<(RunConfig, RankKeys)> {
 
 /// Merges the sources and checks the result, apart from keys that are wrong already.
 fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<&Gate>) -> Result<Loaded, Error> {
-    let stand_ins = missing(&mut gathered);
+    let (stand_ins, unset) = missing(&mut gathered);
     let (run, own) = match split(&merged(&gathered.layers).join(&stand_ins)) {
         Ok(values) => values,
         Err(error) => {
@@ -164,7 +182,7 @@ fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<&Gate>
     let log = environment.log().map_or(log_level, str::to_owned);
     let rank = RankConfig { dir, share_device, grace_sec, stall_sec, log };
     let sources: Vec<Source> = gathered.layers.iter().map(|layer| layer.source.clone()).collect();
-    let mut loaded = Loaded { run, rank, sources };
+    let mut loaded = Loaded { run, rank, sources, unset };
     let scale = loaded.run.gate.scale;
     let uneven = gate.and_then(|_| gates::scale_down(&mut loaded.run.context, &mut loaded.run.memory, scale));
     let mut found = if gathered.unread { Vec::new() } else { loaded.run.check(None) };
@@ -179,25 +197,31 @@ fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<&Gate>
 }
 
 /// Adds a problem for each required key that no source gives. The returned layer has stand-ins for these keys, so that
-/// everything else can be checked; problems that rest on a stand-in are dropped.
-fn missing(gathered: &mut Gathered) -> Layer {
+/// everything else can be checked; problems that rest on a stand-in are dropped. Where keys may be missing, they are listed
+/// instead.
+fn missing(gathered: &mut Gathered) -> (Layer, Vec<String>) {
     let mut dict = Dict::new();
+    let mut unset = Vec::new();
     for (path, _) in schema::keys().filter(|(_, key)| key.need == Need::Required) {
         if gathered.layers.iter().any(|layer| layer.gives(&path)) {
             continue;
         }
-        if !gathered.unread && !gathered.is_spoilt(&path) {
+        if gathered.in_part {
+            unset.push(path.clone());
+        } else if !gathered.unread && !gathered.is_spoilt(&path) {
             let problem = Problem { key: path.clone(), source: None, fault: Fault::Missing, with: Vec::new() };
             gathered.problems.push(problem);
         }
-        stand_in(&mut dict, &path);
+        // The stand-ins are lengths that go together: a prompt and an answer of one position each.
+        let value = if path == "context.max_seq_len" { 2_u64 } else { 1 };
+        stand_in(&mut dict, &path, value);
         gathered.spoilt.insert(path, usize::MAX);
     }
-    Layer { source: Source::Builtin("stand-ins"), dict }
+    (Layer { source: Source::Builtin("stand-ins"), dict }, unset)
 }
 
-fn stand_in(dict: &mut Dict, path: &str) {
-    for (table, value) in nest(path, Value::from(1_u64)) {
+fn stand_in(dict: &mut Dict, path: &str, value: u64) {
+    for (table, value) in nest(path, Value::from(value)) {
         match (dict.get_mut(&table), value) {
             (Some(Value::Dict(_, there)), Value::Dict(_, new)) => there.extend(new),
             (_, value) => drop(dict.insert(table, value)),

@@ -5,6 +5,8 @@ use serde::ser::SerializeSeq as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
+use super::tables::GrpoConfig;
+
 /// The rewards, in the order of [`RewardName::WORDS`].
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -75,10 +77,30 @@ impl RewardFn {
         &self.0
     }
 
+    /// Whether it is this one reward alone, with the weight 1.
+    #[must_use]
+    pub fn is_only(&self, name: RewardName) -> bool {
+        *self == RewardFn::only(name)
+    }
+
     /// Whether `name` is one of the addends.
     #[must_use]
     pub fn names(&self, name: RewardName) -> bool {
         self.0.iter().any(|part| part.name == name)
+    }
+}
+
+impl GrpoConfig {
+    /// The addends of the reward; none where no source names a reward.
+    #[must_use]
+    pub fn rewards(&self) -> &[WeightedReward] {
+        self.reward_fn.as_ref().map_or(&[], RewardFn::parts)
+    }
+
+    /// Whether the reward is this one alone.
+    #[must_use]
+    pub fn has_only(&self, name: RewardName) -> bool {
+        self.reward_fn.as_ref().is_some_and(|reward| reward.is_only(name))
     }
 }
 

@@ -126,7 +126,7 @@ pub(super) const TABLES: &[Table] = &[
         path: "grpo",
         keys: &[
             required("group_size", Kind::Count),
-            key("reward_fn", Kind::Reward),
+            optional("reward_fn", Kind::Reward),
             key("normalize_adv", Kind::Switch),
             key("gradient", Kind::Gradient),
             key("clip_low", Kind::Number),

@@ -51,6 +51,8 @@ pub(super) struct Gathered {
     pub(super) spoilt: BTreeMap<String, usize>,
     /// A source could not be read at all, so a key that seems to be missing may be in it.
     pub(super) unread: bool,
+    /// Keys without a default may be missing.
+    pub(super) in_part: bool,
 }
 
 impl Gathered {

@@ -81,7 +81,9 @@ pub struct OptimizerConfig {
 #[serde(deny_unknown_fields)]
 pub struct GrpoConfig {
     pub group_size: u64,
-    pub reward_fn: RewardFn,
+    /// Absent: [`crate::train`] decides by the data, or refuses.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reward_fn: Option<RewardFn>,
     pub normalize_adv: bool,
     pub gradient: Gradient,
     pub clip_low: f64,

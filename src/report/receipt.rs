@@ -129,7 +129,7 @@ pub struct AdapterForm {
 pub struct Receipt {
     /// Name of the gate; `None` for a training run.
     pub gate: Option<&'static str>,
-    /// Whether the run came to its end, and for a gate, whether every check held.
+    /// Whether the run came to its end and something was trained, and for a gate, whether every check held.
     pub passed: bool,
     /// Checks of the gate; empty for a training run.
     pub checks: Vec<Check>,
@@ -169,6 +169,8 @@ pub struct Receipt {
     pub steps: u64,
     /// Calls of the optimizer, those before a resume included.
     pub optimizer_calls: u64,
+    /// Updates whose gradient was not 0, those before a resume included.
+    pub updates_with_gradient: u64,
     /// Layers of the model.
     pub layers: usize,
     /// How many different layers each phase went through, on the rank with the fewest.

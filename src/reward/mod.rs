@@ -44,7 +44,7 @@ impl Scorer {
     /// # Errors
     /// [`Error`] where one of them is wrong, or what opening the endpoint ends in. Nothing is sent yet.
     pub fn open(config: &RunConfig, environment: &Environment) -> Result<Scorer, Failure> {
-        let parts = config.grpo.reward_fn.parts().iter();
+        let parts = config.grpo.rewards().iter();
         let addends = parts.map(|part| {
             let reward = Reward::open(part.name, config, environment)?;
             Ok(Addend { name: part.name, weight: part.weight, reward })
@@ -122,7 +122,7 @@ mod tests {
 
     fn config(rewards: &Value) -> RunConfig {
         let mut config = RunConfig::laptop();
-        config.grpo.reward_fn = serde_json::from_value::<RewardFn>(rewards.clone()).unwrap();
+        config.grpo.reward_fn = Some(serde_json::from_value::<RewardFn>(rewards.clone()).unwrap());
         config.reward.length_tokens = Some(Tokens(4));
         config.reward.field = Some("value".to_owned());
         config

@@ -1,11 +1,11 @@
 //! What a run reads besides the model: data sets, the tokenizer, the tokens that end an answer, and what scores answers.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use tch::{Device, Kind};
 
-use super::rewards;
-use crate::config::{Loaded, RunConfig};
+use super::{rewards, signal};
+use crate::config::{Loaded, RewardFn, RunConfig};
 use crate::data::{Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, end_ids, find_or_make};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
@@ -27,27 +27,32 @@ pub(super) struct Inputs {
     pub(super) tokenizer: Option<Tokenizer>,
     /// Tokens that end an answer; empty where answers come with the data.
     pub(super) end_ids: Vec<i64>,
+    /// What answers are worth: as the configuration says, or as the data allow where no source names it.
+    pub(super) reward_fn: RewardFn,
     /// Scores answers; on rank 0 only.
     pub(super) scorer: Option<Scorer>,
 }
 
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
 pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs, Failure> {
-    let config = &loaded.run;
-    let limits = limits(config, spec);
-    let files = world.agree(read_files(config))?;
-    let open = |path: &Option<PathBuf>| {
-        path.as_ref().map(|path| open_set(path, &files, &limits, &loaded.rank.dir, world)).transpose()
+    let mut config = loaded.run.clone();
+    let limits = limits(&config, spec);
+    let files = world.agree(read_files(&config))?;
+    let open = |path: &Path| open_set(path, &files, &limits, &loaded.rank.dir, world);
+    let (train, held_out) = match &config.data.path {
+        Some(path) => {
+            let held_out = config.data.held_out.as_deref().map(open).transpose()?;
+            (open(path)?, held_out)
+        }
+        None => (random_group(&config, spec), None),
     };
-    let held_out = open(&config.data.held_out)?;
-    let train = match open(&config.data.path)? {
-        Some(train) => train,
-        // One group of random tokens at the planned lengths.
-        None => random_group(config, spec),
-    };
+    let reward_fn = world.agree(signal::choose_reward(&config, &train).map_err(Failure::from))?;
+    config.grpo.reward_fn = Some(reward_fn.clone());
+    world.agree(signal::check_data(&config, &train).map_err(Failure::from))?;
     let mut inputs = Inputs {
         train_digest: train.digest().to_owned(),
         held_out_digest: held_out.as_ref().map(|data| data.digest().to_owned()).unwrap_or_default(),
+        reward_fn,
         train,
         held_out,
         tokenizer: files.tokenizer,
@@ -60,7 +65,7 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs
         // Held-out answers are scored only where they are sampled.
         let held_out = inputs.held_out.iter().filter(|_| config.rollout.sample);
         let sets: Vec<&Dataset> = [&inputs.train].into_iter().chain(held_out).collect();
-        rewards::open_scorer(config, &sets, inputs.tokenizer.is_some())
+        rewards::open_scorer(&config, &sets, inputs.tokenizer.is_some())
     })?;
     Ok(inputs)
 }
@@ -82,7 +87,9 @@ struct Files {
     end_ids: Vec<i64>,
 }
 
+/// What data sets are read with; what is wrong with the configuration is said first.
 fn read_files(config: &RunConfig) -> Result<Files, Failure> {
+    signal::check_config(config)?;
     let sampled = config.rollout.sample;
     let folder = config.model_path()?;
     // Random tokens have no text, so they need no tokenizer.

@@ -17,6 +17,7 @@ mod round;
 mod round_state;
 mod run;
 mod session;
+mod signal;
 mod stop_files;
 mod stop_policy;
 mod totals;
@@ -37,10 +38,12 @@ use crate::world::World;
 /// a stop is requested. Leaves receipt and adapters, or receipt and checkpoint.
 ///
 /// # Errors
-/// When something cannot be loaded or saved, does not fit, or is not finite.
+/// When something cannot be loaded or saved, does not fit, or is not finite; and where no update of a whole run had a gradient.
 pub fn run(loaded: &Loaded, resume: bool, world: &mut World) -> Result<Receipt, Failure> {
     let options = RunOptions { resume, stop_after: None };
     let mut finished = Run::open(loaded, options, world)?.train(world)?;
     finished.write(world)?;
-    Ok(finished.receipt)
+    let Finished { receipt, .. } = finished;
+    let learnt = receipt.stopped || receipt.steps == 0 || receipt.updates_with_gradient > 0;
+    if learnt { Ok(receipt) } else { Err(signal::NothingTrained { updates: receipt.steps }.into()) }
 }

@@ -49,10 +49,12 @@ impl Session {
         let inputs = inputs::read(loaded, world, &spec)?;
         let model = open_model(loaded, world, spec, device)?;
         let policy = open_policy(config, world, &model.spec, shape, device)?;
+        let mut resolved = loaded.clone();
+        resolved.run.grpo.reward_fn = Some(inputs.reward_fn.clone());
         Ok(Session {
             input_digests: input_digests(&model, &inputs, &policy),
             data: start_of_data(config, inputs),
-            loaded: loaded.clone(),
+            loaded: resolved,
             model,
             policy,
             plan,
@@ -190,7 +192,8 @@ fn start_adapters(config: &RunConfig, spec: &Spec, shape: &AdapterShape, device:
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
     let Inputs { train, held_out, tokenizer, end_ids, scorer, .. } = inputs;
     let cursor = GroupOrder::new(config.data.shuffle.then_some(config.run.seed), train.len());
-    TrainingData { train, held_out, tokenizer, end_ids, scorer, cursor, round: None }
+    let reward_is_named = config.grpo.reward_fn.is_some();
+    TrainingData { train, held_out, tokenizer, end_ids, reward_is_named, scorer, cursor, round: None }
 }
 
 /// Digests of what the run reads, under the names that checkpoints and messages use.

@@ -109,7 +109,7 @@ fn answer_reward(text: String, rewarded: &Rewarded) -> AnswerReward {
 
 /// The first reward that judges texts, if there is one.
 pub(super) fn judge_of_texts(config: &RunConfig) -> Option<RewardName> {
-    let mut names = config.grpo.reward_fn.parts().iter().map(|part| part.name);
+    let mut names = config.grpo.rewards().iter().map(|part| part.name);
     names.find(|name| !matches!(name, RewardName::Synthetic | RewardName::Data | RewardName::One | RewardName::Length))
 }
 

@@ -7,7 +7,8 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::round::{FrozenGroup, Round};
-use crate::config::{Aggregation as Rule, Dtype, Loaded, RewardFn, RewardName, RunConfig};
+use super::signal;
+use crate::config::{Aggregation as Rule, Dtype, Loaded, RewardName, RunConfig};
 use crate::data::{Dataset, Group, GroupOrder, Tokenizer};
 use crate::model::adapter_file::AdapterShape;
 use crate::model::decoder::Decoder;
@@ -79,6 +80,8 @@ pub(super) struct TrainingData {
     pub(super) tokenizer: Option<Tokenizer>,
     /// Tokens that end an answer; empty where answers come with the data.
     pub(super) end_ids: Vec<i64>,
+    /// Whether a source named the reward; otherwise the data decided.
+    pub(super) reward_is_named: bool,
     /// Scores answers; on rank 0 only.
     pub(super) scorer: Option<Scorer>,
     pub(super) cursor: GroupOrder,
@@ -181,6 +184,7 @@ impl Session {
             Some(format!("{key}: the ranks of a machine read the token ids from {} ({bytes})", file.display()))
         };
         let mut notes = self.loaded.notes();
+        notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(plan::context_note(self.config(), self.spec()));
         notes.extend(self.model.weights.notes().iter().cloned());
         notes.extend(kept("data.path", &self.data.train));
@@ -293,7 +297,7 @@ impl Session {
     pub(super) fn advantages(&self, rewards: &[Option<f64>]) -> Vec<Option<f64>> {
         let grpo = &self.config().grpo;
         // A reward of 1 for every answer is plain likelihood training: no mean is subtracted.
-        if grpo.reward_fn == RewardFn::only(RewardName::One) {
+        if grpo.has_only(RewardName::One) {
             rewards.to_vec()
         } else {
             objective::advantages(rewards, grpo.normalize_adv)

@@ -14,6 +14,10 @@ use crate::world::World;
 #[derive(Debug, Default)]
 pub(super) struct RunTotals {
     pub(super) updates: u64,
+    /// Updates whose gradient was not 0.
+    updates_with_gradient: u64,
+    /// Those of them whose learning rate was not 0 either: they have changed the adapters.
+    updates_trained: u64,
     seconds: Seconds,
     pinning_s: f64,
     /// Largest distance between sampling and scoring, nats; `None` where none was compared.
@@ -67,6 +71,9 @@ impl RunTotals {
         self.seconds.add(&step.seconds);
         self.sampled_gap = largest(self.sampled_gap, step.sampled_gap);
         self.updates = step.step;
+        let has_gradient = step.grad_norm > 0.0;
+        self.updates_with_gradient += u64::from(has_gradient);
+        self.updates_trained += u64::from(has_gradient && step.learning_rate > 0.0);
         if self.first.is_none() {
             self.first = Some(step);
         } else {
@@ -91,9 +98,11 @@ impl RunTotals {
         let RunEnd { held_out_before, held_out_after, stopped, records, pages } = end;
         let by_rank = |value: u64| world.all.gather_numbers(value);
         let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
+        // Only rank 0 has read the updates of an earlier run.
+        let most = |count: u64| by_rank(count).into_iter().max().unwrap_or(0);
         let last = self.last();
         Receipt {
-            passed: !stopped,
+            passed: most(self.updates_trained) > 0 && !stopped,
             stopped,
             finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
             // What the run was.
@@ -133,6 +142,7 @@ impl RunTotals {
             layers_by_phase: records.layers_by_phase,
             // What came out.
             steps: self.updates,
+            updates_with_gradient: most(self.updates_with_gradient),
             optimizer_calls: session.policy.optimizer.steps().into(),
             loss_first: self.first.as_ref().map_or(0.0, |step| step.loss),
             loss: last.map_or(0.0, |step| step.loss),

@@ -7,6 +7,7 @@
 mod abort;
 mod about;
 mod axis;
+mod binding;
 pub mod devices;
 mod error;
 pub mod exchange;

@@ -82,7 +82,9 @@ fn more_threads_than_cores_are_a_warning() {
 fn nothing_configured_is_no_failure() {
     let said = Room::new().alone(&["doctor"]);
     said.ended(0, &[]);
-    assert!(line(&said, "model").starts_with("warn") && line(&said, "model").contains("make run"), "{said}");
+    let configuration = line(&said, "configuration");
+    assert!(configuration.starts_with("warn") && configuration.contains("there is no config.toml"), "{said}");
+    assert!(line(&said, "model").starts_with("warn") && line(&said, "model").contains("model.path"), "{said}");
     assert!(line(&said, "key").contains("no endpoint is configured"), "{said}");
 }
 

@@ -210,15 +210,10 @@ fn one_answer_has_the_advantage_1_and_trains_every_layer() {
     );
     assert_eq!(one["layers_by_phase"], json!({"capture": 4, "replay": 4, "score": 4, "sweep": 4}));
     assert!(one["grad_norm"].as_f64().unwrap() > 0.0);
-    // The same answer under rewards that are subtracted from their mean has no gradient, and the gate notices.
+    // The same answer under rewards that are subtracted from their mean has no gradient.
     let said = gate(&room, "gate4_g1", &["--force"], &[&SHORT[..], &["grpo.reward_fn=synthetic"]].concat());
-    said.ended(8, &["no gradient has reached the adapters"]);
-    let receipt = receipt(&room, "gate4_g1");
-    let failed = checks(&receipt, false);
-    // The group is left out, so the phases behind its rewards leave nothing to look at either.
-    for name in ["grad_norm", "lora_b_moved", "advantages", "layers", "ratio_first"] {
-        assert!(failed.contains(&name), "{name}: {failed:?}");
-    }
+    said.ended(2, &["grpo.group_size should be at least 2: it is 1"]);
+    assert!(!room.path().join("runs/gates/gate4_g1/receipt.json").exists(), "no receipt of an earlier run is left");
 }
 
 #[test]

@@ -17,7 +17,7 @@ pub(crate) fn random_model(prompt: usize, answer: usize, group: usize, more: &st
     });
     let config = format!(
         "[context]\nmax_seq_len = {}\nprompt_len = {prompt}\nanswer_len = {answer}\n\
-         [grpo]\ngroup_size = {group}\ngradient = \"response\"\n\
+         [grpo]\ngroup_size = {group}\nreward_fn = \"synthetic\"\ngradient = \"response\"\n\
          [model]\npath = \"shape\"\ndtype = \"float32\"\nrandom_init = true\n\
          [run]\ndir = \"run\"\nlog_level = \"debug\"\n{more}",
         prompt + answer

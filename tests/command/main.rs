@@ -21,6 +21,7 @@ mod kills;
 mod launch;
 mod lines;
 mod memory;
+mod objective;
 mod online;
 mod parity;
 mod ping;

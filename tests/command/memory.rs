@@ -129,7 +129,7 @@ fn a_rank_without_memory_names_phase_layer_request_and_setting() {
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
     });
     let config = "[context]\nmax_seq_len = 4160\nprompt_len = 4096\nanswer_len = 64\n\
-                  [memory]\nmicro_block = 4096\n[grpo]\ngroup_size = 2\ngradient = \"response\"\n\
+                  [memory]\nmicro_block = 4096\n[grpo]\ngroup_size = 2\nreward_fn = \"synthetic\"\ngradient = \"response\"\n\
                   [model]\npath = \"shape\"\ndtype = \"float32\"\nrandom_init = true\n\
                   [run]\ndir = \"run\"\nsteps = 1\n";
     let room = Room::with(&[("shape/config.json", &shape.to_string()), ("config.toml", config)]);

@@ -23,7 +23,7 @@ impl Scripted {
         let room = Room::with(&[("score.sh", script)]);
         let path = |name: &str| room.path().join(name).display().to_string();
         let mut config = RunConfig::laptop();
-        config.grpo.reward_fn = RewardFn::only(RewardName::Command);
+        config.grpo.reward_fn = Some(RewardFn::only(RewardName::Command));
         config.reward.command = Some(vec!["/bin/sh".to_owned(), path("score.sh"), path("")]);
         config.reward.command_sec = 20;
         Scripted { room, config }

@@ -82,7 +82,7 @@ fn assert_sane(receipt: &Value, ranks: usize) {
         "passed": true, "gradient": "response", "ranks": ranks, "cp_size": ranks, "positions": 120, "prompt_len": 96,
         "answer_len": 24, "group_size": 3, "steps": 3, "ratio_first": [1.0, 1.0], "rewards": [1.0, 0.0, 0.0],
         "held_out": [null, null], "micro_blocks": [2048, 512], "gate": null, "checks": [], "not_checked": [],
-        "forced": false, "scale": 1, "optimizer_calls": 3, "layers": 4, "lora_b_unmoved": [],
+        "forced": false, "scale": 1, "optimizer_calls": 3, "updates_with_gradient": 3, "layers": 4, "lora_b_unmoved": [],
         "layers_by_phase": {"capture": 4, "score": 4, "replay": 4, "sweep": 4},
         "seconds_per_further_answer": null, "device_bytes_per_further_answer": null
     });
@@ -187,14 +187,17 @@ fn an_answer_without_a_reward_takes_no_part() {
 }
 
 #[test]
-fn equal_rewards_give_no_gradient_and_the_run_says_so() {
+fn an_update_of_equal_rewards_has_no_gradient_and_the_run_says_so() {
     let room = room();
     let mut group = record(40, [6, 9, 1]);
+    let better = group.clone();
     group["answers"][0]["reward"] = json!(0);
-    room.write("train.jsonl", lines(&[group]));
-    train_said(&room, 2, "run", &["run.steps=1"]).ended(0, &["every group's rewards are equal"]);
+    room.write("train.jsonl", lines(&[better, group]));
+    let sets = ["run.steps=2", "data.shuffle=false"];
+    train_said(&room, 2, "run", &sets).ended(0, &["every group's rewards are equal"]);
     let receipt = room.read_json("run/receipt.json");
     assert_eq!((&receipt["advantages"], &receipt["grad_norm"]), (&json!([0.0, 0.0, 0.0]), &json!(0.0)));
+    assert_eq!((&receipt["passed"], &receipt["updates_with_gradient"]), (&json!(true), &json!(1)));
 }
 
 #[test]

@@ -15,7 +15,7 @@ const SENTINEL: &str = "sk-sentinel-2718281828";
 /// A judge at `base`: a second for each of two attempts, short waits, three requests at one time.
 fn judge(base: &str) -> Scorer {
     let mut config = RunConfig::laptop();
-    config.grpo.reward_fn = RewardFn::only(RewardName::Judge);
+    config.grpo.reward_fn = Some(RewardFn::only(RewardName::Judge));
     config.endpoint.api_base = Some(base.to_owned());
     config.endpoint.default_model = Some("judge-large".to_owned());
     (config.endpoint.timeout_sec, config.endpoint.max_retries, config.endpoint.retry_backoff) = (1, 1, 0.02);

@@ -210,6 +210,7 @@ impl Case {
             settings: self.settings.as_ref().and_then(|bytes| file("settings.json", bytes)),
             set: self.flags.clone(),
             run_dir: None,
+            ..Overrides::default()
         }
     }
 }

@@ -27,6 +27,10 @@ pub(super) fn configuration(loaded: Result<&Loaded, &Error>, ranks: u64) -> Find
     if !problems.is_empty() {
         return Finding::fail("configuration", Exit::Config, Error::Refused { problems }.to_string(), "");
     }
+    if !loaded.unset.is_empty() {
+        let words = format!("there is no config.toml, and no source gives {}", loaded.unset.join(", "));
+        return Finding::warn("configuration", words, "`longstraw train` alone takes the built-in laptop run here");
+    }
     let sources: Vec<String> = loaded.sources.iter().skip(1).map(ToString::to_string).collect();
     Finding::ok("configuration", sources.join(", "))
 }
@@ -34,10 +38,6 @@ pub(super) fn configuration(loaded: Result<&Loaded, &Error>, ranks: u64) -> Find
 /// The model's folder without the values of its weights, and the model's spec.
 pub(super) fn model(loaded: &Loaded) -> (Finding, Option<Spec>) {
     let run = &loaded.run;
-    // The built-in run names a model that only `make run` downloads.
-    if let Err(absent) = loaded.check_laptop_model() {
-        return (Finding::warn("model", absent.to_string(), ""), None);
-    }
     let folder = match run.model_path() {
         Ok(folder) => folder,
         Err(unset) => return (Finding::warn("model", unset.to_string(), ""), None),
@@ -70,7 +70,8 @@ pub(super) fn memory_alone() -> Finding {
 /// The plan's memory against the machine's.
 pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, ranks: RankCounts) -> Finding {
     let run = &loaded.run;
-    let Some(spec) = spec.filter(|_| run.check(Some(ranks.world)).is_empty()) else { return memory_alone() };
+    let is_whole = loaded.unset.is_empty() && run.check(Some(ranks.world)).is_empty();
+    let Some(spec) = spec.filter(|_| is_whole) else { return memory_alone() };
     let host = available_memory();
     let device = gpu.map(|gpu| {
         // As in a run: a part is left to libraries that load later and to gaps between tensors.

@@ -1,0 +1,157 @@
+//! What a run learns from: the reward where no source names one, whether there is anything to learn, and the lines that tell a
+//! user what is optimised. All of it is known once the data are read, before weights are loaded.
+
+use std::path::PathBuf;
+
+use crate::config::{RewardFn, RewardName, RunConfig};
+use crate::data::Dataset;
+use crate::runtime::failure::{Classified, Exit};
+use crate::step::objective;
+
+/// Why there is no reward, or nothing to learn from it.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    /// Neither the configuration nor the data say what answers are worth.
+    #[error(
+        "grpo.reward_fn is not set, and {why}: choose what answers are worth, with --set grpo.reward_fn=NAME or as reward_fn \
+         under [grpo] in config.toml. NAME is one of {}, or a list of them with weights (docs/rewards.md explains each); \
+         synthetic and one are for validation runs, whatever the answers say",
+        RewardName::WORDS.join(", ")
+    )]
+    Unnamed { why: Unnamed },
+    /// One answer has no others to be better than.
+    #[error(
+        "grpo.group_size should be at least 2: it is 1, so the advantage of every answer is 0 and nothing would be learnt (the \
+         reward `one` gives a lone answer the advantage 1, and grpo.kl_coef above 0 a gradient without rewards)"
+    )]
+    GroupOfOne,
+    /// Rewards of the data that say nothing.
+    #[error(
+        "{}: none of its {groups} records has answers with different rewards, so every advantage is 0 and nothing would be \
+         learnt: give \"reward\" in the data, or name another reward with grpo.reward_fn",
+        file.display()
+    )]
+    EqualRewards { file: PathBuf, groups: usize },
+}
+
+/// Why the data cannot say what answers are worth.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Unnamed {
+    #[error("there is no data.path whose answers could have rewards")]
+    NoData,
+    #[error("the policy samples its answers (rollout.sample = true), so the data set has no rewards of them")]
+    Sampled,
+    #[error("answers[{answer}] of record {record} in {} has no reward", file.display())]
+    Lacks { file: PathBuf, record: String, answer: usize },
+}
+
+/// A run that came to its end without having learnt anything.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "nothing was trained: the gradient of all {updates} updates was 0, since no group had answers with different rewards \
+     (groups_skipped and reward_mean in metrics.jsonl; answers.jsonl has the answers): the receipt says passed: false"
+)]
+pub(super) struct NothingTrained {
+    pub(super) updates: u64,
+}
+
+impl Classified for NothingTrained {
+    fn exit(&self) -> Exit {
+        Exit::Data
+    }
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        match self {
+            Error::Unnamed { .. } | Error::GroupOfOne => Exit::Config,
+            Error::EqualRewards { .. } => Exit::Data,
+        }
+    }
+}
+
+/// What can be refused before the data are read.
+pub(super) fn check_config(config: &RunConfig) -> Result<(), Error> {
+    let unnamed = |why| Err(Error::Unnamed { why });
+    let grpo = &config.grpo;
+    match (&grpo.reward_fn, &config.data.path) {
+        (None, _) if config.rollout.sample => unnamed(Unnamed::Sampled),
+        (None, None) => unnamed(Unnamed::NoData),
+        _ if grpo.group_size == 1 && grpo.kl_coef <= 0.0 && !grpo.has_only(RewardName::One) => Err(Error::GroupOfOne),
+        _ => Ok(()),
+    }
+}
+
+/// The reward that the configuration names, else `data` where every answer of the data has one.
+pub(super) fn choose_reward(config: &RunConfig, train: &Dataset) -> Result<RewardFn, Error> {
+    check_config(config)?;
+    if let Some(named) = &config.grpo.reward_fn {
+        return Ok(named.clone());
+    }
+    let file = config.data.path.clone().unwrap_or_default();
+    for group in (0..train.len()).map(|index| train.group(index)) {
+        if let Some(answer) = group.answers.iter().position(|answer| answer.reward.is_none()) {
+            return Err(Error::Unnamed { why: Unnamed::Lacks { file, record: group.name.clone(), answer } });
+        }
+    }
+    Ok(RewardFn::only(RewardName::Data))
+}
+
+/// Refuses a data set whose own rewards are all that counts and never differ within a group. `config` names its reward.
+pub(super) fn check_data(config: &RunConfig, train: &Dataset) -> Result<(), Error> {
+    let grpo = &config.grpo;
+    let only_data = grpo.rewards().iter().all(|part| part.name == RewardName::Data);
+    if !only_data || grpo.kl_coef > 0.0 {
+        return Ok(());
+    }
+    let differ = |index: usize| {
+        let rewards: Vec<Option<f64>> = train.group(index).answers.iter().map(|answer| answer.reward).collect();
+        objective::spread(&rewards).is_some()
+    };
+    if (0..train.len()).any(differ) {
+        return Ok(());
+    }
+    Err(Error::EqualRewards { file: config.data.path.clone().unwrap_or_default(), groups: train.len() })
+}
+
+/// One line about what is optimised. `config` names its reward; `is_named`: a source named it.
+pub(super) fn objective_line(config: &RunConfig, is_named: bool) -> String {
+    let grpo = &config.grpo;
+    let reward = |part: &crate::config::WeightedReward| {
+        let word = part.name.word();
+        let weight = if grpo.rewards().len() > 1 { format!(" × {}", part.weight) } else { String::new() };
+        match part.name {
+            RewardName::Synthetic => "synthetic (0 and 1 in turn, whatever the answers say)".to_owned(),
+            RewardName::One => "one (1 for every answer, whatever it says)".to_owned(),
+            RewardName::Data if !is_named => "data (grpo.reward_fn is not set, and every answer has one)".to_owned(),
+            _ => format!("{word}{weight}"),
+        }
+    };
+    let rewards: Vec<String> = grpo.rewards().iter().map(reward).collect();
+    let kl = if grpo.kl_coef > 0.0 { format!("KL term × {}", grpo.kl_coef) } else { "no KL term".to_owned() };
+    format!(
+        "objective: reward {}; advantage {}; ratio clipped to {} … {}; {kl}; {} of token losses; gradient {}; temperature {}",
+        rewards.join(" + "),
+        advantage_words(config),
+        1.0 - grpo.clip_low,
+        1.0 + grpo.clip_high,
+        aggregation_words(config),
+        grpo.gradient,
+        grpo.temperature,
+    )
+}
+
+fn advantage_words(config: &RunConfig) -> &'static str {
+    let grpo = &config.grpo;
+    match grpo.normalize_adv {
+        _ if grpo.has_only(RewardName::One) => "+1",
+        true => "(reward − group mean) / group deviation",
+        false => "reward − group mean",
+    }
+}
+
+fn aggregation_words(config: &RunConfig) -> String {
+    let aggregation = serde_json::to_value(config.grpo.aggregation).unwrap_or_default();
+    let word = aggregation.as_str().unwrap_or_default().to_owned();
+    config.grpo.constant_divisor.map_or(word.clone(), |divisor| format!("{word} ({divisor})"))
+}
