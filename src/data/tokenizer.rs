@@ -8,6 +8,7 @@ use tokenizers::Tokenizer as Backend;
 
 use super::chat::{Conversation, Refusal, Template};
 use super::error::Error;
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::reading;
 use crate::runtime::units::from_index;
 
@@ -17,6 +18,8 @@ const ANSWER_MARK: &str = "longstraw-answer";
 /// The tokenizer of an HF folder.
 pub struct Tokenizer {
     file: PathBuf,
+    /// SHA-256 of tokenizer.json.
+    digest: String,
     backend: Backend,
     template: Result<Template, Refusal>,
 }
@@ -41,7 +44,16 @@ impl Tokenizer {
         // A file may configure truncation and padding; neither may happen here.
         let whole = backend.with_truncation(None).map(|backend| backend.with_padding(None));
         whole.map_err(|reason| refused(&file, "has a truncation that cannot be turned off", &reason))?;
-        Ok(Tokenizer { file, backend, template: Template::open(folder) })
+        Ok(Tokenizer { file, digest: sha256_hex(&text), backend, template: Template::open(folder) })
+    }
+
+    /// A digest of everything that decides the ids of a text or a conversation: 64 hexadecimal digits. Of a template that
+    /// writes the date, the day is a part.
+    pub(super) fn identity(&self) -> String {
+        let template = self.template.as_ref().ok();
+        let today = template.filter(|template| template.reads_the_date());
+        let today = today.map(|_| chrono::Local::now().format("%Y-%m-%d").to_string());
+        sha256_hex(serde_json::json!([self.digest, template.map(Template::identity), today]).to_string())
     }
 
     /// The ids of `text`. Adds nothing around it; recognises special tokens written in it.
