@@ -29,6 +29,10 @@ impl DataDigest {
             part(&bytes(&answer.ids));
             part(&answer.reward.map(f64::to_le_bytes).map(Vec::from).unwrap_or_default());
             part(&answer.mask.iter().flatten().map(|&trained| u8::from(trained)).collect::<Vec<u8>>());
+            if let Some(logprobs) = &answer.logprobs {
+                // A missing one has no number that a given one could have.
+                part(&logprobs.iter().flat_map(|one| one.unwrap_or(f64::NAN).to_le_bytes()).collect::<Vec<u8>>());
+            }
         }
     }
 

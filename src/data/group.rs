@@ -17,6 +17,8 @@ pub struct Answer {
     /// For each id whether it takes part in the loss, at least one of them; `None`: all do. A tool's output inside an
     /// answer, for instance, is read but not trained.
     pub mask: Option<Vec<bool>>,
+    /// For each id its log-probability under the policy that drew it, nats, where the file gives one; `None`: it gives none.
+    pub logprobs: Option<Vec<Option<f64>>>,
 }
 
 /// A prompt with its answers. The prompt's token ids are the data set's to give: [`super::Dataset::prompt_ids`].

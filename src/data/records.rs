@@ -16,6 +16,9 @@ use crate::config::TooLong;
 use crate::runtime::reading::Lines;
 use crate::runtime::units::{Tokens, from_index};
 
+/// Logarithms of probabilities are at most 0; engines round them to a little above.
+const LOGPROB_MAX: f64 = 1e-3;
+
 /// One line of the file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -38,6 +41,7 @@ struct RawAnswer {
     parts: Option<Vec<RawPart>>,
     reward: Option<f64>,
     mask: Option<Vec<Json>>,
+    logprobs: Option<Vec<Option<f64>>>,
 }
 
 #[derive(Deserialize)]
@@ -233,8 +237,9 @@ impl Record<'_> {
         if mask.as_ref().is_some_and(|mask| !mask.contains(&true)) {
             return Err(Error::NothingTrained { place: self.place(&parent) });
         }
+        let logprobs = raw.logprobs.map(|logprobs| self.logprobs(&parent, logprobs, ids.len())).transpose()?.flatten();
         // A mask that trains every token says nothing.
-        Ok(Answer { ids, reward: raw.reward, mask: mask.filter(|mask| mask.contains(&false)) })
+        Ok(Answer { ids, reward: raw.reward, mask: mask.filter(|mask| mask.contains(&false)), logprobs })
     }
 
     /// Flags, written as 0 and 1 or as booleans, one for each id.
@@ -249,6 +254,30 @@ impl Record<'_> {
             _ => Err(self.wrong(&format!("{parent}.mask[{index}]"), flag.to_string(), "0, 1, true or false")),
         };
         flags.iter().enumerate().map(flag).collect()
+    }
+
+    /// Log-probabilities, one or null for each token; `None` where all are null.
+    fn logprobs(
+        &self,
+        parent: &str,
+        logprobs: Vec<Option<f64>>,
+        tokens: usize,
+    ) -> Result<Option<Vec<Option<f64>>>, Error> {
+        let field = format!("{parent}.logprobs");
+        if logprobs.len() != tokens {
+            let [numbers, tokens] = [logprobs.len(), tokens].map(|count| Tokens(from_index(count)));
+            return Err(Error::LogprobCount { place: self.place(&field), numbers, tokens });
+        }
+        let is_one = |logprob: &f64| logprob.is_finite() && *logprob <= LOGPROB_MAX;
+        if let Some(index) = logprobs.iter().position(|logprob| !logprob.as_ref().is_none_or(is_one)) {
+            let found = logprobs[index].unwrap_or_default().to_string();
+            return Err(self.wrong(
+                &format!("{field}[{index}]"),
+                found,
+                "null or the logarithm of a probability, at most 0",
+            ));
+        }
+        Ok(Some(logprobs).filter(|logprobs| logprobs.iter().any(Option::is_some)))
     }
 
     /// The ids of all parts, each tokenised by itself, and for each id whether it is trained.
@@ -503,6 +532,36 @@ mod tests {
         ] {
             refused(&two(prompt, first), words);
         }
+    }
+
+    #[test]
+    fn log_probabilities_are_one_for_each_token_however_an_answer_is_written() {
+        let prompt = r#""prompt_ids": [1]"#;
+        let logprobs = |first: &str| open(&two(prompt, first)).unwrap().group(0).answers[0].logprobs.clone();
+        assert_eq!(logprobs(r#"{"ids": [7, 8], "logprobs": [-0.5, null]}"#), Some(vec![Some(-0.5), None]));
+        assert_eq!(
+            logprobs(r#"{"text": "abc", "logprobs": [-1, 0, -2.5]}"#),
+            Some([-1.0, 0.0, -2.5].map(Some).to_vec())
+        );
+        let parts = r#"{"parts": [{"text": "a"}, {"ids": [9], "train": false}], "logprobs": [-1, null]}"#;
+        assert_eq!(logprobs(parts), Some(vec![Some(-1.0), None]));
+        for nothing in [r#"{"ids": [7, 8], "logprobs": [null, null]}"#, r#"{"ids": [7], "logprobs": null}"#] {
+            assert_eq!(logprobs(nothing), None, "{nothing}");
+        }
+        for (first, words) in [
+            (
+                r#"{"text": "ab", "logprobs": [-1]}"#,
+                "line 1, answers[0].logprobs: 1 log-probabilities for the 2 tokens that this tokenizer makes of the answer",
+            ),
+            (r#"{"ids": [7], "logprobs": []}"#, "answers[0].logprobs: 0 log-probabilities for the 1 tokens"),
+            (r#"{"ids": [7], "logprobs": [0.5]}"#, "answers[0].logprobs[0]: is 0.5; it must be null or the logarithm"),
+            (r#"{"ids": [7], "logprobs": ["-1"]}"#, "line 1: not a record"),
+        ] {
+            refused(&two(prompt, first), words);
+        }
+        let digest = |first: &str| open(&two(prompt, first)).unwrap().digest().to_owned();
+        assert_ne!(digest(r#"{"ids": [7]}"#), digest(r#"{"ids": [7], "logprobs": [-1]}"#));
+        assert_ne!(digest(r#"{"ids": [7], "logprobs": [-1]}"#), digest(r#"{"ids": [7], "logprobs": [-2]}"#));
     }
 
     #[test]

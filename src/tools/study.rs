@@ -29,7 +29,7 @@ use crate::runtime::failure::{Classified, Exit, Failure, Phase};
 use crate::runtime::memory::Ledger;
 use crate::runtime::units::{Tokens, float, from_index};
 use crate::step::finalize;
-use crate::step::objective::{Objective, advantages};
+use crate::step::objective::{Objective, Scaling, advantages};
 use crate::step::observer::Observer;
 use crate::step::replay::TrainedAnswer;
 use crate::step::transaction::Transaction;
@@ -391,7 +391,11 @@ impl Study<'_> {
         let rewards: Vec<Option<f64>> = group.answers.iter().map(|answer| answer.reward).collect();
         let answer_ids: Vec<Vec<i64>> = group.answers.iter().map(|answer| answer.ids.clone()).collect();
         let aggregation = Objective::DEFAULT.aggregation;
-        let answers = TrainedAnswer::whole_batch(&answer_ids, &advantages(&rewards, true), aggregation);
+        let answers = TrainedAnswer::whole_batch(
+            &answer_ids,
+            &advantages(&rewards, Scaling::Group { std_min: 0.0 }),
+            aggregation,
+        );
         let mut observer = Observer::new(world.tracker(), self.options.device);
         let done = transaction.train(&data.prompt_ids(index)?, None, &answers, None, &mut observer)?;
         let summed =

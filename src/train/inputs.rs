@@ -1,5 +1,6 @@
 //! What a run reads besides the model: data sets, the tokenizer, the tokens that end an answer, and what scores answers.
 
+use std::fs;
 use std::path::Path;
 
 use tch::{Device, Kind};
@@ -9,6 +10,7 @@ use crate::config::{Loaded, RewardFn, RunConfig};
 use crate::data::{Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, end_ids, find_or_make};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::failure::Failure;
 use crate::runtime::file_state::FileState;
 use crate::runtime::units::{Tokens, as_dim, as_index};
@@ -25,12 +27,14 @@ pub(super) struct Inputs {
     pub(super) held_out_digest: String,
     /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
-    /// Tokens that end an answer; empty where answers come with the data.
+    /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
     pub(super) end_ids: Vec<i64>,
     /// What answers are worth: as the configuration says, or as the data allow where no source names it.
     pub(super) reward_fn: RewardFn,
     /// Scores answers; on rank 0 only.
     pub(super) scorer: Option<Scorer>,
+    /// Digest of the judge's rubric on rank 0, on every rank; absent without one.
+    pub(super) rubric_digest: Option<String>,
 }
 
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
@@ -58,6 +62,7 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs
         tokenizer: files.tokenizer,
         end_ids: files.end_ids,
         scorer: None,
+        rubric_digest: None,
     };
     world.require_equal("the data (digest)", &inputs.train_digest)?;
     world.require_equal("the held-out data (digest)", &inputs.held_out_digest)?;
@@ -66,6 +71,11 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs
         let held_out = inputs.held_out.iter().filter(|_| config.rollout.sample);
         let sets: Vec<&Dataset> = [&inputs.train].into_iter().chain(held_out).collect();
         rewards::open_scorer(&config, &sets, inputs.tokenizer.is_some())
+    })?;
+    // Its name may change between two starts, its words may not.
+    inputs.rubric_digest = world.from_root(|| {
+        let text = config.reward.rubric.as_ref().and_then(|file| fs::read(file).ok());
+        Ok(text.map(sha256_hex))
     })?;
     Ok(inputs)
 }
@@ -96,7 +106,9 @@ fn read_files(config: &RunConfig) -> Result<Files, Failure> {
     let needs_text = config.data.path.is_some() || sampled;
     let tokenizer =
         if needs_text && folder.join("tokenizer.json").is_file() { Some(Tokenizer::open(folder)?) } else { None };
-    let end_ids = if sampled { end_ids(folder, tokenizer.as_ref())? } else { Vec::new() };
+    // Answers end with one of them, and what judges a text does not see it.
+    let needs_ends = sampled || rewards::judge_of_texts(config).is_some();
+    let end_ids = if needs_ends { end_ids(folder, tokenizer.as_ref())? } else { Vec::new() };
     Ok(Files { tokenizer, end_ids })
 }
 
@@ -134,7 +146,7 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
         Vec::<i64>::try_from(ids).unwrap_or_default()
     };
     let prompt_ids = random_ids(config.context.prompt_len);
-    let answer = |_| Answer { ids: random_ids(config.context.answer_len), reward: None, mask: None };
+    let answer = |_| Answer { ids: random_ids(config.context.answer_len), reward: None, mask: None, logprobs: None };
     let answers = (0..config.grpo.group_size).map(answer).collect();
     let (name, prompt_tokens) = ("random tokens".to_owned(), config.context.prompt_len);
     let group = Group { name, prompt_tokens, answers, reward_data: serde_json::Map::new(), cut: None };

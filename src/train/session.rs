@@ -8,7 +8,9 @@ use tch::Tensor;
 
 use super::round::{FrozenGroup, Round};
 use super::signal;
-use crate::config::{Aggregation as Rule, Dtype, Loaded, RewardName, RunConfig};
+use crate::config::{
+    Aggregation as Rule, Dtype, GrpoConfig, ImportanceWeights, Loaded, RewardName, RunConfig, ScaleRewards,
+};
 use crate::data::{Dataset, Group, GroupOrder, Tokenizer};
 use crate::model::adapter_file::AdapterShape;
 use crate::model::decoder::Decoder;
@@ -25,7 +27,7 @@ use crate::reward::Scorer;
 use crate::runtime::failure::Failure;
 use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{Tokens, as_index, from_index};
-use crate::step::objective::{self, Aggregation, Objective};
+use crate::step::objective::{self, Aggregation, Importance, Objective, Scaling};
 use crate::step::optimizer::AdamW;
 use crate::step::rollout::{SampleRequest, Sampling, Stream};
 use crate::step::transaction::Transaction;
@@ -78,7 +80,7 @@ pub(super) struct TrainingData {
     pub(super) held_out: Option<Dataset>,
     /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
-    /// Tokens that end an answer; empty where answers come with the data.
+    /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
     pub(super) end_ids: Vec<i64>,
     /// Whether a source named the reward; otherwise the data decided.
     pub(super) reward_is_named: bool,
@@ -185,6 +187,7 @@ impl Session {
         };
         let mut notes = self.loaded.notes();
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
+        notes.extend(signal::old_policy_line(self.config(), &self.data.train));
         notes.extend(plan::context_note(self.config(), self.spec()));
         notes.extend(self.model.weights.notes().iter().cloned());
         notes.extend(kept("data.path", &self.data.train));
@@ -256,7 +259,14 @@ impl Session {
             Rule::TokenMean => Aggregation::TokenMean,
             Rule::Constant => Aggregation::Constant(grpo.constant_divisor.unwrap_or(1.0)),
         };
-        Objective { clip_low: grpo.clip_low, clip_high: grpo.clip_high, kl_coef: grpo.kl_coef, aggregation }
+        let most = grpo.importance_max.unwrap_or(f64::INFINITY);
+        let importance = match grpo.importance {
+            ImportanceWeights::None => Importance::Ratio,
+            ImportanceWeights::Token => Importance::Token { most },
+            ImportanceWeights::Sequence => Importance::Sequence { most },
+        };
+        let GrpoConfig { clip_low, clip_high, kl_coef, .. } = *grpo;
+        Objective { clip_low, clip_high, kl_coef, aggregation, importance }
     }
 
     /// Whether the policy gives the answers; otherwise they come with the data.
@@ -300,8 +310,22 @@ impl Session {
         if grpo.has_only(RewardName::One) {
             rewards.to_vec()
         } else {
-            objective::advantages(rewards, grpo.normalize_adv)
+            let std_min = grpo.std_min;
+            let is_of_group = grpo.scale_rewards == ScaleRewards::Group;
+            objective::advantages(rewards, if is_of_group { Scaling::Group { std_min } } else { Scaling::None })
         }
+    }
+
+    /// What the advantages of a whole batch with these `rewards` are divided by, where they are scaled by the batch.
+    pub(super) fn batch_scale(&self, rewards: &[Option<f64>]) -> Option<f64> {
+        let grpo = &self.config().grpo;
+        let scales = grpo.scale_rewards == ScaleRewards::Batch && !grpo.has_only(RewardName::One);
+        scales.then(|| objective::batch_deviation(rewards, grpo.std_min))
+    }
+
+    /// Whether tokens have importance weights.
+    pub(super) fn weighs_by_importance(&self) -> bool {
+        self.objective().importance != Importance::Ratio
     }
 
     /// Whether a group with these rewards has no gradient: all advantages are 0 and there is no KL term.
@@ -317,12 +341,6 @@ impl Session {
             Dtype::Float32 => 1e-4,
             Dtype::Bfloat16 => 0.5,
         })
-    }
-
-    /// Whether a checkpoint follows update `step`.
-    pub(super) fn is_checkpoint_due(&self, step: u64) -> bool {
-        let every = self.config().checkpoint.every;
-        every > 0 && step.is_multiple_of(every)
     }
 
     /// Counts the adapters' gradients in the ledger; they exist after the first backward.

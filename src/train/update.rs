@@ -43,7 +43,10 @@ pub(super) fn update(
     let metrics = UpdateMetrics::default();
     let metrics = Turns { session, world, reporter, stop, round, step, metrics }.run(observer)?;
     require_rewards(session, world, round, step)?;
-    let denominator = round.counts.denominator(session.objective().aggregation);
+    // Advantages of a batch share one factor, which is known only now: it divides as the count of answers does.
+    let advantage_scale = session.batch_scale(&round.rewards());
+    let aggregation = session.objective().aggregation;
+    let denominator = round.counts.denominator(aggregation) * advantage_scale.unwrap_or(1.0);
     let gradients = finalize(session, world, observer, denominator)?;
     let metrics = metrics.reduce(world);
     require_finite(world, objective::mean_loss(metrics.loss, denominator))?;
@@ -56,7 +59,8 @@ pub(super) fn update(
         grad_norm: gradients.norm(),
         learning_rate,
         seconds: Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) },
-        ..metrics.describe(denominator, session.policy.reference.is_some())
+        advantage_scale,
+        ..metrics.describe(denominator, session.policy.reference.is_some(), session.weighs_by_importance())
     };
     let numbers = describe_groups(session, round, numbers);
     warn_of_gap(session, reporter, &numbers);

@@ -149,7 +149,9 @@ impl Room {
 
     /// Starts a run and returns while it runs.
     pub(crate) fn start(&self, call: &Call) -> Running {
-        let (out, err) = (self.aside.path().join("out"), self.aside.path().join("err"));
+        // Runs may go on beside each other.
+        let number = fs::read_dir(self.aside.path()).unwrap().count();
+        let (out, err) = ["out", "err"].map(|name| self.aside.path().join(format!("{name}_{number}"))).into();
         let mut command = call.command();
         command.current_dir(self.path()).stdin(Stdio::null());
         command.stdout(File::create(&out).unwrap()).stderr(File::create(&err).unwrap());

@@ -52,6 +52,31 @@ fn a_rank_stopped_in_save_is_named_and_the_run_continues_from_the_complete_check
 }
 
 #[test]
+fn a_refused_second_start_touches_nothing_of_the_first_one_whose_watchdog_goes_on() {
+    let room = random_model(2048, 64, 2, "steps = 100000\n");
+    let mut job = Job::start(&room, 3, "run", &STALL);
+    job.until("a heartbeat", |job| job.heartbeat(1));
+    room.write("run/requeue", "of the first one");
+    let logs = || (0..3).map(|rank| room.read(&format!("run/logs/rank_{rank}.log"))).collect::<String>();
+    let processes = |text: &str| text.matches("process ").count();
+    let (job_number, lines) = (job.heartbeat(1).unwrap()["job"].clone(), processes(&logs()));
+    for flag in ["--resume", "--anew", "--json"] {
+        let said = room.ranks(3, &["train", "--run-dir", "run", flag]);
+        said.refused(2, &["another run is writing to run (job ", "process ", "choose another place with --run-dir"]);
+    }
+    assert_eq!(room.read("run/requeue"), "of the first one");
+    assert_eq!(processes(&logs()), lines, "the second one has opened no log");
+    // Whoever removes the folder: the writers make it again.
+    std::fs::remove_dir_all(room.path().join("run/heartbeat")).unwrap();
+    let again = job.until("a heartbeat", |job| job.heartbeat(1));
+    assert_eq!(again["job"], job_number);
+    job.until("a heartbeat in a phase with layers", |job| job.heartbeat(1).filter(|beat| !beat["layer"].is_null()));
+    job.signal_at(1, libc::SIGSTOP, "layer", 1);
+    let said = job.ends_within(END);
+    said.refused(4, &["rank 1, ", "it is stopped or dead, or its machine is"]);
+}
+
+#[test]
 fn ranks_with_own_run_directories_write_heartbeats_to_rank_0s() {
     let room = random_model(256, 32, 2, "steps = 1\n");
     let other = [":", "-n", "1", LONGSTRAW, "train", "--run-dir", "two"];

@@ -30,7 +30,7 @@ use crate::runtime::liveness::Tracker;
 use crate::runtime::units::{Bytes, Rank, Tokens, as_index, float, from_index};
 use crate::step::conventional::{self, Target};
 use crate::step::finalize;
-use crate::step::objective::{self, Objective};
+use crate::step::objective::{self, Objective, Scaling};
 use crate::step::observer::Observer;
 use crate::step::replay::TrainedAnswer;
 use crate::step::transaction::Transaction;
@@ -143,7 +143,7 @@ impl<'a> Case<'a> {
         let spec = whole.first_layers(layers);
         let rewards: Vec<Option<f64>> =
             (0..answer_ids.len()).map(|index| Some(if index % 2 == 0 { 0.0 } else { 1.0 })).collect();
-        let advantages = objective::advantages(&rewards, true);
+        let advantages = objective::advantages(&rewards, Scaling::Group { std_min: 0.0 });
         let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
         let lora = &config.lora;
         let linears = spec.adapted(lora.targets.as_deref())?;
