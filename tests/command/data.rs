@@ -160,7 +160,7 @@ fn a_byte_order_mark_is_passed_over_in_every_file_that_is_read() {
     let records = lines(&[json!({"messages": [{"role": "user", "content": "hi"}]})]);
     let room = Room::with(&[("train.jsonl", &format!("\u{feff}{records}")), ("settings.json", "\u{feff}{}")]);
     room.write("config.toml", format!("\u{feff}{}", config(draft.path())));
-    let sets = ["rollout.sample=true", "run.steps=1", "grpo.reward_fn=length", "reward.length_tokens=4"];
+    let sets = ["rollout.sample=true", "run.steps=1", "grpo.reward_fn=one"];
     let arguments: Vec<&str> = ["train"].into_iter().chain(sets.iter().flat_map(|set| ["--set", *set])).collect();
     room.alone(&arguments).ended(0, &[]);
 }
