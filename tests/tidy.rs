@@ -20,6 +20,8 @@ mod size;
 mod source;
 #[path = "tidy/templates.rs"]
 mod templates;
+#[path = "tidy/terminal.rs"]
+mod terminal;
 
 use source::{Source, rust_sources, text_sources};
 
@@ -120,6 +122,21 @@ fn a_circle_of_imports_is_found() {
         faults("mod axis;\n#[cfg(test)]\nmod tests { use crate::world::axis::g; }\n", child),
         Vec::<String>::new()
     );
+}
+
+#[test]
+fn one_module_writes_to_the_terminal() {
+    assert_tidy(&terminal::other_writers(&rust_sources()));
+}
+
+#[test]
+fn a_second_writer_to_the_terminal_is_found() {
+    let bites = |text| assert_bites(terminal::other_writers, "src/world/axis.rs", text, "use `runtime::terminal`");
+    bites("fn f() { std::io::stderr().lock(); }\n");
+    bites("fn f() { writeln!(io::stdout(), \"x\"); }\n");
+    bites("fn f() { usage.print(); }\n");
+    assert_passes(terminal::other_writers, "src/runtime/terminal.rs", "fn f() { io::stderr(); }\n");
+    assert_passes(terminal::other_writers, "src/world/axis.rs", "fn f() { usage.use_stderr(); child.stdout(piped) }\n");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The verbs that make data sets.
 
-use std::io::{IsTerminal as _, stderr, stdin};
+use std::io::{IsTerminal as _, stdin};
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
@@ -8,6 +8,7 @@ use longstraw::config::{self, Environment, WithoutFile};
 use longstraw::data::{Tokenizer, keychain as notes};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
+use longstraw::runtime::terminal::is_terminal;
 use longstraw::runtime::units::Tokens;
 use longstraw::tools::generate::{self, ChunkSize, Options, PARALLEL_MAX, Ready, Summary};
 use longstraw::world::install_signal_handlers;
@@ -147,7 +148,7 @@ pub(super) fn generate(config: ConfigFlags, flags: GenerateFlags) -> Result<Exit
         print_summary(&ready.dry_run(), json);
         return Ok(Exit::Done);
     }
-    let needs_consent = stdin().is_terminal() && stderr().is_terminal() && ready.estimate().requests > 0;
+    let needs_consent = stdin().is_terminal() && is_terminal() && ready.estimate().requests > 0;
     if needs_consent && !yes && !consents() {
         say("nothing was sent");
         return Ok(Exit::Done);

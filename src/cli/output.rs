@@ -28,8 +28,9 @@ pub(crate) fn print_usage(usage: &clap::Error) {
     let several = Environment::process().launcher_tasks().is_some_and(|launcher| launcher.tasks > 1);
     let world = several.then(|| World::start(None, Tracker::default()).ok()).flatten();
     if world.as_ref().is_none_or(|world| world.all.rank().0 == 0) {
-        // If printing fails, the exit code is left.
-        let _ = usage.print();
+        // Clap repeats the arguments as they were given.
+        let text = usage.render().to_string();
+        if usage.use_stderr() { say(text.trim_end()) } else { print_result(text.trim_end()) }
     }
     if let Some(world) = world {
         // A launcher ends a job at its first non-zero exit, so no rank leaves before the message is printed.

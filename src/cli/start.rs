@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use longstraw::config::{Environment, Overrides, WithoutFile};
+use longstraw::report::say;
 use longstraw::runtime::failure::Failure;
 use longstraw::runtime::liveness::Tracker;
 use longstraw::tensor::boundary::count_allocations;
@@ -37,7 +38,8 @@ impl ConfigFlags {
     }
 }
 
-/// Starts MPI, and limits this process to its share of the machine's cores.
+/// Starts MPI, and limits this process to its share of the machine's cores. Says so if a launcher has bound the ranks to
+/// fewer cores than there are.
 pub(super) fn start_world(environment: &Environment) -> Result<World, Failure> {
     count_allocations();
     let launcher = environment.launcher_tasks().map(|found| Launcher { variable: found.variable, tasks: found.tasks });
@@ -47,6 +49,11 @@ pub(super) fn start_world(environment: &Environment) -> Result<World, Failure> {
     if environment.omp_num_threads().is_none() {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         tch::set_num_threads(i32::try_from((cores / ranks_here).max(1)).unwrap_or(1));
+    }
+    if let Some(note) = world.binding_note()
+        && world.all.rank().0 == 0
+    {
+        say(&note);
     }
     Ok(world)
 }

@@ -159,6 +159,7 @@ pub(super) const TABLES: &[Table] = &[
             key("dtype", Kind::Choice(&["bfloat16", "float32", "float64"])),
             key("weights", Kind::Choice(&["checkpoint", "fp8"])),
             key("random_init", Kind::Switch),
+            key("allow_zero_weights", Kind::Switch),
             optional("rope_scaling", Kind::Free),
         ],
     },

@@ -9,6 +9,7 @@ use figment::{Metadata, Profile, Provider};
 use super::json;
 use super::problem::{Fault, Problem, Source, tame};
 use super::schema::{self, Kind};
+use crate::runtime::reading;
 
 /// Names in a dotted path, with room for what a table of a model's own holds. A path of many thousands would be a value
 /// nested as deep, which no stack holds.
@@ -144,8 +145,8 @@ impl Gathered {
     }
 
     fn read(&mut self, source: &Source, path: &Path) -> Option<String> {
-        match std::fs::read_to_string(path) {
-            Ok(text) => Some(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text)),
+        match reading::text(path) {
+            Ok(text) => Some(text),
             Err(error) => {
                 self.unread = true;
                 self.problems.push(Problem::new(source, "", Fault::Unreadable { error: error.to_string() }));

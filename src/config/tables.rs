@@ -140,6 +140,7 @@ pub struct ModelConfig {
     pub dtype: Dtype,
     pub weights: Weights,
     pub random_init: bool,
+    pub allow_zero_weights: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<BTreeMap<String, serde_json::Value>>,
 }

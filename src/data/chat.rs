@@ -1,12 +1,12 @@
 //! A model's own chat template, run as the `transformers` library runs it.
 //!
 //! A template is a Jinja program in the model's folder: `chat_template.jinja`, or `"chat_template"` of
-//! `tokenizer_config.json`. Where minijinja and `transformers` differ, this follows `transformers`: blocks leave no blank
+//! `tokenizer_config.json`. For conversations with tools there may be another one:
+//! `additional_chat_templates/tool_use.jinja`, or the one that the list in `tokenizer_config.json` names `tool_use`. Where minijinja and `transformers` differ, this follows `transformers`: blocks leave no blank
 //! line, values print as in Python, `tojson` is `json.dumps`, Python's string methods exist, `raise_exception` refuses the
 //! conversation, and `strftime_now` prints the time.
 
 use std::fmt::Write as _;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use minijinja::value::ValueKind;
@@ -14,6 +14,7 @@ use minijinja::{AutoEscape, Environment, Error as Failed, ErrorKind, Value};
 use serde_json::{Map, Value as Json};
 
 use super::python;
+use crate::runtime::reading;
 
 /// Names that `chat_template_kwargs` may not set: they have fields of their own.
 pub(super) const RESERVED: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
@@ -42,8 +43,8 @@ pub(super) struct Refusal {
 pub(super) struct Template {
     pub(super) file: PathBuf,
     source: String,
-    /// Another template for conversations with tools.
-    with_tools: Option<String>,
+    /// Another template for conversations with tools, and its file.
+    with_tools: Option<(PathBuf, String)>,
     specials: Map<String, Json>,
 }
 
@@ -54,12 +55,14 @@ impl Template {
         let config = object(&file)?;
         let mut specials = special_tokens(object(&folder.join("special_tokens_map.json"))?.as_ref());
         specials.extend(special_tokens(config.as_ref()));
-        if let Ok(source) = fs::read_to_string(&jinja) {
-            return Ok(Template { file: jinja, source, with_tools: None, specials });
+        let tool_use = folder.join("additional_chat_templates/tool_use.jinja");
+        let with_tools = text_of(&tool_use)?.map(|source| (tool_use, source));
+        if let Some(source) = text_of(&jinja)? {
+            return Ok(Template { file: jinja, source, with_tools, specials });
         }
         let refused = |reason: &str| Refusal { file: file.clone(), reason: reason.to_owned() };
         let found = config.as_ref().and_then(|config| config.get("chat_template"));
-        let (source, with_tools) = match found {
+        let (source, listed) = match found {
             Some(Json::String(source)) => (source.clone(), None),
             Some(Json::Array(named)) => {
                 let template = |name: &str| named.iter().find(|entry| entry["name"] == name)?["template"].as_str();
@@ -70,7 +73,48 @@ impl Template {
             None | Some(Json::Null) => return Err(refused("there is no chat_template")),
             Some(_) => return Err(refused("chat_template is neither a text nor a list of named texts")),
         };
+        let with_tools = with_tools.or_else(|| Some((file.clone(), listed?)));
         Ok(Template { file, source, with_tools, specials })
+    }
+
+    /// The template for a conversation, and its file.
+    fn chosen(&self, conversation: &Conversation) -> (&Path, &str) {
+        match (&conversation.tools, &self.with_tools) {
+            (Some(_), Some((file, source))) => (file, source),
+            _ => (&self.file, &self.source),
+        }
+    }
+
+    /// Refuses a conversation with something that the template passes over in silence: tools, calls of tools, variables.
+    pub(super) fn check_reads(&self, conversation: &Conversation) -> Result<(), Refusal> {
+        let (file, source) = self.chosen(conversation);
+        let refused = |reason: String| Err(Refusal { file: file.to_owned(), reason });
+        if let Some(name) = conversation.kwargs.keys().find(|name| !source.contains(name.as_str())) {
+            return refused(format!("it does not read the variable {name} of \"chat_template_kwargs\"; leave it out"));
+        }
+        let calls = |message: &Map<String, Json>| {
+            message.get("tool_calls").and_then(Json::as_array).is_some_and(|calls| !calls.is_empty())
+        };
+        if !source.contains("tool_calls") && conversation.messages.iter().any(calls) {
+            return refused("it does not read \"tool_calls\"; write the calls as the turn's text".to_owned());
+        }
+        if conversation.tools.as_ref().is_none_or(Vec::is_empty) {
+            return Ok(());
+        }
+        let variables = self.variables(conversation, true);
+        let with = render_source((file, source), &variables)?;
+        let without = render_source((file, source), &{
+            let mut variables = variables;
+            variables.insert("tools".to_owned(), Json::Null);
+            variables
+        });
+        match without {
+            Ok(without) if without == with => refused(
+                "it does not read \"tools\"; use a model whose template does, or describe the tools in a turn"
+                    .to_owned(),
+            ),
+            _ => Ok(()),
+        }
     }
 
     /// The text of the special token `name`, as `eos_token`.
@@ -80,6 +124,11 @@ impl Template {
 
     /// The conversation as text; `open_answer` adds the beginning of the assistant's turn.
     pub(super) fn render(&self, conversation: &Conversation, open_answer: bool) -> Result<String, Refusal> {
+        render_source(self.chosen(conversation), &self.variables(conversation, open_answer))
+    }
+
+    /// What the template may name.
+    fn variables(&self, conversation: &Conversation, open_answer: bool) -> Map<String, Json> {
         let Conversation { messages, tools, kwargs } = conversation;
         let mut variables = self.specials.clone();
         variables.insert("documents".to_owned(), Json::Null);
@@ -87,24 +136,46 @@ impl Template {
         variables.insert("messages".to_owned(), messages.iter().cloned().map(Json::Object).collect());
         variables.insert("tools".to_owned(), tools.clone().map_or(Json::Null, Json::Array));
         variables.insert("add_generation_prompt".to_owned(), open_answer.into());
-        let with_tools = tools.as_ref().and(self.with_tools.as_deref());
-        let source = without_generation(with_tools.unwrap_or(&self.source));
-        environment()
-            .render_named_str("chat_template", &source, Value::from_serialize(&variables))
-            .map_err(|failed| Refusal { file: self.file.clone(), reason: reason(&failed) })
+        variables
+    }
+}
+
+/// Runs a template, which messages call by its file.
+fn render_source((file, source): (&Path, &str), variables: &Map<String, Json>) -> Result<String, Refusal> {
+    environment()
+        .render_named_str("chat_template", &without_generation(source), Value::from_serialize(variables))
+        .map_err(|failed| Refusal { file: file.to_owned(), reason: reason(&failed) })
+}
+
+impl Template {
+    /// Whether what the template writes depends on the day.
+    pub(super) fn reads_the_date(&self) -> bool {
+        let sources =
+            std::iter::once(self.source.as_str()).chain(self.with_tools.iter().map(|(_, source)| source.as_str()));
+        sources.into_iter().any(|source| source.contains("strftime_now"))
+    }
+
+    /// Everything that decides what the template writes, as one text.
+    pub(super) fn identity(&self) -> String {
+        let with_tools = self.with_tools.as_ref().map(|(_, source)| source);
+        serde_json::json!([self.source, with_tools, self.specials]).to_string()
+    }
+}
+
+/// The text in a file; `None` if there is no file.
+fn text_of(file: &Path) -> Result<Option<String>, Refusal> {
+    match reading::text(file) {
+        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(cause) => Err(Refusal { file: file.to_owned(), reason: cause.to_string() }),
+        Ok(text) => Ok(Some(text)),
     }
 }
 
 /// The JSON object in a file; `None` if there is no file.
 fn object(file: &Path) -> Result<Option<Map<String, Json>>, Refusal> {
-    let refused = |reason: String| Refusal { file: file.to_owned(), reason };
-    match fs::read(file) {
-        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(cause) => Err(refused(cause.to_string())),
-        Ok(bytes) => {
-            serde_json::from_slice(&bytes).map(Some).map_err(|cause| refused(format!("no JSON object: {cause}")))
-        }
-    }
+    let Some(text) = text_of(file)? else { return Ok(None) };
+    let refused = |cause| Refusal { file: file.to_owned(), reason: format!("no JSON object: {cause}") };
+    serde_json::from_str(&text).map(Some).map_err(refused)
 }
 
 /// All `…_token` entries. A value is a text, or an object whose "content" is one.
@@ -190,6 +261,8 @@ fn without_generation(source: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use serde_json::json;
 
     use super::*;
@@ -437,5 +510,56 @@ mod tests {
             let refusal = Template::open(folder(&[("tokenizer_config.json", config.to_owned())]).path()).unwrap_err();
             assert!(refusal.reason.contains(words), "{}", refusal.reason);
         }
+    }
+
+    #[test]
+    fn tools_have_a_template_of_their_own_in_the_folder_of_additional_ones() {
+        let files = [
+            ("chat_template.jinja", "plain".to_owned()),
+            ("tokenizer_config.json", json!({"chat_template": "of the config"}).to_string()),
+        ];
+        let folder = folder(&files);
+        fs::create_dir(folder.path().join("additional_chat_templates")).unwrap();
+        let file = folder.path().join("additional_chat_templates/tool_use.jinja");
+        fs::write(&file, "tools {{ tools | length }}").unwrap();
+        let mut conversation = chat(&json!([{"role": "user", "content": "hi"}]));
+        let opened = || Template::open(folder.path()).unwrap();
+        assert_eq!(opened().render(&conversation, true).unwrap(), "plain");
+        conversation.tools = Some(vec![json!({}), json!({})]);
+        assert_eq!(opened().render(&conversation, true).unwrap(), "tools 2");
+        opened().check_reads(&conversation).unwrap();
+        // The default one may stand in the config.
+        fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
+        assert_eq!(opened().render(&conversation, true).unwrap(), "tools 2");
+        fs::write(&file, "{{ tools").unwrap();
+        let refusal = opened().render(&conversation, true).unwrap_err();
+        assert_eq!(refusal.file, file, "the file of the template that was chosen is named");
+        fs::write(&file, b"caf\xe9").unwrap();
+        let refusal = Template::open(folder.path()).unwrap_err();
+        assert!(refusal.reason.contains("line 1, byte 4 of the line"), "{}", refusal.reason);
+    }
+
+    #[test]
+    fn what_a_template_passes_over_is_refused() {
+        let user = json!([{"role": "user", "content": "hi"}]);
+        let with_tools = |source: &str, tools: Json| {
+            let tools = serde_json::from_value(tools).unwrap();
+            let conversation = Conversation { tools: Some(tools), ..chat(&user) };
+            template(source).check_reads(&conversation).map_err(|refusal| refusal.reason)
+        };
+        let refusal = with_tools(CHAT_ML, json!([{"name": "add"}])).unwrap_err();
+        assert!(refusal.starts_with("it does not read \"tools\""), "{refusal}");
+        assert_eq!(with_tools(CHAT_ML, json!([])), Ok(()), "no tool is left out");
+        assert_eq!(with_tools(HEADERS, json!([{"name": "add"}])), Ok(()));
+        // The word alone is not enough.
+        assert!(with_tools("{% if tools and false %}{{ tools }}{% endif %}", json!([{"name": "add"}])).is_err());
+        let kwargs = json!({"enable_thinking": false}).as_object().unwrap().clone();
+        let conversation = Conversation { kwargs, ..chat(&user) };
+        template(THINKING).check_reads(&conversation).unwrap();
+        let refusal = template(CHAT_ML).check_reads(&conversation).unwrap_err();
+        assert!(refusal.reason.contains("the variable enable_thinking"), "{}", refusal.reason);
+        let call = json!([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]);
+        assert!(template(CHAT_ML).check_reads(&chat(&call)).unwrap_err().reason.contains("tool_calls"));
+        template(HEADERS).check_reads(&chat(&call)).unwrap();
     }
 }

@@ -10,6 +10,7 @@ use super::error::Error;
 use super::files::{Hidden, list_files};
 use super::random::Random;
 use super::tokenizer::Tokenizer;
+use crate::runtime::reading;
 use crate::runtime::units::{Tokens, from_index};
 
 /// Folders of English text on any Debian machine; absent ones are skipped.
@@ -82,8 +83,8 @@ fn text_of(file: &Path) -> Result<Option<String>, Error> {
     if !(200..=FILE_BYTES_MAX).contains(&bytes) {
         return Ok(None);
     }
-    let text =
-        String::from_utf8(fs::read(file).map_err(Error::io(file, "read it"))?).map(|text| text.replace("\r\n", "\n"));
+    let bytes = fs::read(file).map_err(Error::io(file, "read it"))?;
+    let text = std::str::from_utf8(reading::without_mark(&bytes)).map(|text| text.replace("\r\n", "\n"));
     let plain =
         |text: &String| text.chars().all(|character| !character.is_control() || matches!(character, '\n' | '\t'));
     Ok(text.ok().filter(plain))

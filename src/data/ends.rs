@@ -1,13 +1,13 @@
 //! The tokens at which a model's answer ends.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 
 use serde_json::Value as Json;
 
 use super::error::Error;
 use super::tokenizer::Tokenizer;
+use crate::runtime::reading;
 
 /// All ids that end an answer of the model in `folder`, sorted, without repeats. Sources: `eos_token_id` of
 /// `generation_config.json` and of `config.json` (there also under `text_config`); with a `tokenizer` also the `eos_token`
@@ -65,15 +65,17 @@ fn eos_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<i64>, Error>
 /// The JSON in a file of the folder; `None` if there is no file.
 fn read(folder: &Path, name: &str) -> Result<Option<Json>, Error> {
     let file = folder.join(name);
-    match fs::read(&file) {
+    match reading::text(&file) {
         Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(source) => Err(Error::io(&file, "read it")(source)),
-        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|source| Error::Json { file, source }),
+        Ok(text) => serde_json::from_str(&text).map(Some).map_err(|source| Error::Json { file, source }),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::super::test_tokenizer;
     use super::*;
 

@@ -33,6 +33,10 @@ impl fmt::Display for Place {
 pub enum Error {
     #[error("{file}: cannot {action}: {source}")]
     Io { file: PathBuf, action: &'static str, source: io::Error },
+    #[error("cannot write {file}: {source}")]
+    Write { file: PathBuf, source: io::Error },
+    #[error("{file}: the kept tokens are damaged: {reason}; remove the file, and start again with --resume")]
+    Kept { file: PathBuf, reason: String },
     #[error("{file}, line {line}: not a record: {source}")]
     Record { file: PathBuf, line: u64, source: serde_json::Error },
     #[error("{file}: holds no record; write at least one line {{\"prompt\": …, \"answers\": [ … ]}}")]

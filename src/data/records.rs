@@ -1,7 +1,7 @@
 //! JSON lines → checked groups.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::BufReader;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -13,6 +13,7 @@ use super::error::{Error, Place};
 use super::group::{Answer, Answers, Group, Limits};
 use super::tokenizer::Tokenizer;
 use crate::config::TooLong;
+use crate::runtime::reading::Lines;
 use crate::runtime::units::{Tokens, from_index};
 
 /// Logarithms of probabilities are at most 0; engines round them to a little above.
@@ -51,21 +52,25 @@ struct RawPart {
     train: Option<bool>,
 }
 
-/// Reads and checks all records; skips blank lines.
-pub(super) fn read(path: &Path, tokenizer: Option<&Tokenizer>, limits: &Limits) -> Result<Vec<Group>, Error> {
+/// Reads and checks all records, one after another, and passes each with its prompt's token ids to `take`; skips blank lines.
+pub(super) fn read(
+    path: &Path,
+    tokenizer: Option<&Tokenizer>,
+    limits: &Limits,
+    mut take: impl FnMut(Group, Vec<i64>) -> Result<(), Error>,
+) -> Result<(), Error> {
     let file = File::open(path).map_err(Error::io(path, "open it"))?;
-    let mut groups = Vec::new();
-    for (line, text) in (1..).zip(BufReader::new(file).lines()) {
-        let text = text.map_err(Error::io(path, "read it"))?;
+    let mut is_empty = true;
+    let mut lines = Lines::new(BufReader::new(file));
+    while let Some((line, text)) = lines.next_line().map_err(Error::io(path, "read it"))? {
         if !text.trim().is_empty() {
             let record = Record { path, line, tokenizer, limits };
-            groups.push(record.group(&text)?);
+            let (group, prompt_ids) = record.group(text)?;
+            is_empty = false;
+            take(group, prompt_ids)?;
         }
     }
-    if groups.is_empty() {
-        return Err(Error::Empty { file: path.to_owned() });
-    }
-    Ok(groups)
+    if is_empty { Err(Error::Empty { file: path.to_owned() }) } else { Ok(()) }
 }
 
 /// Where a record is, and what its checks need.
@@ -77,7 +82,7 @@ struct Record<'a> {
 }
 
 impl Record<'_> {
-    fn group(&self, text: &str) -> Result<Group, Error> {
+    fn group(&self, text: &str) -> Result<(Group, Vec<i64>), Error> {
         let mut raw = self.parse(text)?;
         let (field, ids) = self.prompt(&mut raw)?;
         self.check_ids(field, &ids)?;
@@ -86,10 +91,13 @@ impl Record<'_> {
         self.check_answer_count(answers.len())?;
         let answers = answers.into_iter().enumerate().map(|(index, answer)| self.answer(index, answer));
         let answers = answers.collect::<Result<_, _>>()?;
-        let reward_data = raw.reward_data.unwrap_or_default();
+        // As everywhere in a record, null means absent.
+        let given = raw.reward_data.unwrap_or_default().into_iter().filter(|(_, value)| !value.is_null());
+        let reward_data = given.collect();
         self.check_reward_data(&reward_data)?;
         let name = raw.name.unwrap_or_else(|| format!("line {}", self.line));
-        Ok(Group { name, prompt_ids, answers, reward_data, cut })
+        let prompt_tokens = Tokens(from_index(prompt_ids.len()));
+        Ok((Group { name, prompt_tokens, answers, reward_data, cut }, prompt_ids))
     }
 
     fn parse(&self, text: &str) -> Result<RawGroup, Error> {
@@ -397,7 +405,7 @@ mod tests {
         assert_eq!((data.len(), data.prompt_len_max()), (2, Tokens(2)));
         let (one, two) = (data.group(0), data.group(1));
         assert_eq!((one.name.as_str(), two.name.as_str()), ("line 1", "two"));
-        assert_eq!(one.prompt_ids.len(), 2);
+        assert_eq!((one.prompt_tokens, data.prompt_ids(0).unwrap()), (Tokens(2), data.prompt_ids(1).unwrap()));
         assert_eq!(one.answers[0].reward, Some(1.0));
         assert_eq!((one.answers[1].reward, two.answers[0].reward), (None, None));
         assert_eq!(one.answers[1].ids[1], test_tokenizer::END);
@@ -458,7 +466,7 @@ mod tests {
         let data = open_as(&chat.to_string(), &limits).unwrap();
         let folder = test_tokenizer::folder();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
-        assert_eq!(data.group(0).prompt_ids, tokenizer.chat_prompt("hi").unwrap());
+        assert_eq!(*data.prompt_ids(0).unwrap(), tokenizer.chat_prompt("hi").unwrap());
         let refused = |record: Json, words: &str| {
             let message = open_as(&record.to_string(), &limits).unwrap_err();
             assert!(message.contains(words), "{message}");
@@ -492,7 +500,7 @@ mod tests {
             assert!(message.contains(words), "{message}");
         }
         record["chat_template_kwargs"] = json!({"loud": true});
-        assert_eq!(tokenizer.decode(&opened(&record).unwrap().group(0).prompt_ids).unwrap(), "True2hi");
+        assert_eq!(tokenizer.decode(&opened(&record).unwrap().prompt_ids(0).unwrap()).unwrap(), "True2hi");
     }
 
     #[test]
@@ -551,7 +559,7 @@ mod tests {
         ] {
             refused(&two(prompt, first), words);
         }
-        let digest = |first: &str| open(&two(prompt, first)).unwrap().digest();
+        let digest = |first: &str| open(&two(prompt, first)).unwrap().digest().to_owned();
         assert_ne!(digest(r#"{"ids": [7]}"#), digest(r#"{"ids": [7], "logprobs": [-1]}"#));
         assert_ne!(digest(r#"{"ids": [7], "logprobs": [-1]}"#), digest(r#"{"ids": [7], "logprobs": [-2]}"#));
     }
@@ -565,7 +573,9 @@ mod tests {
         for value in ["\"a\"", "3.5", "true"] {
             open(&line(&format!(r#"{{"expected": {value}}}"#))).unwrap();
         }
-        for value in ["null", "[]", "[1]", "{}"] {
+        let absent = open(&line(r#"{"expected": null, "pattern": null, "question": null, "mine": null}"#)).unwrap();
+        assert!(absent.group(0).reward_data.is_empty(), "null means absent");
+        for value in ["[]", "[1]", "{}"] {
             let words = format!("line 1, reward_data.expected: is {value}; it must be a text, a number");
             refused(&line(&format!(r#"{{"expected": {value}}}"#)), &words);
         }
@@ -590,7 +600,7 @@ mod tests {
             (TooLong::CutLeft, 8, vec![5, 6, 7, 8, 9, 10, 11, 12]),
         ] {
             let data = open_as(&text, &Limits { too_long, prompt_len_max: Tokens(prompt_len_max), ..LIMITS }).unwrap();
-            assert_eq!(data.group(0).prompt_ids, kept);
+            assert_eq!(*data.prompt_ids(0).unwrap(), kept);
             assert_eq!(data.group(0).cut, Some(Tokens(13 - prompt_len_max)));
         }
         let data = open_as(&text, &Limits { too_long: TooLong::CutLeft, ..LIMITS }).unwrap();
@@ -621,7 +631,7 @@ mod tests {
 
     #[test]
     fn the_digest_covers_masks_and_reward_data_but_not_the_order_of_keys() {
-        let digest = |prompt: &str, first: &str| open(&two(prompt, first)).unwrap().digest();
+        let digest = |prompt: &str, first: &str| open(&two(prompt, first)).unwrap().digest().to_owned();
         let (prompt, answer) = (r#""prompt_ids": [1]"#, r#"{"ids": [1, 2]}"#);
         let plain = digest(prompt, answer);
         assert_eq!(plain, digest(prompt, r#"{"ids": [1, 2], "mask": [1, 1]}"#));
@@ -633,6 +643,18 @@ mod tests {
         assert_ne!(plain, judged(r#"{"expected": "1"}"#));
         assert_ne!(judged(r#"{"expected": "1"}"#), judged(r#"{"expected": "2"}"#));
         assert_eq!(judged(r#"{"a": {"x": 1, "y": 2}, "b": 1}"#), judged(r#"{"b": 1, "a": {"y": 2, "x": 1}}"#));
+    }
+
+    #[test]
+    fn a_byte_that_is_no_text_is_told_with_line_and_offset_and_a_byte_order_mark_is_passed_over() {
+        let record = two(r#""prompt_ids": [1]"#, r#"{"ids": [1]}"#);
+        assert_eq!(open(&format!("\u{feff}{record}\n")).unwrap().len(), 1);
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(format!("{record}\n").as_bytes()).unwrap();
+        file.write_all(b"{\"name\": \"caf\xe9\"}\n").unwrap();
+        let message = Dataset::open(file.path(), None, &LIMITS).unwrap_err().to_string();
+        let words = format!("line 2, byte 14 of the line (offset {} of the file): 0xe9 is no UTF-8", record.len() + 14);
+        assert!(message.contains(&words), "{message}");
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! The tokenizer of an HF folder, and its chat template.
 
 use std::fmt;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value as Json};
@@ -9,6 +8,8 @@ use tokenizers::Tokenizer as Backend;
 
 use super::chat::{Conversation, Refusal, Template};
 use super::error::Error;
+use crate::runtime::digest::sha256_hex;
+use crate::runtime::reading;
 use crate::runtime::units::from_index;
 
 /// An assistant's text that marks where a rendered answer ends.
@@ -17,6 +18,8 @@ const ANSWER_MARK: &str = "longstraw-answer";
 /// The tokenizer of an HF folder.
 pub struct Tokenizer {
     file: PathBuf,
+    /// SHA-256 of tokenizer.json.
+    digest: String,
     backend: Backend,
     template: Result<Template, Refusal>,
 }
@@ -35,13 +38,22 @@ impl Tokenizer {
     /// need it.
     pub fn open(folder: &Path) -> Result<Tokenizer, Error> {
         let file = folder.join("tokenizer.json");
-        let bytes = fs::read(&file).map_err(Error::io(&file, "read it"))?;
-        let mut backend = Backend::from_bytes(&bytes)
+        let text = reading::text(&file).map_err(Error::io(&file, "read it"))?;
+        let mut backend = Backend::from_bytes(&text)
             .map_err(|reason| refused(&file, "is not a tokenizer that can be loaded", &reason))?;
         // A file may configure truncation and padding; neither may happen here.
         let whole = backend.with_truncation(None).map(|backend| backend.with_padding(None));
         whole.map_err(|reason| refused(&file, "has a truncation that cannot be turned off", &reason))?;
-        Ok(Tokenizer { file, backend, template: Template::open(folder) })
+        Ok(Tokenizer { file, digest: sha256_hex(&text), backend, template: Template::open(folder) })
+    }
+
+    /// A digest of everything that decides the ids of a text or a conversation: 64 hexadecimal digits. Of a template that
+    /// writes the date, the day is a part.
+    pub(super) fn identity(&self) -> String {
+        let template = self.template.as_ref().ok();
+        let today = template.filter(|template| template.reads_the_date());
+        let today = today.map(|_| chrono::Local::now().format("%Y-%m-%d").to_string());
+        sha256_hex(serde_json::json!([self.digest, template.map(Template::identity), today]).to_string())
     }
 
     /// The ids of `text`. Adds nothing around it; recognises special tokens written in it.
@@ -113,7 +125,9 @@ impl Tokenizer {
 
     /// The conversation as the model's chat template writes it, open for the assistant's answer.
     pub(super) fn render(&self, conversation: &Conversation) -> Result<String, Refusal> {
-        self.template.as_ref().map_err(Clone::clone)?.render(conversation, true)
+        let template = self.template.as_ref().map_err(Clone::clone)?;
+        template.check_reads(conversation)?;
+        template.render(conversation, true)
     }
 
     /// One user turn as the model's chat template writes it, open for the assistant's answer. There is no system turn, so
@@ -188,6 +202,8 @@ fn turn(role: &str, content: &str) -> Map<String, Json> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::super::test_tokenizer;
     use super::*;
 

@@ -173,6 +173,16 @@ impl Adapters {
         }
         hex(hash)
     }
+
+    /// SHA-256 of every B, in the order of [`Adapters::entries`], in hexadecimal.
+    #[must_use]
+    pub fn b_digests(&self) -> Vec<String> {
+        let digest = |adapter: &Adapter| {
+            let b_or = adapter.b_or.detach().to_device(Device::Cpu).contiguous();
+            hex(Sha256::new_with_prefix(views::view(&b_or)))
+        };
+        self.entries.iter().map(digest).collect()
+    }
 }
 
 /// One linear layer with its adapter, if it has one: x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, all in the dtype of `x`.

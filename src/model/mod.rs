@@ -10,6 +10,7 @@ pub mod attention_rows;
 pub mod config_reader;
 pub mod decoder;
 pub mod dense;
+pub mod digests;
 pub mod family;
 pub mod head;
 pub mod lora;

@@ -228,8 +228,8 @@ pub struct Rope {
     pub inverse_frequencies: Vec<f64>,
     /// Factor on cosine and sine (1 but for YaRN), so scores grow with its square.
     pub gain: f64,
-    /// Leading dimensions of a head that rotate.
-    pub rotary_dim: u64,
+    /// What both follow from.
+    spec: RopeSpec,
 }
 
 impl Rope {
@@ -250,14 +250,7 @@ impl Rope {
                 (pairs.map(|(_, inv)| blend(inv)).collect(), 1.0)
             }
             Scaling::Yarn { factor, fast_turns, slow_turns, whole_edges, gain, original_positions } => {
-                let edge = |turns: f64| {
-                    width * (float(original_positions) / (2.0 * PI * turns)).ln() / (2.0 * spec.theta.ln())
-                };
-                let (start, stop) = match (edge(fast_turns), edge(slow_turns), whole_edges) {
-                    (start, stop, true) => (start.floor().max(0.0), stop.ceil().min(width - 1.0)),
-                    (start, stop, false) => (start.max(0.0), stop.min(width - 1.0)),
-                };
-                let length = if stop - start == 0.0 { 0.001 } else { stop - start };
+                let (start, length) = yarn_ramp(spec, original_positions, [fast_turns, slow_turns], whole_edges);
                 let stretch = |(j, inv): (f64, f64)| {
                     let ramp = ((j - start) / length).clamp(0.0, 1.0);
                     inv * (1.0 - ramp) + inv / factor * ramp
@@ -265,17 +258,22 @@ impl Rope {
                 (pairs.map(stretch).collect(), gain)
             }
         };
-        Rope { inverse_frequencies, gain, rotary_dim: spec.rotary_dim }
+        Rope { inverse_frequencies, gain, spec: *spec }
     }
 
-    /// The inverse frequencies as a tensor of dtype `acc` (the accumulation dtype, float32 or float64), for
-    /// [`Rope::tables`]. Made once: bringing it to a GPU for every table would make the host wait for the device.
+    /// The inverse frequencies, [`rotary_dim` / 2], in dtype `acc` (the accumulation dtype), for [`Rope::tables`]: those of
+    /// [`Rope::inverse_frequencies`] in float64, those of [`single_precision`] in float32. Made once: bringing it to a GPU
+    /// for every table would make the host wait for the device.
     ///
     /// # Panics
     /// When `acc` is coarser than float32: an angle in half precision loses whole turns.
     pub fn frequencies(&self, acc: Kind, device: Device) -> Tensor {
-        assert!(matches!(acc, Kind::Float | Kind::Double), "angles are formed in float32 or float64, not {acc:?}");
-        Tensor::from_slice(&self.inverse_frequencies).to_kind(acc).to_device(device)
+        let frequencies_d = match acc {
+            Kind::Float => single_precision(&self.spec),
+            Kind::Double => Tensor::from_slice(&self.inverse_frequencies),
+            other => panic!("angles are formed in float32 or float64, not {other:?}"),
+        };
+        frequencies_d.to_device(device)
     }
 
     /// Cosine and sine, each [t, `rotary_dim` / 2] in dtype `out`, of the positions `start..stop`.
@@ -286,6 +284,49 @@ impl Rope {
         let position_t = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).to_kind(acc);
         let angle_td = position_t.unsqueeze(1) * frequencies_d.unsqueeze(0);
         ((angle_td.cos() * self.gain).to_kind(out), (angle_td.sin() * self.gain).to_kind(out))
+    }
+}
+
+/// First index and length of YaRN's ramp over the frequency index. `turns` are those at which it begins and ends.
+fn yarn_ramp(spec: &RopeSpec, original_positions: u64, turns: [f64; 2], whole_edges: bool) -> (f64, f64) {
+    let width = float(spec.rotary_dim);
+    let edge = |turns: f64| width * (float(original_positions) / (2.0 * PI * turns)).ln() / (2.0 * spec.theta.ln());
+    let [start, stop] = turns.map(edge);
+    let (start, stop) = if whole_edges { (start.floor(), stop.ceil()) } else { (start, stop) };
+    let (start, stop) = (start.max(0.0), stop.min(width - 1.0));
+    (start, if stop - start == 0.0 { 0.001 } else { stop - start })
+}
+
+/// The inverse frequencies in float32, [`rotary_dim` / 2], with every operation in float32 and in the order of the published
+/// models' own code (transformers, `modeling_rope_utils`): their weights were trained with these numbers. Rounding the float64
+/// values once gives other bits for many pairs: at base 1e6 and width 128 for 25 of 64, and near position 2,000,000 the angle
+/// then differs by up to 0.125 radians.
+fn single_precision(spec: &RopeSpec) -> Tensor {
+    let pairs = i64::try_from(spec.rotary_dim / 2).unwrap_or(0);
+    let on_cpu = (Kind::Float, Device::Cpu);
+    let exponent_d = Tensor::arange_start_step(0, 2 * pairs, 2, on_cpu) / float(spec.rotary_dim);
+    let power_d = Tensor::pow_scalar(spec.theta, &exponent_d);
+    let inverse_d = power_d.reciprocal();
+    match spec.scaling {
+        Scaling::Default => inverse_d,
+        Scaling::Linear { factor } => inverse_d / factor,
+        Scaling::Llama3 { factor, low_turns, high_turns, original_positions } => {
+            let original = float(original_positions);
+            let wavelength_d = inverse_d.reciprocal() * (2.0 * PI);
+            let is_long = wavelength_d.gt(original / low_turns);
+            let is_short = wavelength_d.lt(original / high_turns);
+            let stretched_d = (&inverse_d / factor).where_self(&is_long, &inverse_d);
+            let keep_d = (wavelength_d.reciprocal() * original - low_turns) / (high_turns - low_turns);
+            let blended_d = (1.0 - &keep_d) * &stretched_d / factor + &keep_d * &stretched_d;
+            stretched_d.where_self(&is_long.logical_or(&is_short), &blended_d)
+        }
+        Scaling::Yarn { factor, fast_turns, slow_turns, whole_edges, original_positions, .. } => {
+            let (start, length) = yarn_ramp(spec, original_positions, [fast_turns, slow_turns], whole_edges);
+            let ramp_d = ((Tensor::arange(pairs, on_cpu) - start) / length).clamp(0.0, 1.0);
+            let extrapolated_d = 1.0 - ramp_d;
+            let interpolated_d = (power_d * factor).reciprocal();
+            interpolated_d * (1.0 - &extrapolated_d) + inverse_d * extrapolated_d
+        }
     }
 }
 
@@ -383,6 +424,211 @@ mod tests {
             2.900_993_021_007_985_5e-5,
         ];
         check(&config, &frequencies, 0.895_979_343_709_375);
+    }
+
+    /// Bits of the published implementation's own frequencies (transformers 5.24.0, torch 2.15.0, on a CPU).
+    #[test]
+    fn float32_frequencies_are_the_published_ones_operation_by_operation() {
+        const DEFAULT: [u32; 64] = [
+            0x3f80_0000,
+            0x3f4e_4bad,
+            0x3f26_3de0,
+            0x3f05_f6ef,
+            0x3ed7_e89b,
+            0x3ead_fcff,
+            0x3e8c_3504,
+            0x3e61_f835,
+            0x3e36_1887,
+            0x3e12_bd91,
+            0x3dec_7fd6,
+            0x3dbe_94c6,
+            0x3d99_940d,
+            0x3d77_8513,
+            0x3d47_763f,
+            0x3d20_bc1d,
+            0x3d01_86e3,
+            0x3cd0_c1a8,
+            0x3ca8_398b,
+            0x3c87_9008,
+            0x3c5a_7bf2,
+            0x3c30_1052,
+            0x3c0d_e12d,
+            0x3be4_aa46,
+            0x3bb8_449c,
+            0x3b94_7dae,
+            0x3b6f_520e,
+            0x3b40_dac5,
+            0x3b1b_690d,
+            0x3afa_78f0,
+            0x3ac9_d75c,
+            0x3aa2_a6f7,
+            0x3a83_126f,
+            0x3a53_3f28,
+            0x3a2a_3b44,
+            0x3a09_2e02,
+            0x39dd_1725,
+            0x39b2_29fb,
+            0x398f_9272,
+            0x3967_6492,
+            0x393a_7753,
+            0x3916_4324,
+            0x38f2_2ce2,
+            0x38c3_27b5,
+            0x389d_43a4,
+            0x387d_75d4,
+            0x384c_3fbe,
+            0x3824_97ab,
+            0x3804_a2b2,
+            0x37d5_c441,
+            0x37ac_431d,
+            0x378a_d0ed,
+            0x375f_ba4f,
+            0x3734_4a0e,
+            0x3711_48e3,
+            0x36ea_2732,
+            0x36bc_b0c1,
+            0x3698_0e02,
+            0x3675_1070,
+            0x3645_7bab,
+            0x361f_23e4,
+            0x3600_3dec,
+            0x35ce_af79,
+            0x35a6_8e4c,
+        ];
+
+        const LLAMA3: [u32; 32] = [
+            0x3f80_0000,
+            0x3f29_e1c6,
+            0x3ee1_77bc,
+            0x3e95_9ee3,
+            0x3e46_93b0,
+            0x3e03_c6a0,
+            0x3dae_e4ad,
+            0x3d68_1e67,
+            0x3d1a_08c8,
+            0x3ccc_6f49,
+            0x3c87_a9c3,
+            0x3c34_0d6d,
+            0x3bee_f74f,
+            0x3b9e_9402,
+            0x3b52_7720,
+            0x3ab3_d11d,
+            0x3a09_95d2,
+            0x393b_2dd2,
+            0x38a3_418d,
+            0x3858_ac81,
+            0x380f_c8f8,
+            0x37be_d4f4,
+            0x377d_45c3,
+            0x3728_126b,
+            0x36df_10c4,
+            0x3694_06cb,
+            0x3644_7610,
+            0x3602_5f34,
+            0x35ad_07a7,
+            0x3565_a54d,
+            0x3518_64a7,
+            0x34ca_41b0,
+        ];
+
+        const YARN: [u32; 32] = [
+            0x3f80_0000,
+            0x3f26_3de0,
+            0x3ed7_e89b,
+            0x3e8c_3504,
+            0x3e36_1887,
+            0x3dec_7fd6,
+            0x3d99_940d,
+            0x3d47_763f,
+            0x3d01_86e3,
+            0x3ca8_398b,
+            0x3c5a_7bf2,
+            0x3c0d_e12d,
+            0x3ba8_e98f,
+            0x3b47_6f0b,
+            0x3ae9_1d93,
+            0x3a86_8f93,
+            0x3a18_ead7,
+            0x39aa_3b44,
+            0x3938_3df4,
+            0x38bf_6ded,
+            0x383a_7753,
+            0x37f2_2ce2,
+            0x379d_43a4,
+            0x374c_3fbe,
+            0x3704_a2b2,
+            0x36ac_431d,
+            0x365f_ba4f,
+            0x3611_48e3,
+            0x35bc_b0c1,
+            0x3575_1070,
+            0x351f_23e4,
+            0x34ce_af79,
+        ];
+
+        const LINEAR: [u32; 32] = [
+            0x3eaa_aaab,
+            0x3e7f_f6c1,
+            0x3e3f_f223,
+            0x3e0f_f067,
+            0x3dd7_e0cf,
+            0x3da1_e2c2,
+            0x3d72_cb5f,
+            0x3d36_11f4,
+            0x3d08_8889,
+            0x3ccc_c567,
+            0x3c99_8e81,
+            0x3c66_4d71,
+            0x3c2c_b3d9,
+            0x3c01_8235,
+            0x3bc2_3c4c,
+            0x3b91_a7f7,
+            0x3b5a_740d,
+            0x3b23_d120,
+            0x3af5_b0d0,
+            0x3ab8_3df4,
+            0x3a8a_297b,
+            0x3a4f_36bc,
+            0x3a1b_6370,
+            0x39e9_0cbd,
+            0x39ae_c33f,
+            0x3983_0db3,
+            0x3944_8d73,
+            0x3913_64c3,
+            0x38dd_0f2b,
+            0x38a5_c563,
+            0x3878_9f19,
+            0x383a_7098,
+        ];
+        let spec = |theta: f64, rotary_dim: u64, scaling: Scaling| RopeSpec { theta, rotary_dim, scaling };
+        let llama3 = Scaling::Llama3 { factor: 8.0, low_turns: 1.0, high_turns: 4.0, original_positions: 8192 };
+        let yarn = Scaling::Yarn {
+            factor: 4.0,
+            fast_turns: 32.0,
+            slow_turns: 1.0,
+            whole_edges: true,
+            gain: 1.0,
+            original_positions: 32_768,
+        };
+        let rows: [(RopeSpec, &[u32]); 4] = [
+            (spec(1e6, 128, Scaling::Default), &DEFAULT),
+            (spec(5e5, 64, llama3), &LLAMA3),
+            (spec(1e6, 64, yarn), &YARN),
+            (spec(1e4, 64, Scaling::Linear { factor: 3.0 }), &LINEAR),
+        ];
+        for (spec, published) in rows {
+            let rope = Rope::new(&spec);
+            let found: Vec<f32> = Vec::try_from(rope.frequencies(Kind::Float, Device::Cpu)).unwrap();
+            let differ =
+                |found: &[f32]| found.iter().zip(published).filter(|(one, other)| one.to_bits() != **other).count();
+            // Another machine's power function may round one or two of them to the other side.
+            assert!(found.len() == published.len() && differ(&found) <= 2, "{spec:?}: {} differ", differ(&found));
+            #[expect(clippy::cast_possible_truncation, reason = "what is compared is this rounding")]
+            let rounded: Vec<f32> = rope.inverse_frequencies.iter().map(|&inverse| inverse as f32).collect();
+            assert!(differ(&rounded) > 2, "{spec:?}: rounding once gives the same");
+            let wide: Vec<f64> = Vec::try_from(rope.frequencies(Kind::Double, Device::Cpu)).unwrap();
+            assert_eq!(wide, rope.inverse_frequencies);
+        }
     }
 
     #[test]

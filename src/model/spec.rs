@@ -1,6 +1,5 @@
 //! What a decoder is, in our own names, read from a published `config.json`.
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -11,8 +10,8 @@ use super::config_reader::Problem;
 use super::problems::Problems;
 use super::rope::RopeSpec;
 use crate::runtime::failure::{Classified, Exit};
-use crate::runtime::names;
 use crate::runtime::units::{LayerIndex, Tokens};
+use crate::runtime::{names, reading};
 
 /// Why a config gives no spec.
 #[derive(Debug, thiserror::Error)]
@@ -342,11 +341,11 @@ impl Spec {
 /// A config.json as it stands in a file, and the file's name. `path` is that of a folder or of the file.
 pub(super) fn parsed(path: &Path) -> Result<(PathBuf, Map<String, Value>), Error> {
     let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
-    let text = match fs::read(&file) {
+    let text = match reading::text(&file) {
         Ok(text) => text,
         Err(source) => return Err(Error::Unreadable { file, source }),
     };
-    match serde_json::from_slice(&text) {
+    match serde_json::from_str(&text) {
         Ok(config) => Ok((file, config)),
         Err(source) => Err(Error::NotJson { file, source }),
     }

@@ -10,6 +10,7 @@ use crate::prompt::layout::TileSizes;
 use crate::prompt::pages::Residency;
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{Bytes, from_dim};
+use crate::tensor::gpu::KERNEL_COPY_BYTES_MAX;
 
 impl Sizes<'_> {
     /// What a phase computes in besides its `rows`. This is the larger of two addends that are never alive together: a
@@ -21,7 +22,7 @@ impl Sizes<'_> {
         let micro = self.config.memory.micro_block.0.min(rows);
         let wide = if graph { 7 * ffn_width + 8 * width } else { 3 * ffn_width + 4 * width };
         let segment = product(&[micro, wide, self.model_bytes]).0.saturating_sub(product(&[rows, spared]).0);
-        let (kernel, reason) = self.workspace(queries, graph);
+        let (kernel, reason) = self.workspace(queries, self.run_keys(), graph);
         if kernel > segment {
             return within(phase, "kernel workspace", Bytes(kernel), reason, "nothing: it is bounded");
         }
@@ -29,9 +30,9 @@ impl Sizes<'_> {
         within(phase, "segment scratch", Bytes(segment), reason, "choose a smaller memory.micro_block")
     }
 
-    /// Rows of one call of the mixer.
+    /// Rows of one call of the mixer, which takes each half of a rank's pages by itself.
     fn stretch(&self, rows: u64) -> u64 {
-        rows.min(MIXED_ROWS.max(self.config.memory.micro_block.0))
+        rows.min(self.prompt_rows.div_ceil(2)).min(MIXED_ROWS.max(self.config.memory.micro_block.0))
     }
 
     /// Whether attention on a GPU is computed by matrix products, since no fused kernel has the dtype or a window.
@@ -48,24 +49,30 @@ impl Sizes<'_> {
         })
     }
 
-    /// Bytes of attention's workspace on a GPU, and the reason. A fused kernel takes outputs and, in backward, dk and dv of
-    /// every query head. Matrix products take about six tiles of scores.
-    fn workspace(&self, queries: u64, graph: bool) -> (u64, String) {
-        let acc = self.acc_bytes;
+    /// Keys of one call of attention: a run holds at most half of this rank's pages.
+    fn run_keys(&self) -> u64 {
+        let run = self.prompt_rows.div_ceil(2);
+        if self.copies_overlap { run.min(from_dim(KEYS_MAX)) } else { run }
+    }
+
+    /// Bytes that attention takes for `queries` over `keys`, and the reason: its output, or with `graph` what its backward
+    /// makes. A fused kernel on a GPU then also takes dk and dv of every query head, and dq in the accumulation dtype; matrix
+    /// products take about six tiles of scores.
+    fn workspace(&self, queries: u64, keys: u64, graph: bool) -> (u64, String) {
+        let Sizes { model_bytes: model, acc_bytes: acc, .. } = *self;
         if !self.copies_overlap {
             return (0, String::new());
         }
         let query_heads = self.query_heads();
-        let width = self.shape.most(|layer| match layer.mix {
-            Mix::Grouped { query_heads, head_dim, .. } => query_heads * head_dim,
-            _ => 0,
-        });
-        let keys = self.prompt_rows.min(from_dim(KEYS_MAX));
-        let outputs = product(&[queries, width, self.model_bytes + if graph { acc } else { 0 }]).0;
-        let gradients = if graph { product(&[keys, width, 2 * acc]).0 } else { 0 };
+        let width = self.shape.most(query_width);
         let tile = [queries.min(from_dim(TileSizes::PLAIN.rows)), keys.min(from_dim(TileSizes::PLAIN.keys))];
         let scores = if self.plain() { product(&[query_heads, tile[0], tile[1], acc, 6]).0 } else { 0 };
-        let fused = outputs.saturating_add(gradients);
+        let fused = if graph {
+            let state = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().state } else { 0 });
+            product(&[queries, width, model + acc]).0.saturating_add(product(&[keys, state + 2 * width, model]).0)
+        } else {
+            product(&[queries, width, model]).0
+        };
         if scores > fused {
             return (scores, format!("six tiles of scores, {} queries by {} keys", tile[0], tile[1]));
         }
@@ -76,8 +83,10 @@ impl Sizes<'_> {
     /// and its page state. A latent layer gathers the latents of all ranks, so its rows pass block by block, and only the
     /// layer's input and output are held.
     fn captured_row(&self, layer: &Layer) -> u64 {
-        // Slabs of this layer, and those of the layer before while they are copied to the host.
-        let slabs = 1 + u64::from(self.copies_overlap && self.keeping.pages == Residency::Host);
+        // Slabs of this layer, and those of the layer before while they are copied to the host: large copies only.
+        let plane = product(&[self.prompt_rows.div_ceil(2), layer.mix.widths().state, self.model_bytes]).0 / 2;
+        let leaving = self.copies_overlap && self.keeping.pages == Residency::Host && plane > KERNEL_COPY_BYTES_MAX;
+        let slabs = 1 + u64::from(leaving);
         let widths = layer.mix.widths();
         let state = widths.state * self.model_bytes * slabs;
         match layer.mix {
@@ -114,15 +123,6 @@ impl Sizes<'_> {
             format!("{} positions × ({words})", self.prompt_rows),
             "use more ranks (parallel.cp_size)",
         )];
-        if self.copies_overlap && self.tail_is_long && self.keeping.attention && self.keeping.tail == Residency::Host {
-            sum.push(within(
-                Phase::Capture,
-                "attention outputs that leave",
-                product(&[self.tail_rows, self.shape.most(|layer| self.kept_row(layer))]),
-                format!("{} positions × (output, {heads} wide; log-sum-exp)", self.tail_rows),
-                "set memory.keep_attention = false",
-            ));
-        }
         sum.extend(self.foreign(Phase::Capture, 0));
         let output = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().output } else { 0 });
         let spared = (output * self.acc_bytes).saturating_sub(width * model);
@@ -134,11 +134,8 @@ impl Sizes<'_> {
     pub(super) fn answers(&self) -> Vec<Addend> {
         let Sizes { layers, model_bytes: model, .. } = *self;
         let width = self.shape.width;
-        let gathered = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 });
         let group = self.config.grpo.group_size;
         let answer = self.answer_rows;
-        let all = self.config.context.answer_len.0;
-        let head = self.config.memory.head_block.0.min(answer.max(1));
         let mut sum = vec![
             addend(
                 "answers' hidden states",
@@ -149,26 +146,60 @@ impl Sizes<'_> {
             ),
             within(
                 Phase::Replay,
-                "head scratch",
-                product(&[head, self.shape.vocabulary, 4 * self.acc_bytes]),
-                format!("{head} rows × vocabulary {}", self.shape.vocabulary),
-                "choose a smaller memory.head_block",
-            ),
-        ];
-        if gathered > 0 {
-            sum.push(within(
-                Phase::Replay,
-                "gathered answer rows",
-                product(&[all, gathered, 4 * model + 4 * self.acc_bytes]),
-                format!("{all} rows of one answer × eight {gathered} wide"),
+                "answer rows",
+                product(&[answer, 4 * width, model]),
+                format!("{answer} rows of one answer × (block's input and output, and their gradients)"),
                 "choose a shorter context.answer_len",
-            ));
-        }
-        sum.push(self.scratch(Phase::Replay, answer.max(1), all, true, 0));
+            ),
+            self.answer_scratch(),
+        ];
         if self.tail_is_long {
             sum.push(self.state_gradient(Phase::Replay));
         }
         sum
+    }
+
+    /// What replay computes in for one answer besides its rows: the larger of two addends that are never alive together, the
+    /// head's backward for one block of rows and the backward of a block.
+    fn answer_scratch(&self) -> Addend {
+        let answer = self.answer_rows;
+        let rows = self.config.memory.head_block.0.min(answer.max(1));
+        let head = product(&[rows, self.shape.vocabulary, 3 * self.acc_bytes]);
+        let block = Bytes(self.shape.most(|layer| self.answer_block(layer)));
+        if head >= block {
+            let reason =
+                format!("{rows} rows × vocabulary {} × (log-probabilities, two gradients)", self.shape.vocabulary);
+            return within(Phase::Replay, "head scratch", head, reason, "choose a smaller memory.head_block");
+        }
+        let keys = self.run_keys();
+        let reason = format!(
+            "{answer} rows of one answer × (q, k, v, outputs, gradients); a micro-block's graph, or \
+                              attention over {keys} keys"
+        );
+        within(Phase::Replay, "block scratch", block, reason, "choose a shorter context.answer_len")
+    }
+
+    /// Bytes in a block's backward for one answer besides block inputs and outputs: what segment A and the mixer made, and the
+    /// larger of a micro-block's graph and the mixer's backward, to which ranks that share a prompt bring all rows.
+    fn answer_block(&self, layer: &Layer) -> u64 {
+        let Sizes { model_bytes: model, acc_bytes: acc, .. } = *self;
+        let widths = layer.mix.widths();
+        let rows = self.answer_rows.max(1);
+        let micro = self.config.memory.micro_block.0.min(rows);
+        let segment = product(&[micro, 7 * layer.ffn_width + 8 * self.shape.width, model]).0;
+        if !layer.mix.travels() {
+            return segment;
+        }
+        let made = widths.ask + widths.state + 2 * widths.handed + 2 * widths.output;
+        let held = product(&[rows, made * model + widths.beside * acc]).0;
+        let all = self.config.context.answer_len.0;
+        let gathered = if self.config.cp_size(self.ranks) > 1 { (widths.ask + 2 * widths.output) * model } else { 0 };
+        let (kernel, _) = self.workspace(all, self.run_keys(), true);
+        let mixing = product(&[all, gathered + widths.ask * acc])
+            .0
+            .saturating_add(product(&[rows, widths.state, acc]).0)
+            .saturating_add(kernel);
+        held.saturating_add(segment.max(mixing))
     }
 
     /// dk and dv of this rank's tail rows, in one layer.
@@ -237,5 +268,13 @@ impl Sizes<'_> {
             ));
         }
         sum
+    }
+}
+
+/// Width of a layer's queries; 0 where its rows meet in another way.
+fn query_width(layer: &Layer) -> u64 {
+    match layer.mix {
+        Mix::Grouped { query_heads, head_dim, .. } => query_heads * head_dim,
+        _ => 0,
     }
 }

@@ -9,6 +9,9 @@ use crate::prompt::pages::Residency;
 use crate::runtime::failure::Phase;
 use crate::runtime::units::Bytes;
 
+/// Bytes that libtorch gives cuBLAS as workspace for each thread on a Hopper GPU; on older ones about a quarter.
+const MATRIX_WORKSPACE: u64 = 32 << 20;
+
 /// Bytes of an element in the model's dtype and in the accumulation dtype.
 pub(super) fn element_bytes(dtype: Dtype) -> (u64, u64) {
     match dtype {
@@ -91,7 +94,7 @@ impl<'a> Sizes<'a> {
         // On a GPU the sum over ranks is made in host memory.
         let on_their_way = if self.copies_overlap || self.ranks == 1 { 3 } else { self.ranks.saturating_add(4) };
         let pairs = adapter_elements(self.config, self.shape);
-        vec![
+        let mut sum = vec![
             self.weights(),
             addend(
                 "adapters",
@@ -110,7 +113,17 @@ impl<'a> Sizes<'a> {
                 ),
                 "choose a smaller lora.rank, or fewer lora.targets",
             ),
-        ]
+        ];
+        if self.copies_overlap {
+            sum.push(addend(
+                "matrix library",
+                Place::Device,
+                Bytes(2 * MATRIX_WORKSPACE),
+                "the workspace of cuBLAS, for the thread that computes and for the one that runs backward".to_owned(),
+                "nothing: it does not grow",
+            ));
+        }
+        sum
     }
 
     /// Frozen weights. Experts are spread over the ranks of an expert group; every rank has all other weights.

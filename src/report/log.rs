@@ -3,10 +3,12 @@
 
 use std::fs::{self, OpenOptions};
 use std::path::Path;
+use std::sync::Arc;
 
 use tracing_subscriber::EnvFilter;
 
 use super::error::Error;
+use crate::runtime::terminal::VisibleLog;
 use crate::runtime::units::Rank;
 
 /// Opens this rank's log and sends every event of the process there that passes `filter` (a level, or `module=level,…`).
@@ -21,7 +23,8 @@ pub fn open_log(folder: &Path, rank: Rank, ranks: usize, filter: &str) -> Result
     let logs = folder.join("logs");
     let file = logs.join(format!("rank_{rank}.log"));
     let opened = fs::create_dir_all(&logs).and_then(|()| OpenOptions::new().create(true).append(true).open(&file));
-    let opened = opened.map_err(|source| Error::Write { file, source })?;
+    let opened = opened.map_err(|source| Error::Write { file: file.clone(), source })?;
+    let opened = Arc::new(VisibleLog::new(file.display().to_string(), opened));
     let lines = tracing_subscriber::fmt().with_env_filter(chosen).with_ansi(false).with_target(false);
     // A process has one subscriber: a second run in it goes on with the first one's.
     let _ = lines.with_writer(opened).try_init();

@@ -1,6 +1,6 @@
 //! What a run reports: lines on the terminal, metrics, answers, event files, logs, the receipt, and the page about it.
 //!
-//! Only this room and the command itself write to the terminal. Rank 0 writes; on a terminal the run is a bar that is
+//! Whatever is printed goes through `runtime::terminal`. Rank 0 writes; on a terminal the run is a bar that is
 //! rewritten, in a file each update is one line.
 
 mod answers;
@@ -15,9 +15,9 @@ mod receipt;
 mod reporter;
 mod step;
 mod summary;
-mod terminal;
 mod trace;
 
+pub use crate::runtime::terminal::{print_result, say};
 pub use answers::AnswerLine;
 pub use error::Error;
 pub use log::open_log;
@@ -25,5 +25,4 @@ pub use receipt::{AdapterForm, Check, HeldOut, KindBytes, PhaseMemory, Receipt, 
 pub use reporter::Reporter;
 pub use step::Step;
 pub use summary::checks;
-pub use terminal::{print_result, say};
 pub use trace::{Row, TraceFile};

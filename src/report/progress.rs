@@ -1,12 +1,12 @@
 //! The progress bar on a terminal: updates, the current phase, and the time that is left.
 
-use std::io::IsTerminal as _;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::forecast::{Forecast, words};
 use crate::runtime::liveness::{Border, Recorder};
+use crate::runtime::terminal::{is_terminal, on_one_line};
 
 /// The bar, if standard error is a terminal, and the forecast.
 #[derive(Debug, Default)]
@@ -18,7 +18,7 @@ pub(super) struct Progress {
 impl Progress {
     /// Shows a bar on standard error if it is a terminal and this is rank 0 (`first`).
     pub(super) fn begin(first: bool) -> Progress {
-        let shown = first && std::io::stderr().is_terminal();
+        let shown = first && is_terminal();
         let bar = shown.then(|| {
             let bar = ProgressBar::new_spinner().with_style(style("{spinner} {prefix}{msg}"));
             bar.enable_steady_tick(Duration::from_millis(200));
@@ -53,7 +53,8 @@ impl Progress {
     /// Shows what is happening now, with the time that is left.
     pub(super) fn now(&self, text: &str) {
         if let Some(bar) = &self.bar {
-            bar.set_message(self.left().map_or_else(|| text.to_owned(), |left| format!("{text}, {left}")));
+            let text = on_one_line(text);
+            bar.set_message(self.left().map_or_else(|| text.clone().into_owned(), |left| format!("{text}, {left}")));
         }
     }
 

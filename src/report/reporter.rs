@@ -12,8 +12,8 @@ use super::progress::Progress;
 use super::receipt::{Receipt, write_receipt};
 use super::step::Step;
 use super::summary;
-use super::terminal::say;
 use crate::runtime::liveness::Recorder;
+use crate::runtime::terminal::say;
 
 /// Reports a run. Rank 0 writes; on other ranks every call does nothing, but each rank's log has the lines.
 pub struct Reporter {

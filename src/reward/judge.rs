@@ -22,6 +22,7 @@ use crate::config::{Environment, RewardConfig, RunConfig};
 use crate::endpoint::{self, CallerLimits, Endpoint, Message};
 use crate::runtime::digest::sha256_hex;
 use crate::runtime::failure::Failure;
+use crate::runtime::reading;
 use crate::runtime::units::{as_index, from_index};
 use crate::world::stop_requested;
 
@@ -197,7 +198,7 @@ impl Judge {
 
 /// A rubric's text.
 fn rubric(file: &Path) -> Result<String, Error> {
-    let rubric = std::fs::read_to_string(file).map_err(|source| Error::Rubric { file: file.to_owned(), source })?;
+    let rubric = reading::text(file).map_err(|source| Error::Rubric { file: file.to_owned(), source })?;
     let bytes = from_index(rubric.trim().len());
     if (1..=RUBRIC_BYTES_MAX).contains(&bytes) {
         Ok(rubric.trim().to_owned())

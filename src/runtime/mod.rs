@@ -3,8 +3,12 @@
 
 pub mod digest;
 pub mod failure;
+pub mod file_state;
 pub mod liveness;
 pub mod memory;
 pub mod names;
 pub mod random;
+pub mod reading;
+pub mod saved;
+pub mod terminal;
 pub mod units;

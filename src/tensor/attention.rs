@@ -70,7 +70,7 @@ impl Visible {
 /// Attention of one rectangle, without a graph.
 ///
 /// # Panics
-/// When a fused kernel refuses a rectangle although its trial succeeded.
+/// When memory runs out. A fused kernel that refuses the rectangle is replaced, down to matrix products.
 #[must_use]
 pub fn forward(
     kernel: Kernel,
@@ -96,20 +96,24 @@ pub fn forward(
         }
         (Visible::All | Visible::Causal, kernel @ (Kernel::Cudnn | Kernel::Flash)) => {
             let (q, k, v) = (heads_first(q_thd), heads_first(k_sgd), heads_first(v_sgd));
-            let done = kernel.forward(&q, &k, &v, visible == Visible::Causal, scale);
-            let (out, lse) = done.unwrap_or_else(|error| panic!("{error}"));
-            Partial { out_thd: rows_first(&out), lse_th: lse.squeeze_dim(0).transpose(0, 1) }
+            match kernel.fused(|kernel| kernel.forward(&q, &k, &v, visible == Visible::Causal, scale)) {
+                Some((out, lse)) => Partial { out_thd: rows_first(&out), lse_th: lse.squeeze_dim(0).transpose(0, 1) },
+                None => plain_forward(q_thd, k_sgd, v_sgd, visible, scale),
+            }
         }
-        _ => {
-            let (offset, window) = visible.band(rows, k_sgd.size()[0]);
-            let scores = banded_scores(q_thd, k_sgd, offset, window, scale);
-            let lse_gmt = scores.logsumexp([-1i64], false);
-            let p = weights(&scores, &lse_gmt);
-            let v_g1sd = v_sgd.to_kind(p.kind()).transpose(0, 1).unsqueeze(1);
-            let out_gmtd = p.matmul(&v_g1sd);
-            Partial { out_thd: ungroup(&out_gmtd).to_kind(q_thd.kind()), lse_th: lse_gmt.flatten(0, 1).transpose(0, 1) }
-        }
+        _ => plain_forward(q_thd, k_sgd, v_sgd, visible, scale),
     }
+}
+
+/// [`forward`] by matrix products.
+fn plain_forward(q_thd: &Tensor, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visible, scale: f64) -> Partial {
+    let (offset, window) = visible.band(q_thd.size()[0], k_sgd.size()[0]);
+    let scores = banded_scores(q_thd, k_sgd, offset, window, scale);
+    let lse_gmt = scores.logsumexp([-1i64], false);
+    let p = weights(&scores, &lse_gmt);
+    let v_g1sd = v_sgd.to_kind(p.kind()).transpose(0, 1).unsqueeze(1);
+    let out_gmtd = p.matmul(&v_g1sd);
+    Partial { out_thd: ungroup(&out_gmtd).to_kind(q_thd.kind()), lse_th: lse_gmt.flatten(0, 1).transpose(0, 1) }
 }
 
 /// Attention of one query for each of several answers over keys that all of them see, without a graph. `q_ahd` is [a,
@@ -161,16 +165,20 @@ fn rectangles(kernel: Kernel, q: &Tensor, k: &Tensor, v: &Tensor, scale: f64) ->
             Tensor::internal_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, None::<&Tensor>, scale)
         }
         // cuDNN's kernel makes a plan for every number of keys, and each sampled token adds a key.
-        Kernel::Cudnn | Kernel::Flash => {
-            Kernel::Flash.forward(q, k, v, false, scale).unwrap_or_else(|error| panic!("{error}"))
-        }
-        Kernel::Plain => {
-            let scores = q.to_kind(acc).matmul(&k.to_kind(acc).transpose(-1, -2)) * scale;
-            let lse = scores.logsumexp([-1i64], false);
-            ((scores - lse.unsqueeze(-1)).exp().matmul(&v.to_kind(acc)), lse)
-        }
+        Kernel::Cudnn | Kernel::Flash => Kernel::Flash
+            .fused(|kernel| kernel.forward(q, k, v, false, scale))
+            .unwrap_or_else(|| plain_rectangles(q, k, v, scale)),
+        Kernel::Plain => plain_rectangles(q, k, v, scale),
     };
     (out.to_kind(acc), lse.to_kind(acc))
+}
+
+/// [`rectangles`] by matrix products.
+fn plain_rectangles(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64) -> (Tensor, Tensor) {
+    let acc = accumulation(q.kind());
+    let scores = q.to_kind(acc).matmul(&k.to_kind(acc).transpose(-1, -2)) * scale;
+    let lse = scores.logsumexp([-1i64], false);
+    ((scores - lse.unsqueeze(-1)).exp().matmul(&v.to_kind(acc)), lse)
 }
 
 /// Merges parts [b, …] over different keys.
@@ -230,28 +238,35 @@ pub fn backward(
             let (q, out, dout) = (heads_first(merged.q_thd), heads_first(merged.out_thd), heads_first(merged.dout_thd));
             let saved = Saved { q: &q, out: &out, lse: &lse_1ht(), dout: &dout };
             let (k, v) = (heads_first(k_sgd), heads_first(v_sgd));
-            let done = kernel.backward(&saved, &k, &v, visible == Visible::Causal, scale);
-            let [dq, dk, dv] = done.unwrap_or_else(|error| panic!("{error}")).map(|x| rows_first(&x));
-            Gradients { dq_thd: dq, dk_sgd: dk, dv_sgd: dv }
+            match kernel.fused(|kernel| kernel.backward(&saved, &k, &v, visible == Visible::Causal, scale)) {
+                Some(gradients) => {
+                    let [dq_thd, dk_sgd, dv_sgd] = gradients.map(|x| rows_first(&x));
+                    Gradients { dq_thd, dk_sgd, dv_sgd }
+                }
+                None => plain_backward(merged, k_sgd, v_sgd, visible, scale),
+            }
         }
-        _ => {
-            let (offset, window) = visible.band(rows, k_sgd.size()[0]);
-            let groups = k_sgd.size()[1];
-            let acc = accumulation(k_sgd.kind());
-            let scores = banded_scores(merged.q_thd, k_sgd, offset, window, scale);
-            let lse_gmt = merged.lse_th.transpose(0, 1).unflatten(0, [groups, -1]);
-            let p = weights(&scores, &lse_gmt);
-            let q = group(merged.q_thd, groups).to_kind(acc);
-            let dout = group(merged.dout_thd, groups).to_kind(acc);
-            let delta = (group(merged.out_thd, groups).to_kind(acc) * &dout).sum_dim_intlist(-1i64, true, acc);
-            let (k, v) = (k_sgd.to_kind(acc).transpose(0, 1), v_sgd.to_kind(acc).transpose(0, 1));
-            let ds = &p * (dout.matmul(&v.unsqueeze(1).transpose(-1, -2)) - delta) * scale;
-            let dq = ds.matmul(&k.unsqueeze(1));
-            let dk = ds.transpose(-1, -2).matmul(&q).sum_dim_intlist(1i64, false, acc);
-            let dv = p.transpose(-1, -2).matmul(&dout).sum_dim_intlist(1i64, false, acc);
-            Gradients { dq_thd: ungroup(&dq), dk_sgd: dk.transpose(0, 1), dv_sgd: dv.transpose(0, 1) }
-        }
+        _ => plain_backward(merged, k_sgd, v_sgd, visible, scale),
     }
+}
+
+/// [`backward`] by matrix products.
+fn plain_backward(merged: &Merged, k_sgd: &Tensor, v_sgd: &Tensor, visible: Visible, scale: f64) -> Gradients {
+    let (offset, window) = visible.band(merged.q_thd.size()[0], k_sgd.size()[0]);
+    let groups = k_sgd.size()[1];
+    let acc = accumulation(k_sgd.kind());
+    let scores = banded_scores(merged.q_thd, k_sgd, offset, window, scale);
+    let lse_gmt = merged.lse_th.transpose(0, 1).unflatten(0, [groups, -1]);
+    let p = weights(&scores, &lse_gmt);
+    let q = group(merged.q_thd, groups).to_kind(acc);
+    let dout = group(merged.dout_thd, groups).to_kind(acc);
+    let delta = (group(merged.out_thd, groups).to_kind(acc) * &dout).sum_dim_intlist(-1i64, true, acc);
+    let (k, v) = (k_sgd.to_kind(acc).transpose(0, 1), v_sgd.to_kind(acc).transpose(0, 1));
+    let ds = &p * (dout.matmul(&v.unsqueeze(1).transpose(-1, -2)) - delta) * scale;
+    let dq = ds.matmul(&k.unsqueeze(1));
+    let dk = ds.transpose(-1, -2).matmul(&q).sum_dim_intlist(1i64, false, acc);
+    let dv = p.transpose(-1, -2).matmul(&dout).sum_dim_intlist(1i64, false, acc);
+    Gradients { dq_thd: ungroup(&dq), dk_sgd: dk.transpose(0, 1), dv_sgd: dv.transpose(0, 1) }
 }
 
 /// [t, h, d] as [g, h/g, t, d]: query head h belongs to key head h / (heads per group).

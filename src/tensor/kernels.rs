@@ -60,6 +60,25 @@ pub enum Kernel {
     Plain,
 }
 
+/// Queries and keys of a rectangle on which a kernel is tried.
+#[derive(Debug)]
+struct Trial {
+    queries: i64,
+    keys: i64,
+    causal: bool,
+}
+
+/// What a run meets: a causal square, also of an odd size and of one row; more keys than queries, fewer, and a single one.
+const TRIALS: [Trial; 7] = [
+    Trial { queries: 128, keys: 128, causal: true },
+    Trial { queries: 3, keys: 3, causal: true },
+    Trial { queries: 1, keys: 1, causal: true },
+    Trial { queries: 129, keys: 257, causal: false },
+    Trial { queries: 131, keys: 5, causal: false },
+    Trial { queries: 2, keys: 1, causal: false },
+    Trial { queries: 1, keys: 129, causal: false },
+];
+
 /// Heads and dtype that a kernel must support.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
@@ -87,7 +106,7 @@ impl Kernel {
         if !repeatable && Kernel::Cudnn.runs(device, heads) { Kernel::Cudnn } else { Kernel::Flash }
     }
 
-    /// Whether forward and backward of a small rectangle run.
+    /// Whether forward and backward run for one rectangle of each kind that a run has ([`TRIALS`]).
     ///
     /// # Panics
     /// When memory for the trial runs out: the result would differ between ranks.
@@ -96,17 +115,24 @@ impl Kernel {
         if !matches!(heads.kind, Kind::BFloat16 | Kind::Half) || heads.dim % 8 != 0 {
             return false;
         }
-        let ones = |count: i64| Tensor::ones([1, count, 128, heads.dim], (heads.kind, device));
-        let (q, k) = (ones(heads.query), ones(heads.kv));
-        let tried = self.forward(&q, &k, &k, true, 1.0).and_then(|(out, lse)| {
+        TRIALS
+            .iter()
+            .filter(|trial| self.for_rows(trial.queries) == self)
+            .all(|trial| self.runs_one(device, heads, trial))
+    }
+
+    fn runs_one(self, device: Device, heads: &Heads, trial: &Trial) -> bool {
+        let ones = |count: i64, rows: i64| Tensor::ones([1, count, rows, heads.dim], (heads.kind, device));
+        let (q, k) = (ones(heads.query, trial.queries), ones(heads.kv, trial.keys));
+        let tried = self.forward(&q, &k, &k, trial.causal, 1.0).and_then(|(out, lse)| {
             let saved = Saved { q: &q, out: &out, lse: &lse, dout: &out };
-            self.backward(&saved, &k, &k, true, 1.0)
+            self.backward(&saved, &k, &k, trial.causal, 1.0)
         });
         match tried {
             Ok(_) => true,
             Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
             Err(error) => {
-                tracing::info!("{self:?} attention does not support {heads:?}: {error}");
+                tracing::info!("{self:?} attention does not support {heads:?} with {trial:?}: {error}");
                 false
             }
         }
@@ -116,6 +142,25 @@ impl Kernel {
     #[must_use]
     pub(super) fn for_rows(self, rows: i64) -> Kernel {
         if self == Kernel::Cudnn && rows < 2 { Kernel::Flash } else { self }
+    }
+
+    /// What `attempt` returns with this fused kernel, or with flash attention if this one refuses; `None` if both refuse, and
+    /// matrix products are left. A refusal is logged.
+    ///
+    /// # Panics
+    /// When memory runs out: another kernel would not mend that.
+    pub(super) fn fused<T>(self, attempt: impl Fn(Kernel) -> Result<T, Error>) -> Option<T> {
+        let kernels = if self == Kernel::Cudnn { vec![Kernel::Cudnn, Kernel::Flash] } else { vec![self] };
+        for kernel in kernels {
+            match attempt(kernel) {
+                Ok(done) => return Some(done),
+                Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
+                Err(error) => {
+                    tracing::warn!("{kernel:?} attention refused a rectangle, the next kernel computes it: {error}")
+                }
+            }
+        }
+        None
     }
 
     /// The name in receipts.
@@ -208,4 +253,45 @@ pub(super) struct Saved<'a> {
     pub(super) lse: &'a Tensor,
     /// [1, h, t, d]
     pub(super) dout: &'a Tensor,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    fn refusal(message: &str) -> Error {
+        Error::Torch { operation: "attention", message: message.to_owned() }
+    }
+
+    #[test]
+    fn a_refused_rectangle_goes_to_the_next_kernel_and_at_last_to_matrix_products() {
+        let tried = RefCell::new(Vec::new());
+        let attempt = |refusing: &'static [Kernel]| {
+            let tried = &tried;
+            move |kernel: Kernel| {
+                tried.borrow_mut().push(kernel);
+                if refusing.contains(&kernel) { Err(refusal("not supported")) } else { Ok(kernel) }
+            }
+        };
+        assert_eq!(Kernel::Cudnn.fused(attempt(&[])), Some(Kernel::Cudnn));
+        assert_eq!(Kernel::Cudnn.fused(attempt(&[Kernel::Cudnn])), Some(Kernel::Flash));
+        assert_eq!(Kernel::Cudnn.fused(attempt(&[Kernel::Cudnn, Kernel::Flash])), None);
+        assert_eq!(Kernel::Flash.fused(attempt(&[Kernel::Flash])), None);
+        assert_eq!(tried.borrow().len(), 1 + 2 + 2 + 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "out of memory")]
+    fn running_out_of_memory_is_no_refusal() {
+        let _ = Kernel::Cudnn.fused(|_| Err::<(), _>(refusal("CUDA out of memory")));
+    }
+
+    #[test]
+    fn single_rows_are_tried_with_flash_attention_only() {
+        let tried_with =
+            |kernel: Kernel| TRIALS.iter().filter(|trial| kernel.for_rows(trial.queries) == kernel).count();
+        assert_eq!((tried_with(Kernel::Cudnn), tried_with(Kernel::Flash)), (TRIALS.len() - 2, TRIALS.len()));
+    }
 }

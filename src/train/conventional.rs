@@ -19,7 +19,7 @@ pub(super) fn train_group(session: &Session, frozen: &FrozenGroup, observer: &mu
     let decoder = &*session.model.decoder;
     let Policy { adapters, reference, .. } = &session.policy;
     let objective = session.objective();
-    let prompt_ids = &session.data.train.group(frozen.place.index).prompt_ids;
+    let prompt_ids = &*session.data.train.prompt_ids(frozen.place.index)?;
     let prompt_tokens = Tokens(from_index(prompt_ids.len()));
     let answers = frozen.ids();
     let temperature = session.head().temperature;

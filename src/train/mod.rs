@@ -24,6 +24,7 @@ mod totals;
 mod trace;
 mod trainer;
 mod update;
+mod weights;
 
 pub use run::{Finished, Run, RunOptions};
 pub use session::Session;

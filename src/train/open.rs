@@ -8,13 +8,13 @@ use tch::{Device, Kind};
 
 use super::inputs::{self, Inputs};
 use super::session::{Model, Policy, RunPlan, Session, TrainingData};
+use super::weights;
 use crate::checkpoint;
 use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
 use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
 use crate::model::lora::Adapters;
 use crate::model::spec::Spec;
-use crate::model::weights::Weights;
 use crate::plan::{self, Plan, Room};
 use crate::prompt::handoff::Keeping;
 use crate::report::open_log;
@@ -46,8 +46,8 @@ impl Session {
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, *stall_sec)?;
         // What is quick to check comes first: weights may take minutes.
-        let inputs = inputs::read(config, world, &spec)?;
-        let model = open_model(config, world, spec, device)?;
+        let inputs = inputs::read(loaded, world, &spec)?;
+        let model = open_model(loaded, world, spec, device)?;
         let policy = open_policy(config, world, &model.spec, shape, device)?;
         let mut resolved = loaded.clone();
         resolved.run.grpo.reward_fn = Some(inputs.reward_fn.clone());
@@ -146,9 +146,9 @@ fn device_room(world: &World, device: Device) -> Result<Option<Bytes>, Failure> 
     Ok(Some(Bytes((free.0 - free.0 / 32) / sharers)))
 }
 
-fn open_model(config: &RunConfig, world: &World, spec: Spec, device: Device) -> Result<Model, Failure> {
-    let kind = kind_of(config.model.dtype);
-    let weights = Rc::new(world.agree(load_weights(config, &spec, kind, device))?);
+fn open_model(loaded: &Loaded, world: &World, spec: Spec, device: Device) -> Result<Model, Failure> {
+    let kind = kind_of(loaded.run.model.dtype);
+    let weights = Rc::new(weights::open(loaded, world, &spec, kind, device)?);
     let held = world.ledger().hold(Purpose::Weights, MemorySpace::Device, weights.bytes());
     let digest = weights.digest().to_owned();
     world.require_equal("the checkpoint (digest)", &digest)?;
@@ -157,13 +157,6 @@ fn open_model(config: &RunConfig, world: &World, spec: Spec, device: Device) -> 
     world.require_equal("the attention kernel", kernel)?;
     tracing::info!("attention kernel: {kernel}");
     Ok(Model { spec, weights, decoder, digest, _held: held })
-}
-
-fn load_weights(config: &RunConfig, spec: &Spec, kind: Kind, device: Device) -> Result<Weights, Failure> {
-    if config.model.random_init {
-        return Ok(Weights::random(spec, config.run.seed, kind, device)?);
-    }
-    Ok(Weights::load(config.model_path()?, spec, kind, device)?)
 }
 
 fn open_policy(

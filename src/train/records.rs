@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
 
 use super::memory::{MemoryRecorder, RankMemory, RunMemory};
 use super::session::Session;
@@ -24,7 +23,7 @@ pub(super) struct Records {
     layers: Rc<RefCell<LayerRecorder>>,
     trace: Option<Rc<RefCell<Trace>>>,
     /// The adapters' B when the records began.
-    start_b: Vec<Tensor>,
+    start_b: Vec<String>,
     /// Seconds in which the updates so far waited for copies.
     stage_wait_s: f64,
     /// The same by the device's count, which includes what came before the current update.
@@ -86,7 +85,7 @@ impl Records {
         }
         recorders.extend(further);
         world.tracker().set_recorders(recorders);
-        let start_b = session.policy.adapters.entries().iter().map(|adapter| adapter.b_or.detach().copy()).collect();
+        let start_b = session.policy.adapters.b_digests();
         Ok(Records { memory, layers, trace, start_b, stage_wait_s: 0.0, stage_wait_before_s: 0.0 })
     }
 
@@ -138,8 +137,9 @@ impl Records {
 
     /// Names of the tensors B that have not changed in any value.
     fn unmoved(&self, adapters: &Adapters) -> Vec<String> {
-        let pairs = adapters.entries().iter().zip(&self.start_b);
-        let unmoved = pairs.filter(|(adapter, start)| adapter.b_or.detach().equal(start));
+        let digests = adapters.b_digests();
+        let pairs = adapters.entries().iter().zip(self.start_b.iter().zip(&digests));
+        let unmoved = pairs.filter(|(_, (start, now))| start == now);
         unmoved.map(|(adapter, _)| format!("{}.lora_B", adapter.module)).collect()
     }
 

@@ -24,6 +24,7 @@ use crate::plan::{self, Plan};
 use crate::prompt::handoff::{Keeping, PlacedGroup};
 use crate::report::AdapterForm;
 use crate::reward::Scorer;
+use crate::runtime::failure::Failure;
 use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{Tokens, as_index, from_index};
 use crate::step::objective::{self, Aggregation, Importance, Objective, Scaling};
@@ -163,6 +164,14 @@ impl Session {
         self.data.train.group(0)
     }
 
+    /// Token ids of the first group's prompt.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    pub fn first_prompt_ids(&self) -> Result<Vec<i64>, Failure> {
+        Ok(self.data.train.prompt_ids(0)?.into_owned())
+    }
+
     /// What a user should know before the first step.
     pub(super) fn notes(&self) -> Vec<String> {
         let endless = self.samples() && self.data.end_ids.is_empty();
@@ -172,10 +181,17 @@ impl Session {
                 .to_owned()
         });
         let cuts = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
+        let kept = |key: &str, data: &Dataset| {
+            let (file, bytes) = data.kept_in()?;
+            Some(format!("{key}: the ranks of a machine read the token ids from {} ({bytes})", file.display()))
+        };
         let mut notes = self.loaded.notes();
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));
         notes.extend(plan::context_note(self.config(), self.spec()));
+        notes.extend(self.model.weights.notes().iter().cloned());
+        notes.extend(kept("data.path", &self.data.train));
+        notes.extend(self.data.held_out.as_ref().and_then(|data| kept("data.held_out", data)));
         notes.extend(cuts("data.path", &self.data.train));
         notes.extend(self.data.held_out.as_ref().and_then(|data| cuts("data.held_out", data)));
         notes.extend(endless);
@@ -189,7 +205,7 @@ impl Session {
 
     /// Prompt lengths of the next `updates` updates, at most [`UPDATES_AHEAD_MAX`], one entry each; takes nothing.
     pub(super) fn prompt_tokens_ahead(&self, world: &World, updates: u64) -> Vec<Vec<u64>> {
-        let prompt_tokens = |index: usize| from_index(self.data.train.group(index).prompt_ids.len());
+        let prompt_tokens = |index: usize| self.data.train.group(index).prompt_tokens.0;
         let updates_per_group = self.config().grpo.updates_per_group;
         let mut ahead = Vec::new();
         if let Some(round) = &self.data.round {
@@ -224,10 +240,11 @@ impl Session {
         }
     }
 
-    /// An answered group placed on the ranks of this prompt group.
+    /// Where the rows of an answered group are on the ranks of this prompt group. The prompt's ids play no part in that, and
+    /// zeros stand in their place.
     pub(super) fn place_frozen(&self, frozen: &FrozenGroup, world: &World) -> PlacedGroup {
-        let prompt_ids = &self.data.train.group(frozen.place.index).prompt_ids;
-        self.transaction(world).placed(prompt_ids, frozen.ids())
+        let prompt_tokens = self.data.train.group(frozen.place.index).prompt_tokens;
+        self.transaction(world).placed(&vec![0; prompt_tokens.index()], frozen.ids())
     }
 
     pub(super) fn head(&self) -> Head {

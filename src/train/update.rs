@@ -12,7 +12,6 @@ use super::stop_policy::StopPolicy;
 use crate::prompt::handoff::ReducedGrads;
 use crate::report::{Reporter, Seconds, Step};
 use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::units::from_index;
 use crate::step::observer::Observer;
 use crate::step::{finalize, objective};
 use crate::world::World;
@@ -71,7 +70,7 @@ pub(super) fn update(
 /// Adds the numbers that follow from the groups' prompts, answers and rewards.
 fn describe_groups(session: &Session, round: &Round, numbers: Step) -> Step {
     let groups = || round.places.iter().map(|place| session.data.train.group(place.index));
-    let prompt_tokens: Vec<u64> = groups().map(|group| from_index(group.prompt_ids.len())).collect();
+    let prompt_tokens: Vec<u64> = groups().map(|group| group.prompt_tokens.0).collect();
     let prompts = groups().map(|group| group.name.clone()).collect();
     round.describe(Step { prompts, ..numbers }, &prompt_tokens, session.samples())
 }

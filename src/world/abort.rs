@@ -1,23 +1,15 @@
 //! How a rank ends the whole job, and what is printed first.
 
-use std::io::Write as _;
-
 use mpi::topology::{Communicator, SimpleCommunicator};
 
 use crate::runtime::failure::{Exit, Failure, out_of_memory};
 use crate::runtime::liveness::SharedSite;
 use crate::runtime::memory::{Holdings, Ledger, Shortage};
+use crate::runtime::terminal::say;
 
 /// Ends the whole job at once.
 pub(super) fn abort_world(exit: Exit) -> ! {
     SimpleCommunicator::world().abort(exit.code())
-}
-
-/// Writes a line to standard error and flushes it, so that the line is out before an abort.
-pub(super) fn say(line: &str) {
-    let mut stderr = std::io::stderr().lock();
-    // If standard error is closed, only the exit code is left to tell.
-    let _ = writeln!(stderr, "{line}").and_then(|()| stderr.flush());
 }
 
 /// Makes a panic on any thread print its site and end the whole job.

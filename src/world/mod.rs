@@ -7,6 +7,7 @@
 mod abort;
 mod about;
 mod axis;
+mod binding;
 pub mod devices;
 mod error;
 pub mod exchange;
@@ -31,8 +32,9 @@ pub use signals::{install_signal_handlers, stop_requested, time_left};
 use crate::runtime::failure::{Exit, Failure};
 use crate::runtime::liveness::{HeartbeatFiles, StallLimits, Tracker};
 use crate::runtime::memory::Ledger;
+use crate::runtime::terminal::say;
 use crate::runtime::units::{Rank, as_index, from_index};
-use abort::{abort_on_panic, abort_world, message, say};
+use abort::{abort_on_panic, abort_world, message};
 use watchdog::{Watch, Watchdog};
 
 /// All ranks of the run, and this process's place among them.

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, SecondsFormat, Utc};
 
-use super::abort::{abort_world, say};
+use super::abort::abort_world;
 use crate::runtime::failure::Exit;
 use crate::runtime::liveness::{
     Heartbeat, HeartbeatFiles, Peers, Progress, Reading, SharedSite, Stall, StallLimits, Visibility,
 };
+use crate::runtime::terminal::say;
 use crate::runtime::units::Rank;
 
 /// Maximum time from the discovery of a stall to the end of the process, even if printing or aborting blocks.

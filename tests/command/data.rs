@@ -119,3 +119,183 @@ fn template_refusals_and_missing_answers_name_file_and_line() {
     room.write("train.jsonl", lines(&[json!({"prompt_ids": [1, 2]})]));
     room.alone(&[]).refused(3, &["train.jsonl, line 1, answers: none is given", "set rollout.sample = true"]);
 }
+
+#[test]
+fn tools_that_the_template_would_leave_out_are_refused_and_its_own_template_for_tools_is_read() {
+    let draft = draft();
+    let room = Room::with(&[("config.toml", &config(draft.path()))]);
+    let mut record = record(9, [1, 2, 3]);
+    record.as_object_mut().unwrap().remove("prompt_ids");
+    record["messages"] = json!([{"role": "user", "content": "hi"}]);
+    record["tools"] = json!([{"name": "add"}]);
+    room.write("train.jsonl", lines(&[record]));
+    room.alone(&[]).refused(3, &["train.jsonl, line 1, messages: the chat template of ", "it does not read \"tools\""]);
+    std::fs::create_dir(draft.path().join("additional_chat_templates")).unwrap();
+    let file = draft.path().join("additional_chat_templates/tool_use.jinja");
+    std::fs::write(file, format!("{{{{ tools | tojson }}}}{TEMPLATE}")).unwrap();
+    room.alone(&["train", "--set", "run.steps=1"]).ended(0, &[]);
+}
+
+#[test]
+fn a_byte_order_mark_is_passed_over_in_every_file_that_is_read() {
+    let draft = Draft::of("qwen3");
+    let index = draft.write_shards(2);
+    draft.write_index(&index);
+    for (name, text) in [
+        ("tokenizer.json", bytes_tokenizer()),
+        ("chat_template.jinja", TEMPLATE.to_owned()),
+        ("tokenizer_config.json", r#"{"eos_token": "~"}"#.to_owned()),
+        ("generation_config.json", r#"{"eos_token_id": 5}"#.to_owned()),
+        ("special_tokens_map.json", "{}".to_owned()),
+    ] {
+        std::fs::write(draft.path().join(name), text).unwrap();
+    }
+    for entry in std::fs::read_dir(draft.path()).unwrap() {
+        let file = entry.unwrap().path();
+        if file.extension().is_some_and(|extension| extension != "safetensors") {
+            let marked = [&b"\xef\xbb\xbf"[..], &std::fs::read(&file).unwrap()].concat();
+            std::fs::write(&file, marked).unwrap();
+        }
+    }
+    let records = lines(&[json!({"messages": [{"role": "user", "content": "hi"}]})]);
+    let room = Room::with(&[("train.jsonl", &format!("\u{feff}{records}")), ("settings.json", "\u{feff}{}")]);
+    room.write("config.toml", format!("\u{feff}{}", config(draft.path())));
+    let sets = ["rollout.sample=true", "run.steps=1", "grpo.reward_fn=length", "reward.length_tokens=4"];
+    let arguments: Vec<&str> = ["train"].into_iter().chain(sets.iter().flat_map(|set| ["--set", *set])).collect();
+    room.alone(&arguments).ended(0, &[]);
+}
+
+#[test]
+fn a_byte_that_is_no_text_is_told_with_file_line_and_offset() {
+    let draft = draft();
+    let room = Room::with(&[("config.toml", &config(draft.path()))]);
+    let mut data = lines(&[record(9, [1, 2, 3])]).into_bytes();
+    let offset = data.len() + 9;
+    data.extend_from_slice(b"{\"name\":\"\xe9\"}\n");
+    room.write("train.jsonl", data);
+    let words = format!("line 2, byte 10 of the line (offset {offset} of the file): 0xe9 is no UTF-8");
+    room.alone(&[]).refused(3, &["train.jsonl: cannot read it: ", &words]);
+    std::fs::write(draft.path().join("chat_template.jinja"), b"\n{# \xff #}").unwrap();
+    room.write("train.jsonl", lines(&[json!({"messages": [{"role": "user", "content": "hi"}], "answers": []})]));
+    room.alone(&[]).refused(3, &["chat_template.jinja", "line 2, byte 4 of the line (offset 4 of the file)"]);
+    room.write("config.toml", b"# caf\xe9\n");
+    room.alone(&[]).refused(2, &["config.toml", "line 1, byte 6 of the line"]);
+}
+
+#[test]
+fn names_and_answers_reach_the_terminal_and_the_log_without_control_characters_and_files_with_them() {
+    let draft = draft();
+    let room = Room::with(&[("config.toml", &config(draft.path()))]);
+    let name = "a\u{1b}]0;title\u{7}\u{9b}2J\u{202e}b\rc";
+    let mut bad = record(9, [1, 2, 3]);
+    bad["name"] = json!(name);
+    bad["reward_data"] = json!({"pattern": "("});
+    room.write("train.jsonl", lines(&[bad.clone()]));
+    let acts = |text: &str| text.chars().any(|c| (c.is_control() && !"\n\t".contains(c)) || c == '\u{202e}');
+    let said = room.alone(&["train", "--set", "grpo.reward_fn=regex"]);
+    said.ended(3, &["a\\u001b]0;title\\u0007\\u009b2J\\u202eb\\u000dc"]);
+    let log = room.read("run/logs/rank_0.log");
+    assert!(!acts(&said.err) && !acts(&log), "{said}\n{log}");
+    // A folder's name and a flag are text of others too.
+    let said = room.alone(&["train", "--set", "data.path=\u{1b}[2Jx"]);
+    assert!(said.code == 3 && said.err.contains("\\u001b[2Jx") && !acts(&said.err), "{said}");
+    let said = room.alone(&["train", "--\u{9b}2J\u{202e}x"]);
+    assert!(said.code == 2 && said.err.contains("\\u009b2J\\u202ex") && !acts(&said.err), "{said}");
+    // JSON on the terminal is escaped as JSON is, and holds the exact text; so do files.
+    let said = room.alone(&["plan", "--json", "--ranks", "1", "--set", "data.path=\u{202e}x"]);
+    assert!(said.code == 0 && !acts(&said.out), "{said}");
+}
+
+#[test]
+fn a_full_disk_is_told_with_the_file_that_was_written() {
+    let draft = draft();
+    let records = lines(&[record(9, [1, 2, 3])]);
+    let full = |file: &str, words: &[&str]| {
+        let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", &records)]);
+        let place = room.path().join(file);
+        std::fs::create_dir_all(place.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink("/dev/full", place).unwrap();
+        room.alone(&["train", "--set", "run.steps=1", "--set", "run.trace=true"]).ended(3, words);
+    };
+    for file in ["metrics.jsonl", "trace/rank_0.json", "config.resolved.toml"] {
+        full(&format!("run/{file}"), &[&format!("cannot write run/{file}: No space left on device")]);
+    }
+    // The partial file's name is of no use to a reader.
+    full(
+        "run/adapter/.adapter_model.safetensors.partial",
+        &["cannot write run/adapter/adapter_model.safetensors: ", "No space left on device"],
+    );
+    full(
+        "run/adapter/.adapter_config.json.partial",
+        &["cannot write run/adapter/adapter_config.json: No space left on device"],
+    );
+}
+
+#[test]
+fn a_full_disk_under_a_log_or_the_output_is_said_and_the_run_goes_on() {
+    let draft = draft();
+    let records = lines(&[record(9, [1, 2, 3])]);
+    let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", &records)]);
+    std::fs::create_dir_all(room.path().join("run/logs")).unwrap();
+    std::os::unix::fs::symlink("/dev/full", room.path().join("run/logs/rank_0.log")).unwrap();
+    let said = room.alone(&["train", "--set", "run.steps=1"]);
+    said.ended(0, &["cannot write run/logs/rank_0.log: No space left on device", "the run goes on without this log"]);
+    assert_eq!(said.err.matches("No space left").count(), 1, "it is said once: {said}");
+    let script = room.script("start", &format!("exec {} plan --ranks 1 > /dev/full", super::room::LONGSTRAW));
+    let said = room.run(&super::room::Call { ranks: 0, program: &script, arguments: &[], variables: &[] });
+    said.ended(0, &["cannot write standard output: No space left on device"]);
+}
+
+/// Records of a data set whose text is long enough for its token ids to be kept in a file.
+fn large(prompts: [usize; 3]) -> String {
+    let filler = "x".repeat(2 << 20);
+    lines(&prompts.map(|prompt| {
+        let mut record = record(prompt, [3, 1, 2]);
+        record["reward_data"] = json!({"filler": filler});
+        record
+    }))
+}
+
+#[test]
+fn a_large_data_set_is_tokenised_once_for_a_machine_and_read_again_by_the_next_start() {
+    let draft = draft();
+    let room = Room::with(&[("config.toml", &config(draft.path()))]);
+    room.write("data/train.jsonl", large([96, 61, 5]));
+    room.write("small.jsonl", lines(&[record(96, [3, 1, 2]), record(61, [3, 1, 2]), record(5, [3, 1, 2])]));
+    let train = |run_dir: &str, data: &str, further: &[&str]| {
+        let data = format!("data.path={data}");
+        let first = ["train", "--run-dir", run_dir, "--set", &data, "--set", "checkpoint.every=1"];
+        room.ranks(3, &first.into_iter().chain(further.iter().copied()).collect::<Vec<_>>())
+    };
+    let note = "data.path: the ranks of a machine read the token ids from ";
+    train("large", "data/train.jsonl", &[]).ended(0, &[note, "data/.train.jsonl."]);
+    assert_eq!(room.files("data").len(), 2, "{:?}", room.files("data"));
+    let made = |run_dir: &str, words: &str| {
+        (0..3).filter(|rank| room.read(&format!("{run_dir}/logs/rank_{rank}.log")).contains(words)).count()
+    };
+    assert_eq!((made("large", "were made in "), made("large", "were found in ")), (1, 0));
+    // The numbers are those of a data set that every rank holds in memory.
+    let said = train("small", "small.jsonl", &[]);
+    said.ended(0, &[]);
+    assert!(!said.err.contains(note), "{said}");
+    let losses = |run_dir: &str| -> Vec<Value> {
+        let metrics = room.read(&format!("{run_dir}/metrics.jsonl"));
+        metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].clone()).collect()
+    };
+    assert_eq!(losses("large"), losses("small"));
+    // The next start finds the file, also to go on.
+    train("large", "data/train.jsonl", &["--resume", "--set", "run.steps=4"]).ended(0, &["going on from"]);
+    assert_eq!((made("large", "were made in "), made("large", "were found in ")), (1, 1));
+    assert_eq!(losses("large").len(), 4);
+}
+
+#[test]
+fn a_bad_record_of_a_large_data_set_is_refused_on_all_ranks_and_leaves_no_tokens() {
+    let draft = draft();
+    let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", &large([96, 61, 5]))]);
+    let text = room.read("train.jsonl");
+    let broken = text.replacen("\"ids\":[", "\"ids\":[999,", 1);
+    room.write("train.jsonl", broken);
+    room.ranks(2, &["train"]).refused(3, &["train.jsonl, line 1, answers[0].ids: token 0 has id 999"]);
+    assert!(room.files("").iter().all(|file| !file.contains(".tokens")), "{:?}", room.files(""));
+}

@@ -31,3 +31,18 @@ fn verbs_without_mpi_ignore_the_launcher() {
     started_as(four, &["convert", "absent.gguf", "there"]).refused(3, &["absent.gguf"]);
     started_as(four, &["data", "keychain", "--model", "absent", "--out", "there"]).refused(3, &["absent"]);
 }
+
+#[test]
+fn a_rank_that_its_launcher_has_bound_to_one_core_is_told_so_by_every_verb_that_computes() {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let with = |binding: &[&str]| {
+        let arguments = [&["-n", "1"], binding, &[LONGSTRAW, "parity", "absent"]].concat();
+        Room::new().run(&Call { ranks: 0, program: "mpirun", arguments: &arguments, variables: &[] })
+    };
+    let words = format!("1 rank is bound to 1 core of {cores} by the launcher");
+    // On a machine of one core there is nothing that a launcher could keep from a rank.
+    let expected: &[&str] = if cores > 1 { &[&words] } else { &[] };
+    with(&["--bind-to", "core"]).ended(3, expected);
+    let free = with(&["--bind-to", "none"]);
+    assert!(!free.ended(3, &["absent/case.json"]).err.contains("by the launcher"), "{free}");
+}

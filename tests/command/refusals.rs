@@ -121,6 +121,75 @@ fn weights_that_are_not_finite_are_refused_with_the_first_index() {
 }
 
 #[test]
+fn weights_that_are_all_zero_are_refused_unless_a_key_allows_them() {
+    let mut draft = Draft::of("qwen3");
+    draft.tensor("model.layers.1.mlp.gate_proj.weight").bytes.fill(0);
+    draft.write();
+    checkpoint_refused(
+        &draft,
+        &[
+            "model.safetensors: model.layers.1.mlp.gate_proj.weight [128, 64] is all zero",
+            "model.allow_zero_weights = true",
+        ],
+    );
+    let records = lines(&[record(9, [1, 2, 3])]);
+    let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", &records)]);
+    room.alone(&["train", "--set", "model.allow_zero_weights=true", "--set", "run.steps=1"]).ended(0, &[]);
+}
+
+#[test]
+fn a_folder_that_leaves_open_what_the_model_is_is_refused() {
+    let draft = Draft::of("qwen3");
+    draft.write_shards(2);
+    draft.write();
+    checkpoint_refused(&draft, &["both model.safetensors and the shards of model.safetensors.index.json hold weights"]);
+    let mut draft = Draft::of("qwen3");
+    draft.config.insert("num_hidden_layers".to_owned(), json!(3));
+    draft.config.remove("layer_types");
+    draft.write();
+    checkpoint_refused(&draft, &["model.safetensors: holds 4 layers and the config asks for 3"]);
+    let mut draft = Draft::of("llama");
+    draft.tensors.remove("lm_head.weight").unwrap();
+    draft.write();
+    checkpoint_refused(&draft, &["lm_head.weight [", "is missing", "set `tie_word_embeddings` to true"]);
+}
+
+#[test]
+fn what_a_model_folder_holds_and_a_run_does_not_read_is_said_on_the_screen() {
+    let mut draft = Draft::of("qwen3");
+    draft.tensors.insert("model.visual.patch.weight".to_owned(), Stored::float(&[2], &[1.0, 2.0]));
+    draft.write();
+    write(&draft.path().join("model-00001-of-00002.safetensors"), &Tensors::new());
+    let records = lines(&[record(9, [1, 2, 3])]);
+    let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", &records)]);
+    room.ranks(2, &["train", "--set", "run.steps=1"]).ended(
+        0,
+        &[
+            "tensors of the checkpoint that are not read: model.visual.* (1)",
+            "files of weights in the model's folder that are not read: 1, the first is model-00001-of-00002.safetensors",
+        ],
+    );
+}
+
+#[test]
+fn a_run_does_not_go_on_with_weights_that_differ_in_the_middle_of_a_tensor() {
+    let mut draft = Draft::of("qwen3");
+    draft.write();
+    let records = lines(&[record(9, [1, 2, 3])]);
+    let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", &records)]);
+    let train = |further: &[&str]| {
+        let first = ["train", "--set", "checkpoint.every=1"];
+        room.alone(&first.iter().chain(further).copied().collect::<Vec<_>>())
+    };
+    train(&["--set", "run.steps=1"]).ended(0, &[]);
+    let name = "model.layers.1.mlp.down_proj.weight";
+    let middle = draft.tensors[name].bytes.len() / 8;
+    draft.tensor(name).set(middle, 0.75);
+    draft.write();
+    train(&["--resume", "--set", "run.steps=2"]).refused(2, &["is of another run", "the model"]);
+}
+
+#[test]
 fn records_outside_the_plan_are_refused_with_line_and_field() {
     let draft = Draft::of("qwen3");
     draft.write();

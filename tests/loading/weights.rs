@@ -3,8 +3,9 @@
 use std::fs;
 use std::path::Path;
 
+use longstraw::model::digests::TensorDigests;
 use longstraw::model::spec::Spec;
-use longstraw::model::weights::{Error, Weights};
+use longstraw::model::weights::{Error, Opening, Share, Weights, ZeroWeights};
 use longstraw::runtime::failure::{Classified, Exit};
 use longstraw::tensor::bytes::bytes_of;
 use safetensors::Dtype;
@@ -109,6 +110,116 @@ fn the_digest_tells_models_apart() {
 }
 
 #[test]
+fn the_digest_covers_every_byte_of_a_tensor() {
+    let mut draft = Draft::of("qwen3");
+    draft.write();
+    let whole = load(draft.path(), Kind::Float).unwrap().digest().to_owned();
+    // One value in the middle of a tensor of 32 KiB.
+    let name = "model.layers.1.mlp.down_proj.weight";
+    let middle = draft.tensors[name].bytes.len() / 8;
+    draft.tensor(name).set(middle, 1.25);
+    draft.write();
+    assert_ne!(load(draft.path(), Kind::Float).unwrap().digest(), whole);
+}
+
+#[test]
+fn ranks_that_share_the_digests_get_the_digest_of_one_that_is_alone() {
+    let draft = Draft::of("qwen3");
+    draft.write_shards(2);
+    let spec = Spec::read(draft.path(), None).unwrap();
+    let load = |share| {
+        let opening = Opening::open(draft.path(), &spec, None).unwrap();
+        opening.load(&spec, Kind::Float, Device::Cpu, ZeroWeights::Refuse, share).unwrap()
+    };
+    let alone = load(Share::ALL);
+    assert_eq!(alone.own_digests().len(), draft.tensors.len());
+    let shares: Vec<TensorDigests> = (0..3).map(|rank| load(Share { rank, ranks: 3 }).own_digests().clone()).collect();
+    assert_eq!(shares.iter().map(TensorDigests::len).sum::<usize>(), draft.tensors.len(), "each is made once");
+    let alone = alone.finish([], false);
+    for rank in 0..3 {
+        let weights = load(Share { rank, ranks: 3 }).finish(shares.clone(), false);
+        assert_eq!(weights.digest(), alone.digest());
+    }
+}
+
+#[test]
+fn ranks_that_read_other_files_know_that_they_do() {
+    let (one, other) = (Draft::of("qwen3"), Draft::of("qwen3"));
+    let identity = |draft: &Draft| {
+        draft.write();
+        let spec = Spec::read(draft.path(), None).unwrap();
+        Opening::open(draft.path(), &spec, None).unwrap().identity()
+    };
+    let first = identity(&one);
+    assert_ne!(first, identity(&other), "an equal file in another folder is another file");
+}
+
+#[test]
+fn weights_that_are_all_zero_are_refused_and_biases_may_be() {
+    let mut draft = Draft::of("qwen2");
+    let zero = |draft: &mut Draft, name: &str| draft.tensor(name).bytes.fill(0);
+    zero(&mut draft, "model.layers.0.self_attn.q_proj.bias");
+    draft.write();
+    load(draft.path(), Kind::Float).unwrap();
+    zero(&mut draft, "model.layers.2.mlp.up_proj.weight");
+    zero(&mut draft, "model.norm.weight");
+    draft.write();
+    refusal(
+        draft.path(),
+        &[
+            "model.safetensors: model.layers.2.mlp.up_proj.weight [",
+            "] is all zero",
+            "model.norm.weight [",
+            "model.allow_zero_weights = true",
+        ],
+    );
+    let spec = Spec::read(draft.path(), None).unwrap();
+    let opening = Opening::open(draft.path(), &spec, None).unwrap();
+    assert!(opening.load(&spec, Kind::Float, Device::Cpu, ZeroWeights::Allow, Share::ALL).is_ok());
+}
+
+#[test]
+fn a_norm_that_adds_one_to_its_weight_may_be_zero() {
+    let mut draft = Draft::of("gemma3_text");
+    draft.tensor("model.norm.weight").bytes.fill(0);
+    draft.write();
+    load(draft.path(), Kind::Float).unwrap();
+}
+
+#[test]
+fn two_checkpoints_in_one_folder_are_refused() {
+    let draft = Draft::of("qwen3");
+    let index = draft.write_shards(2);
+    draft.write();
+    refusal(
+        draft.path(),
+        &["both model.safetensors and the shards of model.safetensors.index.json hold weights", &shard_name(0, 2)],
+    );
+    // An index may place every tensor in the one file.
+    let all_in_one = index.keys().map(|name| (name.clone(), json!("model.safetensors"))).collect();
+    draft.write_index(&all_in_one);
+    let weights = load(draft.path(), Kind::Float).unwrap();
+    assert!(same_bits(&weights, &load(&case("qwen3"), Kind::Float).unwrap()));
+    assert!(weights.notes()[0].contains("files of weights in the model's folder that are not read: 2, the first is "));
+}
+
+#[test]
+fn more_layers_than_the_config_asks_for_are_refused() {
+    for shards in [1, 3] {
+        let mut draft = Draft::of("llama");
+        let layers = draft.config["num_hidden_layers"].as_u64().unwrap();
+        draft.config.insert("num_hidden_layers".to_owned(), json!(layers - 1));
+        if shards == 1 {
+            draft.write();
+        } else {
+            draft.write_shards(shards);
+        }
+        let (found, wanted) = (format!("holds {layers} layers"), format!("the config asks for {}", layers - 1));
+        refusal(draft.path(), &[&found, &wanted, &format!("set `num_hidden_layers` to {layers}")]);
+    }
+}
+
+#[test]
 fn names_of_composite_models_are_stripped_and_foreign_parts_skipped() {
     let mut draft = Draft::of("qwen3");
     let plain = std::mem::take(&mut draft.tensors);
@@ -125,19 +236,22 @@ fn names_of_composite_models_are_stripped_and_foreign_parts_skipped() {
     draft.write();
     let weights = load(draft.path(), Kind::Float).unwrap();
     assert!(same_bits(&weights, &load(&case("qwen3"), Kind::Float).unwrap()));
+    let note = "tensors of the checkpoint that are not read: layers of multi-token prediction (1), model.visual.* (1), \
+                mtp.* (1)";
+    assert_eq!(weights.notes(), [note]);
 }
 
 #[test]
 fn a_tied_head_shares_the_embeddings_storage() {
     let mut draft = Draft::of("llama");
     let head = draft.tensors.remove("lm_head.weight").unwrap();
-    for tied in [false, true] {
-        draft.config.insert("tie_word_embeddings".to_owned(), json!(tied));
-        draft.write();
-        let weights = load(draft.path(), Kind::Float).unwrap();
-        let (embedding, head) = (weights.get("model.embed_tokens.weight"), weights.get("lm_head.weight"));
-        assert_eq!(embedding.data_ptr(), head.data_ptr(), "tied: {tied}");
-    }
+    draft.config.insert("tie_word_embeddings".to_owned(), json!(false));
+    draft.write();
+    refusal(draft.path(), &["lm_head.weight [", "is missing", "set `tie_word_embeddings` to true"]);
+    draft.config.insert("tie_word_embeddings".to_owned(), json!(true));
+    draft.write();
+    let weights = load(draft.path(), Kind::Float).unwrap();
+    assert_eq!(weights.get("model.embed_tokens.weight").data_ptr(), weights.get("lm_head.weight").data_ptr());
     // A tied checkpoint may hold the embedding a second time, but not another head.
     draft.tensors.insert("lm_head.weight".to_owned(), draft.tensors["model.embed_tokens.weight"].clone());
     draft.write();

@@ -6,7 +6,19 @@ use crate::source::Source;
 /// A module imports only from entries above its own. A room is one entry, or several entries if its modules have an order:
 /// failures name units, pages are pages of a layout, `doctor` uses `plan`.
 const TABLE: [(u8, &[&str]); 29] = [
-    (0, &["runtime::units", "runtime::digest", "runtime::names", "runtime::random"]),
+    (
+        0,
+        &[
+            "runtime::units",
+            "runtime::digest",
+            "runtime::file_state",
+            "runtime::names",
+            "runtime::random",
+            "runtime::reading",
+            "runtime::saved",
+            "runtime::terminal",
+        ],
+    ),
     (0, &["runtime::failure"]),
     (0, &["runtime::liveness"]),
     (0, &["runtime::memory"]),

@@ -71,8 +71,8 @@ pub fn write(options: &Options, tokenizer: &Tokenizer, out: &Path) -> Result<Sum
         Split { name: "held-out", stream: 2, prompts: options.held_out, text: held_out_text, codes: held_out_codes };
     let train_temporary = writer.write(&train, out)?;
     let held_out_temporary = writer.write(&held_out, out)?;
-    let train_file = out.join("train.jsonl");
-    let held_out_file = out.join("held_out.jsonl");
+    let train_file = out.join(train.file_name());
+    let held_out_file = out.join(held_out.file_name());
     for (temporary, file) in [(train_temporary, &train_file), (held_out_temporary, &held_out_file)] {
         temporary.persist(file).map_err(|cause| Error::io(file, "rename a temporary file to it")(cause.error))?;
     }
@@ -189,7 +189,7 @@ mod tests {
             assert_eq!(data.len(), count);
             for (index, record) in records(file).iter().enumerate() {
                 let group = data.group(index);
-                assert_eq!(group.prompt_ids.len(), 2_100);
+                assert_eq!(group.prompt_tokens, Tokens(2_100));
                 let prompt = record["prompt"].as_str().unwrap();
                 let place = queried_place(prompt);
                 for (answer, text) in group.answers.iter().zip(record["answers"].as_array().unwrap()) {

@@ -30,6 +30,13 @@ pub(super) struct Split<'a> {
     pub(super) codes: &'a [u32],
 }
 
+impl Split<'_> {
+    /// The file's name in the folder of the data set.
+    pub(super) fn file_name(&self) -> &'static str {
+        if self.name == "train" { "train.jsonl" } else { "held_out.jsonl" }
+    }
+}
+
 /// What both files share.
 pub(super) struct SplitWriter<'a> {
     pub(super) options: &'a Options,
@@ -71,11 +78,12 @@ impl SplitWriter<'_> {
 
     /// Writes one file under a temporary name in `out`.
     pub(super) fn write(&self, split: &Split, out: &Path) -> Result<NamedTempFile, Error> {
-        let failed = Error::io(out, "write a temporary file in it");
+        let file = out.join(split.file_name());
+        let failed = Error::io(&file, "write it");
         let readable = Permissions::from_mode(0o666);
         let mut builder = tempfile::Builder::new();
-        let file = builder.prefix(".keychain-").permissions(readable).tempfile_in(out).map_err(&failed)?;
-        let mut writer = BufWriter::new(file.as_file());
+        let temporary = builder.prefix(".keychain-").permissions(readable).tempfile_in(out).map_err(&failed)?;
+        let mut writer = BufWriter::new(temporary.as_file());
         let mut next = 0;
         for index in 0..split.prompts {
             let mut random = Random::new(self.options.seed, (split.stream << 32) + from_index(index));
@@ -84,8 +92,8 @@ impl SplitWriter<'_> {
         }
         writer.flush().map_err(&failed)?;
         drop(writer);
-        file.as_file().sync_all().map_err(&failed)?;
-        Ok(file)
+        temporary.as_file().sync_all().map_err(&failed)?;
+        Ok(temporary)
     }
 
     /// One record. Its passage starts with paragraph `next`.

@@ -38,6 +38,10 @@ pub enum Problem {
 pub enum Error {
     #[error("{}: {source}", file.display())]
     File { file: PathBuf, source: io::Error },
+    #[error("cannot write {}: {source}", file.display())]
+    Write { file: PathBuf, source: io::Error },
+    #[error("cannot write {}: {source}", file.display())]
+    WriteValues { file: PathBuf, source: SafeTensorError },
     #[error("{}: not a JSON object: {source}", file.display())]
     NotJson { file: PathBuf, source: serde_json::Error },
     #[error("{}: {source}", file.display())]

@@ -19,6 +19,7 @@ pub use self::error::{CONFIG, Error, Problem, VALUES};
 use super::lora::Adapter;
 use super::problems::Problems;
 use super::spec::{self, Linear, Spec};
+use crate::runtime::reading;
 use crate::runtime::units::{as_dim, from_dim, from_index};
 use crate::tensor::bytes::{self, fill_from_bytes, map_file};
 use crate::tensor::stored::{StoredTensor, kind_of};
@@ -52,11 +53,11 @@ pub fn save(folder: &Path, shape: &AdapterShape, entries: &[Adapter]) -> Result<
             views.push((name, value));
         }
     }
-    fs::create_dir_all(folder).map_err(|source| Error::File { file: folder.to_owned(), source })?;
+    fs::create_dir_all(folder).map_err(|source| Error::Write { file: folder.to_owned(), source })?;
     let values = Begun::beside(folder, VALUES);
     let metadata = [("format".to_owned(), "pt".to_owned())].into_iter().collect();
     serialize_to_file(views, Some(metadata), &values.partial)
-        .map_err(|source| Error::Values { file: values.partial.clone(), source })?;
+        .map_err(|source| Error::WriteValues { file: values.target.clone(), source })?;
     let config = Begun::beside(folder, CONFIG);
     let text = format!("{:#}\n", config_of(shape));
     config.step(|partial| File::create(partial)?.write_all(text.as_bytes()))?;
@@ -126,7 +127,7 @@ impl Begun {
     }
 
     fn step(&self, action: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), Error> {
-        action(&self.partial).map_err(|source| Error::File { file: self.target.clone(), source })
+        action(&self.partial).map_err(|source| Error::Write { file: self.target.clone(), source })
     }
 }
 
@@ -172,8 +173,8 @@ fn read_config(
     problems: &mut Vec<Problem>,
 ) -> Result<Option<(AdapterShape, Vec<Linear>)>, Error> {
     let file = folder.join(CONFIG);
-    let text = fs::read(&file).map_err(|source| Error::File { file: file.clone(), source })?;
-    let config: Map<String, Value> = serde_json::from_slice(&text).map_err(|source| Error::NotJson { file, source })?;
+    let text = reading::text(&file).map_err(|source| Error::File { file: file.clone(), source })?;
+    let config: Map<String, Value> = serde_json::from_str(&text).map_err(|source| Error::NotJson { file, source })?;
     refuse_variants(&config, problems);
     let mut refuse = |key: &str, wanted: &str| problems.push(key_problem(&config, key, wanted));
     let rank = config.get("r").and_then(Value::as_u64).filter(|rank| (1..1 << 31).contains(rank));

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::model::problems::Problems;
+use crate::model::spec::HEAD;
 use crate::runtime::failure::{Classified, Exit};
 
 /// The file of a checkpoint in one piece.
@@ -31,6 +32,16 @@ pub enum Problem {
     Misplaced { file: String, name: String },
     #[error("the index places {name} in {place}; it must be the name of a file beside the index")]
     Place { name: String, place: String },
+    #[error(
+        "{file}: holds {found} layers and the config asks for {layers} ({first} would not be read); set \
+         `num_hidden_layers` to {found}, or save a checkpoint of {layers} layers"
+    )]
+    MoreLayers { file: String, layers: usize, found: usize, first: String },
+    #[error(
+        "{HEAD} {shape:?} is missing, and the config does not say that the head is the embedding; add the tensor, or set \
+         `tie_word_embeddings` to true"
+    )]
+    NoHead { shape: Vec<u64> },
 }
 
 /// What is wrong inside one safetensors file.
@@ -55,6 +66,12 @@ pub enum Damage {
 pub enum Error {
     #[error("{}: there is neither {SINGLE} nor {INDEX}; weights are read from safetensors only{hint}", folder.display())]
     NoWeights { folder: PathBuf, hint: &'static str },
+    #[error(
+        "{}: both {SINGLE} and the shards of {INDEX} hold weights ({shards} files, the first is {first}); move the one \
+         that is not meant out of the folder",
+        folder.display()
+    )]
+    TwoCheckpoints { folder: PathBuf, shards: usize, first: String },
     #[error("{}: {source}", file.display())]
     Unreadable { file: PathBuf, source: io::Error },
     #[error("{}: no index of weights: {reason}", file.display())]

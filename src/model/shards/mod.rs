@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 pub use self::error::{Damage, Error, INDEX, Problem, SINGLE};
 use super::problems::Problems;
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
+use crate::runtime::reading;
 use crate::runtime::units::{as_index, from_index};
 use crate::tensor::bytes::map_file;
 use crate::tensor::stored::kind_of;
@@ -64,6 +65,12 @@ pub struct Checkpoint {
     pub shards: Vec<Shard>,
     /// The tensors; a tied head may be among them.
     pub places: BTreeMap<String, Place>,
+    /// Tensors that the files hold and nothing reads, counted by what they belong to.
+    unread: BTreeMap<String, u64>,
+    /// File and name of the tensors of each layer beyond the last one that the config asks for.
+    beyond: BTreeMap<usize, Vec<(String, String)>>,
+    /// Files of weights beside those that are read.
+    other_files: Vec<String>,
 }
 
 impl Checkpoint {
@@ -79,10 +86,17 @@ impl Checkpoint {
         if !problems.is_empty() {
             return Err(refused(problems));
         }
-        let mut checkpoint = Checkpoint { shards: Vec::new(), places: BTreeMap::new() };
+        let mut checkpoint = Checkpoint {
+            shards: Vec::new(),
+            places: BTreeMap::new(),
+            unread: BTreeMap::new(),
+            beyond: BTreeMap::new(),
+            other_files: other_files(folder, &listing.files),
+        };
         for name in &listing.files {
             checkpoint.add_shard(folder, name, &listing, spec, &mut problems)?;
         }
+        checkpoint.judge_layers_beyond(spec, &mut problems);
         checkpoint.compare(&spec.tensors(), &mut problems);
         if problems.is_empty() { Ok(checkpoint) } else { Err(refused(problems)) }
     }
@@ -112,6 +126,23 @@ impl Checkpoint {
         self.shards[shard].map = None;
     }
 
+    /// What the folder holds and the run does not read: for the user, a sentence each.
+    #[must_use]
+    pub fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        if !self.unread.is_empty() {
+            let parts: Vec<String> = self.unread.iter().map(|(part, count)| format!("{part} ({count})")).collect();
+            notes.push(format!("tensors of the checkpoint that are not read: {}", parts.join(", ")));
+        }
+        if let Some(first) = self.other_files.first() {
+            let count = self.other_files.len();
+            notes.push(format!(
+                "files of weights in the model's folder that are not read: {count}, the first is {first}"
+            ));
+        }
+        notes
+    }
+
     fn add_shard(
         &mut self,
         folder: &Path,
@@ -136,14 +167,18 @@ impl Checkpoint {
             problems.push(Problem::Misplaced { file: name.to_owned(), name: tensor.clone() });
         }
         let number = self.shards.len();
-        let mut beyond = 0_u64;
         // The names come in the order of a hash map; sorted, the messages are the same on every run.
         for (tensor, info) in tensors.into_iter().collect::<BTreeMap<_, _>>() {
             let stripped = strip(&tensor);
-            if is_beyond_last_layer(&stripped, spec) {
-                beyond += 1;
+            if let Some(part) = foreign_part(&stripped) {
+                *self.unread.entry(format!("{part}*")).or_default() += 1;
+                continue;
             }
-            if is_foreign(&stripped) || is_beyond_last_layer(&stripped, spec) {
+            if is_rotary_buffer(&stripped) {
+                continue;
+            }
+            if let Some(layer) = layer_of(&stripped).filter(|layer| *layer >= spec.layers) {
+                self.beyond.entry(layer).or_default().push((name.to_owned(), stripped));
                 continue;
             }
             let shape = info.shape.iter().map(|size| from_index(*size)).collect();
@@ -153,22 +188,34 @@ impl Checkpoint {
                 problems.push(Problem::Twice { name: tensor, first, second: name.to_owned() });
             }
         }
-        if beyond > 0 {
-            tracing::warn!(file = %file.display(), layers = spec.layers, tensors = beyond,
-                "left out tensors of layers beyond num_hidden_layers");
-        }
         self.shards.push(Shard { file, name: name.to_owned(), map: Some(map), data_start: header_bytes + 8 });
         Ok(())
     }
 
-    /// Compares what is there with what is expected. A head may be absent (the embedding stands in) or, where it is tied,
-    /// present (its values are compared on loading).
+    /// Layers beyond the last that the config asks for. Some families keep their multi-token prediction there, which a text
+    /// model does not read; any other layer is one that the config leaves out.
+    fn judge_layers_beyond(&mut self, spec: &Spec, problems: &mut Vec<Problem>) {
+        let is_decoder = |names: &&Vec<(String, String)>| !names.iter().any(|(_, name)| is_of_prediction(name));
+        let first = self.beyond.values().find(is_decoder).and_then(|names| names.first());
+        let found = self.beyond.keys().next_back().map_or(0, |last| last + 1);
+        if let Some((file, first)) = first {
+            let (file, first) = (file.clone(), first.clone());
+            problems.push(Problem::MoreLayers { file, layers: spec.layers, found, first });
+        } else if !self.beyond.is_empty() {
+            let count = self.beyond.values().map(|names| from_index(names.len())).sum();
+            self.unread.insert("layers of multi-token prediction".to_owned(), count);
+        }
+    }
+
+    /// Compares what is there with what is expected. A tied head may be present (its values are compared on loading).
     fn compare(&self, expected: &[Expected], problems: &mut Vec<Problem>) {
         let mut known: BTreeMap<&str, &[u64]> =
             expected.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
         for tensor in expected {
-            if !self.places.contains_key(&tensor.name) && tensor.name != HEAD {
-                problems.push(Problem::Missing { name: tensor.name.clone(), shape: tensor.shape.clone() });
+            if !self.places.contains_key(&tensor.name) {
+                let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
+                let is_head = name == HEAD;
+                problems.push(if is_head { Problem::NoHead { shape } } else { Problem::Missing { name, shape } });
             }
         }
         if let Some(shape) = known.get(EMBEDDING).copied() {
@@ -200,18 +247,18 @@ struct Listing {
 
 impl Listing {
     fn read(folder: &Path, problems: &mut Vec<Problem>) -> Result<Listing, Error> {
-        if folder.join(SINGLE).is_file() {
-            return Ok(Listing { files: BTreeSet::from([SINGLE.to_owned()]), index: BTreeMap::new() });
-        }
-        let file = folder.join(INDEX);
+        let (single, file) = (folder.join(SINGLE).is_file(), folder.join(INDEX));
         if !file.is_file() {
+            if single {
+                return Ok(Listing { files: BTreeSet::from([SINGLE.to_owned()]), index: BTreeMap::new() });
+            }
             return Err(Error::NoWeights { folder: folder.to_owned(), hint: hint(folder) });
         }
-        let text = match fs::read(&file) {
+        let text = match reading::text(&file) {
             Ok(text) => text,
             Err(source) => return Err(Error::Unreadable { file, source }),
         };
-        let content: Map<String, Value> = match serde_json::from_slice(&text) {
+        let content: Map<String, Value> = match serde_json::from_str(&text) {
             Ok(content) => content,
             Err(error) => return Err(Error::Index { file, reason: error.to_string() }),
         };
@@ -227,7 +274,15 @@ impl Listing {
                 None => problems.push(Problem::Place { name: tensor.clone(), place: place.to_string() }),
             }
         }
-        Ok(Listing { files: index.values().cloned().collect(), index })
+        let files: BTreeSet<String> = index.values().cloned().collect();
+        // An index may place every tensor in the one file. Otherwise there are two checkpoints in one folder.
+        match files.iter().find(|name| *name != SINGLE) {
+            Some(first) if single && !files.contains(SINGLE) => {
+                let (shards, first) = (files.len(), first.clone());
+                Err(Error::TwoCheckpoints { folder: folder.to_owned(), shards, first })
+            }
+            _ => Ok(Listing { files, index }),
+        }
     }
 
     fn check_files(&self, folder: &Path, problems: &mut Vec<Problem>) {
@@ -262,15 +317,35 @@ fn strip(name: &str) -> String {
     COMPOSITE_PREFIXES.iter().find_map(plain).unwrap_or_else(|| name.to_owned())
 }
 
-/// Tensors that a text model does not read, stored frequencies among them.
-fn is_foreign(name: &str) -> bool {
-    FOREIGN_PREFIXES.iter().any(|prefix| name.starts_with(prefix)) || name.ends_with(".rotary_emb.inv_freq")
+/// The part of a composite model that a tensor belongs to, if a text model does not read that part.
+fn foreign_part(name: &str) -> Option<&'static str> {
+    FOREIGN_PREFIXES.iter().find(|prefix| name.starts_with(**prefix)).copied()
 }
 
-/// Tensors of a layer beyond the last: some families store their multi-token prediction there.
-fn is_beyond_last_layer(name: &str, spec: &Spec) -> bool {
-    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
-    layer.and_then(|digits| digits.parse::<usize>().ok()).is_some_and(|layer| layer >= spec.layers)
+/// Rotary frequencies in the file; they follow from the config, and older checkpoints store them.
+fn is_rotary_buffer(name: &str) -> bool {
+    name.ends_with(".rotary_emb.inv_freq")
+}
+
+fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+}
+
+/// Whether a tensor stands in layers of multi-token prediction only.
+fn is_of_prediction(name: &str) -> bool {
+    let parts = ["enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens"];
+    name.split('.').skip(3).any(|part| parts.contains(&part))
+}
+
+/// Files of weights in the folder that are not among `read`, sorted by name.
+fn other_files(folder: &Path, read: &BTreeSet<String>) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let mut others: Vec<String> = names
+        .filter(|name| name.starts_with("model") && name.ends_with(".safetensors") && !read.contains(name))
+        .collect();
+    others.sort();
+    others
 }
 
 /// Says with numbers what the header's reader only names.

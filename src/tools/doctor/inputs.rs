@@ -50,7 +50,10 @@ pub(super) fn model(loaded: &Loaded) -> (Finding, Option<Spec>) {
     let weights = if run.model.random_init { Ok(None) } else { Checkpoint::open(folder, &spec).map(Some) };
     let finding = match weights {
         Ok(None) => Finding::ok("model", format!("{}: {} layers, random weights", folder.display(), spec.layers)),
-        Ok(Some(_)) => Finding::ok("model", format!("{}: {} layers, all tensors there", folder.display(), spec.layers)),
+        Ok(Some(checkpoint)) => {
+            let there = format!("{}: {} layers, all tensors there", folder.display(), spec.layers);
+            Finding::ok("model", [vec![there], checkpoint.notes()].concat().join("; "))
+        }
         Err(error) => Finding::failed("model", &Failure::from(error)),
     };
     (finding, Some(spec))

@@ -134,10 +134,11 @@ impl<'a> Case<'a> {
         let (whole, weights) = (session.spec(), session.weights());
         let kind = weights.kind();
         let group = session.first_group();
+        let prompt_ids = session.first_prompt_ids()?;
         let shortened = |ids: &Vec<i64>| ids.iter().copied().take(ANSWER_TOKENS_MAX).collect();
         let answer_ids: Vec<Vec<i64>> = group.answers.iter().map(|answer| shortened(&answer.ids)).collect();
         let answer = answer_ids.iter().map(Vec::len).max().unwrap_or(0);
-        let extent = Extent { layers: 0, of_layers: whole.layers, prompt: group.prompt_ids.len(), answer };
+        let extent = Extent { layers: 0, of_layers: whole.layers, prompt: prompt_ids.len(), answer };
         let layers = agreed_layers(session, extent, world)?;
         let spec = whole.first_layers(layers);
         let rewards: Vec<Option<f64>> =
@@ -161,7 +162,7 @@ impl<'a> Case<'a> {
             kind,
             decoder: spec.decoder(Rc::new(weights.part(&spec, kind)), kind),
             adapters: random.sample(linears),
-            prompt_ids: group.prompt_ids.clone(),
+            prompt_ids,
             answers: TrainedAnswer::whole_batch(&answer_ids, &advantages, Objective::DEFAULT.aggregation),
             answer_ids,
             head: Head { rows_max: config.memory.head_block.dim(), temperature: config.grpo.temperature },

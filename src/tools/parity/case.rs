@@ -12,6 +12,7 @@ use crate::model::spec::Spec;
 use crate::prompt::handoff::{Logprobs, PlacedGroup, Scores};
 use crate::prompt::layout::Piece;
 use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::reading;
 use crate::runtime::units::{Rank, Tokens, as_dim, float, from_index};
 use crate::step::objective::{Aggregation, Objective};
 use crate::step::replay::{FrozenScores, TrainedAnswer};
@@ -77,7 +78,7 @@ impl Case {
     pub(super) fn read(folder: &Path) -> Result<Case, Error> {
         let failed = |file: &Path, message: String| Error::Read { file: file.into(), message };
         let about_file = folder.join("case.json");
-        let text = std::fs::read_to_string(&about_file).map_err(|error| failed(&about_file, error.to_string()))?;
+        let text = reading::text(&about_file).map_err(|error| failed(&about_file, error.to_string()))?;
         let about: CaseFile = serde_json::from_str(&text).map_err(|error| failed(&about_file, error.to_string()))?;
         let file = folder.join("expected.safetensors");
         let tensors = Tensor::read_safetensors(&file).map_err(|error| failed(&file, error.to_string()))?;

@@ -22,6 +22,7 @@ use crate::config::{Environment, RunConfig};
 use crate::endpoint::{Answered, CallerLimits, Endpoint, Message};
 use crate::report::say;
 use crate::runtime::failure::Failure;
+use crate::runtime::terminal::visible;
 use crate::world::stop_requested;
 use answers::{Sampled, worst};
 use text::printable;
@@ -261,10 +262,10 @@ fn remove(file: &Path) -> Result<(), Error> {
     }
 }
 
-/// Replaces a file by rename.
+/// Replaces a file by rename. People read it on a terminal, and the words are those of a service.
 fn write(file: &Path, text: &str) -> Result<(), Error> {
     let temporary = file.with_extension("new");
-    let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, file));
+    let written = fs::write(&temporary, visible(text).as_bytes()).and_then(|()| fs::rename(&temporary, file));
     written.map_err(Error::io(file, "write it"))
 }
 

@@ -1,0 +1,458 @@
+//! A model's tensors: loaded from a checkpoint, or random for measurements.
+//!
+//! Loading has three steps, so that the ranks of a machine can share the digests of the bytes: [`Opening`] maps and checks
+//! the files, [`Loading`] holds the tensors and the digests that this rank has made, [`Weights`] know their digest.
+//!
+//! Each tensor is created once, in the target dtype on the target device, and filled straight from the mapped file; the
+//! map of a file is dropped as soon as its tensors are filled. So host memory holds the model once, besides pages of the
+//! file that the system can take back at any time.
+
+mod error;
+mod random;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+use tch::{Device, Kind, Tensor};
+
+pub use self::error::{AllZero, Error, NotFinite};
+use self::random::fill_random;
+use super::digests::{self, TensorDigests};
+use super::shards::Checkpoint;
+use super::spec::{EMBEDDING, Expected, HEAD, NormForm, Spec};
+use crate::runtime::digest::{hex, sha256_hex};
+use crate::runtime::file_state::FileState;
+use crate::runtime::random::split_mix;
+use crate::runtime::units::{Bytes, as_dim, from_dim, from_index};
+use crate::tensor::boundary::storage_bytes;
+use crate::tensor::bytes::{self, fill_from_bytes};
+use crate::tensor::stored::kind_of;
+
+/// Digests of smaller files are not kept: to read the file again takes less than a moment.
+pub const KEPT_FILE_BYTES_MIN: u64 = 64 << 20;
+
+/// Elements that are looked at together when one that is not finite is searched.
+const BLOCK_ELEMENTS: i64 = 1 << 20;
+
+/// What to do with weights that are all zero.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "the names say what each variant does")]
+pub enum ZeroWeights {
+    Refuse,
+    Allow,
+}
+
+/// The share of a checkpoint's tensors whose digests one rank makes: every `ranks`-th one from `rank` on.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "the type's comment explains both")]
+pub struct Share {
+    pub rank: usize,
+    pub ranks: usize,
+}
+
+impl Share {
+    /// The share of a rank that is alone.
+    pub const ALL: Share = Share { rank: 0, ranks: 1 };
+}
+
+/// A checkpoint whose files are mapped and checked; nothing is loaded yet.
+#[derive(Debug)]
+pub struct Opening {
+    folder: PathBuf,
+    checkpoint: Checkpoint,
+    /// State of each file, in the order of the checkpoint's.
+    states: Vec<FileState>,
+    /// Digests that were kept when a file was read before.
+    kept: TensorDigests,
+    /// Files without kept digests that are large enough to keep theirs.
+    to_keep: Vec<usize>,
+    /// Where digests are kept if not beside the weights.
+    elsewhere: Option<PathBuf>,
+    notes: Vec<String>,
+}
+
+impl Opening {
+    /// Maps the files in `folder`, checks every tensor's presence, shape and dtype, and reads kept digests. `elsewhere` is
+    /// the folder for digests of files in a folder that cannot be written.
+    ///
+    /// # Errors
+    /// When files are absent or damaged, or tensors do not match the spec.
+    pub fn open(folder: &Path, spec: &Spec, elsewhere: Option<&Path>) -> Result<Opening, Error> {
+        let mut checkpoint = Checkpoint::open(folder, spec)?;
+        drop_tied_head(&mut checkpoint, folder, spec)?;
+        let (mut states, mut kept, mut to_keep) = (Vec::new(), TensorDigests::new(), Vec::new());
+        for (number, shard) in checkpoint.shards.iter().enumerate() {
+            let file = &shard.file;
+            let state = FileState::of(file).map_err(|source| Error::Unreadable { file: file.clone(), source })?;
+            let found = digests::kept(file, &state, elsewhere);
+            if checkpoint.in_file_order(number).iter().all(|(name, _)| found.contains_key(*name)) {
+                kept.extend(found);
+            } else if state.bytes >= KEPT_FILE_BYTES_MIN {
+                to_keep.push(number);
+            }
+            states.push(state);
+        }
+        let notes = checkpoint.notes();
+        let (folder, elsewhere) = (folder.to_owned(), elsewhere.map(Path::to_owned));
+        Ok(Opening { folder, checkpoint, states, kept, to_keep, elsewhere, notes })
+    }
+
+    /// What was opened, as a short text: ranks with the same text read the same files and know the same digests.
+    #[must_use]
+    pub fn identity(&self) -> String {
+        sha256_hex(format!("{:?} {:?}", self.states, self.kept))
+    }
+
+    /// Loads the tensors as `kind` on `device`, and makes the digests of this rank's `share` while their bytes are read.
+    /// Kept digests are not made again.
+    ///
+    /// # Errors
+    /// When values are not finite, weights are all zero, or memory does not suffice.
+    pub fn load(
+        mut self,
+        spec: &Spec,
+        kind: Kind,
+        device: Device,
+        zeros: ZeroWeights,
+        share: Share,
+    ) -> Result<Loading, Error> {
+        let mut loader = Loader {
+            tensors: BTreeMap::new(),
+            digests: TensorDigests::new(),
+            not_finite: Vec::new(),
+            all_zero: Vec::new(),
+            norm: spec.norm,
+            kind,
+            device,
+        };
+        for shard in 0..self.checkpoint.shards.len() {
+            loader.load_shard(&self.checkpoint, shard, &self.kept, share)?;
+            self.checkpoint.release(shard);
+        }
+        let folder = self.folder.clone();
+        if !loader.not_finite.is_empty() {
+            return Err(Error::NotFinite { folder, kind, tensors: loader.not_finite });
+        }
+        if zeros == ZeroWeights::Refuse && !loader.all_zero.is_empty() {
+            return Err(Error::AllZero { folder, tensors: loader.all_zero });
+        }
+        Ok(Loading {
+            opening: self,
+            spec: spec.canonical(),
+            tensors: loader.tensors,
+            digests: loader.digests,
+            kind,
+            device,
+        })
+    }
+}
+
+/// Tensors that are loaded, and the digests of this rank's share of them.
+#[derive(Debug)]
+pub struct Loading {
+    opening: Opening,
+    /// The canonical spec, which is part of the model's digest.
+    spec: String,
+    tensors: BTreeMap<String, Tensor>,
+    digests: TensorDigests,
+    kind: Kind,
+    device: Device,
+}
+
+impl Loading {
+    /// The digests that this rank has made.
+    #[must_use]
+    pub fn own_digests(&self) -> &TensorDigests {
+        &self.digests
+    }
+
+    /// The weights, with the digests of all shares together. Where `keeps`, digests of large files are written for the next
+    /// start; a place that cannot be written is noted in the log.
+    ///
+    /// # Panics
+    /// When a tensor has no digest: the shares together must cover the checkpoint.
+    #[must_use]
+    pub fn finish(self, shares: impl IntoIterator<Item = TensorDigests>, keeps: bool) -> Weights {
+        let Loading { opening, spec, tensors, digests: mut all, kind, device } = self;
+        all.extend(opening.kept.clone());
+        all.extend(shares.into_iter().flatten());
+        if keeps {
+            opening.keep(&all);
+        }
+        let digest = digest_of(&spec, &opening.checkpoint, &all);
+        Weights::with_head(tensors, digest, opening.notes, kind, device)
+    }
+}
+
+impl Opening {
+    fn keep(&self, all: &TensorDigests) {
+        for &number in &self.to_keep {
+            let file = &self.checkpoint.shards[number].file;
+            let names = self.checkpoint.in_file_order(number).into_iter().map(|(name, _)| name);
+            let own = names.filter_map(|name| Some((name.to_owned(), all.get(name)?.clone()))).collect();
+            match digests::keep(file, &self.states[number], own, self.elsewhere.as_deref()) {
+                Ok(place) => tracing::info!("digests of {} are kept in {}", file.display(), place.display()),
+                Err(error) => tracing::warn!("digests of {} are not kept: {error}", file.display()),
+            }
+        }
+    }
+}
+
+/// The tensors of a model by name, all of one dtype on one device, none of them with a gradient.
+#[derive(Debug)]
+pub struct Weights {
+    tensors: BTreeMap<String, Tensor>,
+    digest: String,
+    notes: Vec<String>,
+    kind: Kind,
+    device: Device,
+}
+
+impl Weights {
+    /// Loads the checkpoint in `folder` as `kind` on `device`; keeps no digest. A tied head shares the embedding's storage.
+    ///
+    /// # Errors
+    /// When files are absent or damaged, tensors do not match the spec, values are not finite, weights are all zero, or
+    /// memory does not suffice.
+    pub fn load(folder: &Path, spec: &Spec, kind: Kind, device: Device) -> Result<Weights, Error> {
+        let loading = Opening::open(folder, spec, None)?.load(spec, kind, device, ZeroWeights::Refuse, Share::ALL)?;
+        Ok(loading.finish([], false))
+    }
+
+    /// Random weights for measurements: the same numbers for the same seed, on every device and rank.
+    ///
+    /// Matrices are uniform with standard deviation 1/√inputs, norms keep their input's scale, biases are 0.
+    ///
+    /// # Errors
+    /// When memory does not suffice.
+    pub fn random(spec: &Spec, seed: u64, kind: Kind, device: Device) -> Result<Weights, Error> {
+        let mut tensors = BTreeMap::new();
+        for (number, expected) in spec.tensors().iter().enumerate() {
+            let stream = split_mix(seed ^ split_mix(from_index(number)));
+            let tensor = create(expected, kind, device)
+                .and_then(|mut tensor| fill_random(&mut tensor, expected, spec.norm, stream).map(|()| tensor))
+                .map_err(|source| failed(&expected.name, &expected.shape, kind, device, source))?;
+            tensors.insert(expected.name.clone(), tensor);
+        }
+        let mut hash = Sha256::new();
+        hash.update(spec.canonical());
+        hash.update(format!("\nrandom {seed}\n"));
+        Ok(Weights::with_head(tensors, hex(hash), Vec::new(), kind, device))
+    }
+
+    /// The tensor `name`.
+    ///
+    /// # Panics
+    /// When the model has no such tensor: names come from the spec, whose tensors are all there after loading.
+    pub fn get(&self, name: &str) -> &Tensor {
+        self.try_get(name).unwrap_or_else(|| panic!("the spec names no tensor {name}"))
+    }
+
+    /// The tensor `name`, if the model has it (a bias, say).
+    #[must_use]
+    pub fn try_get(&self, name: &str) -> Option<&Tensor> {
+        self.tensors.get(name)
+    }
+
+    /// Names and tensors, by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))
+    }
+
+    /// The digest of the model, as 64 hexadecimal digits.
+    ///
+    /// A SHA-256 over the canonical spec and, by name, each tensor's name, dtype in the file, shape, and the BLAKE3 digest of
+    /// all its bytes in the file. It depends neither on how the checkpoint is cut into files nor on the dtype loaded into.
+    #[must_use]
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// What a user should know of the checkpoint's folder, a sentence each.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// The same values in another dtype; those that it cannot hold are rounded. The digest stays.
+    #[must_use]
+    pub fn converted(&self, kind: Kind) -> Weights {
+        let tensors = self.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.to_kind(kind))).collect();
+        Weights { tensors, digest: self.digest.clone(), notes: Vec::new(), kind, device: self.device }
+    }
+
+    /// The tensors that `spec` names, which is of this model with fewer layers, in another dtype; those in this dtype are
+    /// shared. The digest stays.
+    #[must_use]
+    pub fn part(&self, spec: &Spec, kind: Kind) -> Weights {
+        let named = spec.tensors().into_iter().map(|expected| expected.name);
+        let found = named.filter_map(|name| self.try_get(&name).map(|tensor| (name, tensor.to_kind(kind))));
+        Weights::with_head(found.collect(), self.digest.clone(), Vec::new(), kind, self.device)
+    }
+
+    /// Bytes of all tensors; a tied head is one with the embedding.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        let each: BTreeMap<usize, Bytes> =
+            self.tensors.values().map(|tensor| (tensor.data_ptr().addr(), storage_bytes(tensor))).collect();
+        each.into_values().sum()
+    }
+
+    /// The dtype of all tensors.
+    #[must_use]
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The device of all tensors.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    fn with_head(
+        mut tensors: BTreeMap<String, Tensor>,
+        digest: String,
+        notes: Vec<String>,
+        kind: Kind,
+        device: Device,
+    ) -> Weights {
+        if !tensors.contains_key(HEAD) {
+            let head = tensors.get(EMBEDDING).map(Tensor::shallow_clone);
+            tensors.extend(head.map(|head| (HEAD.to_owned(), head)));
+        }
+        Weights { tensors, digest, notes, kind, device }
+    }
+}
+
+struct Loader {
+    tensors: BTreeMap<String, Tensor>,
+    digests: TensorDigests,
+    not_finite: Vec<NotFinite>,
+    all_zero: Vec<AllZero>,
+    norm: NormForm,
+    kind: Kind,
+    device: Device,
+}
+
+impl Loader {
+    /// Loads the tensors of one shard in the order of their bytes, so that the file is read from front to back.
+    fn load_shard(
+        &mut self,
+        checkpoint: &Checkpoint,
+        shard: usize,
+        kept: &TensorDigests,
+        share: Share,
+    ) -> Result<(), Error> {
+        for (number, (name, place)) in checkpoint.in_file_order(shard).into_iter().enumerate() {
+            let bytes = checkpoint.bytes(place);
+            // All cores read the bytes that one of them then copies.
+            if number % share.ranks == share.rank && !kept.contains_key(name) {
+                self.digests.insert(name.to_owned(), digests::digest(bytes));
+            }
+            let source_kind = kind_of(place.dtype).expect("dtypes were checked when the checkpoint was opened");
+            let expected = Expected::new(name.to_owned(), &place.shape);
+            let file = &checkpoint.shards[shard].name;
+            let tensor = create(&expected, self.kind, self.device)
+                .and_then(|mut tensor| fill_from_bytes(&mut tensor, bytes, source_kind).map(|()| tensor))
+                .and_then(|tensor| self.judge(&tensor, expected, file).map(|()| tensor))
+                .map_err(|source| failed(name, &place.shape, self.kind, self.device, source))?;
+            self.tensors.insert(name.to_owned(), tensor);
+        }
+        Ok(())
+    }
+
+    /// Looks for values that cannot be right: the least and the largest value in one pass without a temporary of the
+    /// tensor's size, and block by block only where those tell of one that is not finite.
+    fn judge(&mut self, tensor: &Tensor, expected: Expected, file: &str) -> Result<(), bytes::Error> {
+        if tensor.numel() == 0 {
+            return Ok(());
+        }
+        let (least, largest) = tensor.f_aminmax(None, false)?;
+        let bounds = [least, largest].map(|bound| bound.double_value(&[]));
+        if bounds.iter().any(|bound| !bound.is_finite()) {
+            self.not_finite.push(find_not_finite(tensor, &expected.name, file)?);
+        } else if bounds.iter().all(|bound| bound.abs() < f64::MIN_POSITIVE) && must_not_be_zero(&expected, self.norm) {
+            self.all_zero.push(AllZero { name: expected.name, file: file.to_owned(), shape: expected.shape });
+        }
+        Ok(())
+    }
+}
+
+/// Whether a tensor of zeros leaves nothing of the signal: a matrix, and a norm whose weight is a factor. Biases, and norms
+/// that add 1 to their weight, may be zero.
+fn must_not_be_zero(expected: &Expected, norm: NormForm) -> bool {
+    match expected.shape.len() {
+        1 => norm == NormForm::Weight && expected.name.ends_with("norm.weight"),
+        _ => true,
+    }
+}
+
+fn failed(name: &str, shape: &[u64], kind: Kind, device: Device, source: bytes::Error) -> Error {
+    Error::Tensor { name: name.to_owned(), shape: shape.to_vec(), kind, device, source: Box::new(source) }
+}
+
+fn create(expected: &Expected, kind: Kind, device: Device) -> Result<Tensor, bytes::Error> {
+    let shape: Vec<i64> = expected.shape.iter().copied().map(as_dim).collect();
+    Ok(Tensor::f_empty(shape, (kind, device))?)
+}
+
+/// A tied head in the file must be the embedding; it is then not loaded a second time.
+fn drop_tied_head(checkpoint: &mut Checkpoint, folder: &Path, spec: &Spec) -> Result<(), Error> {
+    if !spec.tied_embeddings {
+        return Ok(());
+    }
+    let Some(head) = checkpoint.places.remove(HEAD) else { return Ok(()) };
+    let same = checkpoint.places.get(EMBEDDING).is_some_and(|embedding| {
+        embedding.dtype == head.dtype && checkpoint.bytes(embedding) == checkpoint.bytes(&head)
+    });
+    if same { Ok(()) } else { Err(Error::HeadNotTied { folder: folder.to_owned() }) }
+}
+
+/// Counts NaN and infinite values block by block, and finds the first.
+fn find_not_finite(tensor: &Tensor, name: &str, file: &str) -> Result<NotFinite, bytes::Error> {
+    let elements = tensor.numel();
+    let flat = tensor.f_view([-1])?;
+    let (mut nan, mut infinite, mut first) = (0, 0, None);
+    let mut start = 0;
+    while start < as_dim(from_index(elements)) {
+        let block = flat.narrow(0, start, BLOCK_ELEMENTS.min(flat.size()[0] - start));
+        let (is_nan, is_infinite) = (block.f_isnan()?, block.f_isinf()?);
+        nan += from_dim(is_nan.sum(Kind::Int64).int64_value(&[]));
+        infinite += from_dim(is_infinite.sum(Kind::Int64).int64_value(&[]));
+        if first.is_none() && nan + infinite > 0 {
+            let here = is_nan.logical_or(&is_infinite).to_kind(Kind::Uint8).argmax(0, false).int64_value(&[]);
+            first = Some(from_dim(start + here));
+        }
+        start += BLOCK_ELEMENTS;
+    }
+    let shape: Vec<u64> = tensor.size().into_iter().map(from_dim).collect();
+    let first = unravel(first.unwrap_or(0), &shape);
+    let (name, file) = (name.to_owned(), file.to_owned());
+    Ok(NotFinite { name, file, nan, infinite, elements: from_index(elements), first })
+}
+
+/// The index per dimension of an element of a row-major tensor.
+fn unravel(mut element: u64, shape: &[u64]) -> Vec<u64> {
+    let mut index: Vec<u64> = shape
+        .iter()
+        .rev()
+        .map(|size| {
+            let here = element % size;
+            element /= size;
+            here
+        })
+        .collect();
+    index.reverse();
+    index
+}
+
+fn digest_of(spec: &str, checkpoint: &Checkpoint, digests: &TensorDigests) -> String {
+    let mut hash = Sha256::new_with_prefix(spec);
+    for (name, place) in &checkpoint.places {
+        let bytes = digests.get(name).unwrap_or_else(|| panic!("no rank has made the digest of {name}"));
+        hash.update(format!("\n{name} {} {:?}\n{bytes}", place.dtype, place.shape));
+    }
+    hex(hash)
+}

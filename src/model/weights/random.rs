@@ -1,0 +1,64 @@
+//! Random values of weights: the same numbers for the same seed, on every device and rank.
+
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::model::spec::{Expected, NormForm};
+use crate::runtime::random::{FACTORS, STEP, split_mix};
+use crate::runtime::units::{as_dim, as_index, float, from_dim};
+use crate::tensor::bytes::{self, fill_from_bytes};
+
+/// Elements that are made together.
+const BLOCK_ELEMENTS: i64 = 1 << 20;
+
+/// Fills a norm with what leaves its input's scale as it is, a bias with 0, and a matrix with uniform values of standard deviation 1/√inputs.
+pub(super) fn fill_random(
+    tensor: &mut Tensor,
+    expected: &Expected,
+    norm: NormForm,
+    stream: u64,
+) -> Result<(), bytes::Error> {
+    let [_, inputs] = expected.shape[..] else {
+        let is_bias = expected.name.rsplit('.').next() == Some("bias");
+        let constant = if is_bias || norm == NormForm::OnePlusWeight { 0.0 } else { 1.0 };
+        let _itself = tensor.f_fill_(constant)?;
+        return Ok(());
+    };
+    let half_width = (3.0 / float(inputs)).sqrt();
+    let value = |counter: u64| {
+        let [_, _, _, _, a, b, c, d] = split_mix(stream.wrapping_add(counter)).to_le_bytes();
+        (f64::from(u32::from_le_bytes([a, b, c, d])) / 2_147_483_648.0 - 1.0) * half_width
+    };
+    let flat = tensor.f_view([-1])?;
+    let elements = as_dim(expected.elements());
+    let mut start = 0;
+    while start < elements {
+        let length = BLOCK_ELEMENTS.min(elements - start);
+        let mut part = flat.f_narrow(0, start, length)?;
+        if tensor.device() == Device::Cpu {
+            let mut buffer = Vec::with_capacity(8 * as_index(from_dim(length)));
+            for counter in from_dim(start)..from_dim(start + length) {
+                buffer.extend_from_slice(&value(counter).to_le_bytes());
+            }
+            fill_from_bytes(&mut part, &buffer, Kind::Double)?;
+        } else {
+            part.copy_(&(uniform_on(tensor.device(), stream, start..start + length) * half_width));
+        }
+        start += length;
+    }
+    Ok(())
+}
+
+/// What [`split_mix`] makes of `stream` + counter, as numbers in [−1, 1): the same bits as on the processor. Additions and
+/// products of signed integers wrap as unsigned ones do; shifts to the right bring the sign along, which is masked.
+fn uniform_on(device: Device, stream: u64, counters: Range<i64>) -> Tensor {
+    let signed = |x: u64| i64::from_ne_bytes(x.to_ne_bytes());
+    let shifted = |z: &Tensor, bits: i64| z.bitwise_right_shift_tensor_scalar(bits).bitwise_and(i64::MAX >> (bits - 1));
+    let start = signed(stream.wrapping_add(STEP));
+    let z = Tensor::arange_start(counters.start, counters.end, (Kind::Int64, device)) + start;
+    let z = z.bitwise_xor_tensor(&shifted(&z, 30)) * signed(FACTORS[0]);
+    let z = z.bitwise_xor_tensor(&shifted(&z, 27)) * signed(FACTORS[1]);
+    let z = z.bitwise_xor_tensor(&shifted(&z, 31));
+    shifted(&z, 32).to_kind(Kind::Double) / 2_147_483_648.0 - 1.0
+}
