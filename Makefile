@@ -82,8 +82,8 @@ test-gpu: gpu ## the tests that need a GPU; writes gpu_test.json
 bench: build ## one update beside the conventional schedule (SmolLM2's shape; ARGS='--device cpu ...')
 	scripts/mpirun.sh 1 $(LONGSTRAW) bench configs/shapes/smollm2-135m --conventional $(ARGS)
 
-test-kill: deps ## 21 ranks killed or stopped at random, three in every phase, each run resumed (minutes; prints a table)
-	$(TEST_ENVIRONMENT) cargo test --release --locked --test command kills:: -- --ignored --nocapture
+test-kill: deps ## 40 kills, stops, full disks and other faults, each run resumed to the same adapters (minutes; prints a table)
+	$(TEST_ENVIRONMENT) cargo test --release --locked --test command kills:: -- --ignored --nocapture --test-threads=1
 
 gates: ## submit all gates to Slurm, each after the gate before it has passed (FROM=gate4 begins there)
 	slurm/submit gates --from $(FROM)

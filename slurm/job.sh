@@ -3,7 +3,7 @@
 # changes to the project's folder, sources this file and calls `run_job NAME`.
 #
 # Exit codes:
-#   0   the launcher left with 0, and the receipt of this start says passed
+#   0   the launcher left with 0, and the receipt of this start says passed, or a training had finished before
 #   75  all ranks left with 0 after a stop. The job is requeued if rank 0 has written the file `requeue` in the run
 #       directory. It is not requeued if only the receipt says stopped
 #   8   the ranks left with 0 and the receipt does not say passed, or a gate's new receipt says that a check failed
@@ -126,7 +126,7 @@ requeue() { # NAME
 }
 
 run_job() { # NAME
-    local name=$1 directory code=0
+    local name=$1 directory started code=0
     # shellcheck source=slurm/site.sh
     . slurm/site.sh
     known "$name"
@@ -137,8 +137,12 @@ run_job() { # NAME
     launch_words
     directory=$(run_dir "$name")
     mkdir -p "$directory"
-    rm -f "$directory/requeue"
-    : >"$directory/.started"
+    # Another job may be running in this folder: longstraw refuses this start then, and nothing of the other job is touched.
+    # So this start has a stamp of its own, and an old file `requeue` is told by its age.
+    started=$directory/.started.$SLURM_JOB_ID
+    : >"$started"
+    # shellcheck disable=SC2064 # the path as it is now
+    trap "rm -f '$started'" EXIT
     # Under a launcher that binds, a rank sees its own cores only and would divide them again.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
 
@@ -147,22 +151,27 @@ run_job() { # NAME
     start_and_wait "$LONGSTRAW" "${WORDS[@]}" --set "run.grace_sec=$SIGNAL_SECONDS" || code=$?
 
     if [ "$code" != 0 ]; then
-        if [ "$name" != train ] && new_receipt "$name" "$directory/.started" && check_failed "$name"; then
+        if [ "$name" != train ] && new_receipt "$name" "$started" && check_failed "$name"; then
             say "not passed: checks in $directory/receipt.json did not hold"
             exit 8
         fi
         say "failed: $LAUNCHER left with $code; the cause is in the line above that begins with longstraw:"
         exit "$code"
     fi
-    if [ -e "$directory/requeue" ]; then
+    if is_new "$directory/requeue" "$started"; then
         rm -f "$directory/requeue"
         requeue "$name"
     fi
-    if new_receipt "$name" "$directory/.started" && says "$name" stopped true; then
+    if new_receipt "$name" "$started" && says "$name" stopped true; then
         say "stopped as requested, and saved; submit $name again to continue"
         exit 75
     fi
-    if ! passed "$name" "$directory/.started"; then
+    # A finished training that is started again does nothing. It has locked its folder, and the receipt is that of before.
+    if [ "$name" = train ] && is_new "$directory/.lock" "$started" && says train passed true; then
+        say "passed: $directory/receipt.json"
+        exit 0
+    fi
+    if ! passed "$name" "$started"; then
         say "not passed: $directory/receipt.json does not say so, although all ranks left with 0"
         exit 8
     fi

@@ -118,12 +118,10 @@ longstraw_words() {
 # checks are further in.
 says() { grep -Eq "^  \"$2\": $3,?\$" "$(run_dir "$1")/receipt.json"; } # NAME KEY VALUE
 
-# new_receipt NAME STAMP: whether there is one that is not older than the file STAMP.
-new_receipt() {
-    local receipt
-    receipt=$(run_dir "$1")/receipt.json
-    [ -e "$receipt" ] && [ ! "$receipt" -ot "$2" ]
-}
+# is_new FILE STAMP: whether there is FILE, and it is not older than the file STAMP.
+is_new() { [ -e "$1" ] && [ ! "$1" -ot "$2" ]; }
+
+new_receipt() { is_new "$(run_dir "$1")/receipt.json" "$2"; } # NAME STAMP
 
 # A run that was asked to stop has not passed either, and nothing was wrong with it.
 check_failed() { says "$1" passed false && ! says "$1" stopped true; } # NAME

@@ -171,6 +171,7 @@ fn every_wrong_value_is_refused_with_the_correct_value() {
         ("grpo.temperature=0", "grpo.temperature should be a finite number above 0: it is 0.0"),
         ("grpo.aggregation=constant", "grpo.constant_divisor should be set"),
         ("grpo.constant_divisor=8", "grpo.constant_divisor should be left out"),
+        ("optimizer.schedule_steps=8", "optimizer.schedule_steps should be left out"),
         ("grpo.gradient={ last = 2088961 }", "grpo.gradient should be { last = 2088960 } at most"),
         ("grpo.gradient=full", "grpo.gradient should be \"exact\", \"response\" or { last = N }, not \"full\""),
         ("optimizer.lr=nan", "optimizer.lr should be a finite number from 0: it is NaN"),
@@ -699,7 +700,7 @@ fn the_default_file_gives_every_key_but_the_required_ones() {
     assert_eq!(found.len(), 4, "{found:?}");
     let uncommented: String = DEFAULT_TOML
         .lines()
-        .filter(|l| !l.contains("constant_divisor") && !l.contains("importance_max ="))
+        .filter(|l| !["constant_divisor", "schedule_steps", "importance_max ="].iter().any(|key| l.contains(key)))
         .map(|l| l.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(l).to_owned() + "\n")
         .collect();
     load(&[("config.toml", &uncommented)], &[], &[]).expect("the examples go together");

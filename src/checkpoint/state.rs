@@ -6,6 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::config::compared;
 use crate::data::GroupOrder;
 use crate::runtime::digest::sha256_hex;
 
@@ -23,8 +24,14 @@ pub struct State {
     pub cursor: GroupOrder,
     /// The configuration's digest, as the receipt of the run would have it.
     pub config_digest: String,
-    /// The configuration without `run.steps`, to name what differs.
+    /// The configuration without what a resumed run may change, to name what differs.
     pub config: Value,
+    /// Groups of an update: replicas × `optimizer.grad_accum`. Absent in checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub groups_per_update: Option<u64>,
+    /// Updates after which a decaying learning rate has reached 0. Absent in checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub schedule_steps: Option<u64>,
     /// Digests of the run's inputs: the model, the data, the starting adapters.
     pub inputs: BTreeMap<String, String>,
     /// The held-out evaluation before the first update, as in the receipt.
@@ -51,23 +58,45 @@ impl fmt::Display for Difference {
 }
 
 impl State {
-    /// What keeps a run with the configuration and inputs of `now` from resuming here.
+    /// What keeps a run with the configuration, inputs and groups of `now` from resuming here.
     #[must_use]
     pub fn differences(&self, now: &State) -> Vec<Difference> {
+        // Checkpoints of earlier versions do not say how many groups an update has.
+        let has_groups = self.groups_per_update.is_some();
         let texts = |state: &State| {
-            let mut texts = BTreeMap::new();
-            leaves(&state.config, "", &mut texts);
+            let mut texts = config_texts(&state.config);
             texts.extend(state.inputs.iter().map(|(name, digest)| (format!("{name} (digest)"), digest.clone())));
+            let groups = state.groups_per_update.filter(|_| has_groups);
+            texts.extend(groups.map(|groups| (GROUPS.to_owned(), groups.to_string())));
             texts
         };
-        let (saved, now) = (texts(self), texts(now));
-        let keys: BTreeSet<&String> = saved.keys().chain(now.keys()).collect();
-        let of = |texts: &BTreeMap<String, String>, key| texts.get(key).cloned().unwrap_or_else(|| "absent".to_owned());
-        keys.into_iter()
-            .map(|key| Difference { what: key.clone(), saved: of(&saved, key), now: of(&now, key) })
-            .filter(|difference| difference.saved != difference.now)
-            .collect()
+        different(&texts(self), &texts(now))
     }
+
+    /// [`State::differences`] of the configuration alone, which is known before anything is loaded.
+    #[must_use]
+    pub fn config_differences(&self, now: &Value) -> Vec<Difference> {
+        different(&config_texts(&self.config), &config_texts(now))
+    }
+}
+
+/// What a message calls [`State::groups_per_update`].
+const GROUPS: &str = "groups of an update (replicas × optimizer.grad_accum)";
+
+/// The values that a resumed run must share, by their dotted keys.
+fn config_texts(config: &Value) -> BTreeMap<String, String> {
+    let mut texts = BTreeMap::new();
+    leaves(&compared(config.clone()), "", &mut texts);
+    texts
+}
+
+fn different(saved: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<Difference> {
+    let keys: BTreeSet<&String> = saved.keys().chain(now.keys()).collect();
+    let of = |texts: &BTreeMap<String, String>, key| texts.get(key).cloned().unwrap_or_else(|| "absent".to_owned());
+    keys.into_iter()
+        .map(|key| Difference { what: key.clone(), saved: of(saved, key), now: of(now, key) })
+        .filter(|difference| difference.saved != difference.now)
+        .collect()
 }
 
 /// Every value by its dotted key.
@@ -123,6 +152,8 @@ mod tests {
             cursor: GroupOrder::new(7, 5),
             config_digest: "c".into(),
             config: json!({"optimizer": {"lr": 0.1, "betas": [0.9, 0.999]}, "lora": {"rank": 4}}),
+            groups_per_update: Some(2),
+            schedule_steps: Some(9),
             inputs: [("the model".to_owned(), "m".to_owned())].into(),
             held_out: Value::Null,
             round: Value::Null,
@@ -145,6 +176,22 @@ mod tests {
         ];
         assert_eq!(words, expected);
         assert!(state().differences(&state()).is_empty());
+    }
+
+    #[test]
+    fn spellings_and_what_changes_no_number_are_no_differences_also_in_a_checkpoint_that_holds_them() {
+        let mut saved = state();
+        saved.config =
+            json!({"model": {"path": "models/a"}, "run": {"seed": 1, "trace": false}, "checkpoint": {"keep": 2}});
+        let mut now = state();
+        now.config = json!({"model": {}, "run": {"seed": 1, "trace": true}, "checkpoint": {"keep": 5}});
+        assert!(saved.differences(&now).is_empty() && saved.config_differences(&now.config).is_empty());
+        now.config["run"]["seed"] = json!(2);
+        now.groups_per_update = Some(4);
+        let words: Vec<String> = saved.differences(&now).iter().map(ToString::to_string).collect();
+        assert_eq!(words, [&format!("{GROUPS} was 2 and is 4"), "run.seed was 1 and is 2"]);
+        saved.groups_per_update = None;
+        assert_eq!(saved.differences(&now).len(), 1, "an earlier version did not say");
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The checkpoints of a run directory: written whole, found by their digests, removed by age.
+//! The checkpoints of a run directory: written whole, found by their digests, removed by age. Only a checkpoint that newer
+//! whole ones follow is ever removed; whatever else is in the way is renamed.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -6,6 +7,7 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use safetensors::{SafeTensors, serialize_to_file};
+use serde_json::error::Category;
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
@@ -39,8 +41,10 @@ pub struct Store {
 pub struct Newest {
     /// Its number of updates.
     pub updates: Option<u64>,
-    /// Each damaged checkpoint with its error, newest first.
-    pub passed_over: Vec<(PathBuf, Error)>,
+    /// Updates of each damaged checkpoint with its error, newest first.
+    pub passed_over: Vec<(u64, Error)>,
+    /// What `latest` names.
+    pub latest: Option<String>,
 }
 
 /// A checkpoint that was read.
@@ -89,7 +93,8 @@ impl Store {
         Ok(found)
     }
 
-    /// Writes a checkpoint under another name, brings it to the disk, and renames it. An earlier one of that name is replaced.
+    /// Writes a checkpoint under another name, brings it to the disk, and renames it. What already stands at its place is
+    /// renamed to `step_N.replaced`.
     ///
     /// # Errors
     /// When something cannot be written. The unfinished folder is removed, and whole checkpoints stay as they were.
@@ -103,20 +108,50 @@ impl Store {
         let folder = self.folder();
         fs::create_dir_all(&folder).map_err(|source| Error::Write { file: folder.clone(), source })?;
         self.sweep()?;
-        let place = self.place(state.updates);
         let partial = unfinished(&folder, state.updates, "partial");
         let written = fill(&partial, state, adapters, moments, shape).and_then(|updates| {
-            let replaced = self.set_aside(updates)?;
-            let moved =
-                fs::rename(&partial, &place).and_then(|()| settle(&folder)).and_then(|()| settle(&self.run_dir));
-            moved.map_err(|source| Error::Write { file: place, source })?;
-            replaced.map_or(Ok(()), |old| remove(&old))
+            self.rename_aside(updates, "replaced")?;
+            self.settle_at(&partial, updates)
         });
         if written.is_err() {
             // The first failure is the one to report; the next save removes what may be left.
             let _ = fs::remove_dir_all(&partial);
         }
         written
+    }
+
+    /// As [`Store::write`], by one rank after a failure that the others may not know of: touches nothing that another rank
+    /// may be writing, and writes nothing where a checkpoint of as many updates stands.
+    ///
+    /// # Errors
+    /// When something cannot be written. Whole checkpoints stay as they were.
+    pub fn write_alone(
+        &self,
+        state: State,
+        adapters: &Adapters,
+        moments: &Moments,
+        shape: &AdapterShape,
+    ) -> Result<(), Error> {
+        let folder = self.folder();
+        if self.place(state.updates).exists() {
+            return Ok(());
+        }
+        fs::create_dir_all(&folder).map_err(|source| Error::Write { file: folder.clone(), source })?;
+        let partial = unfinished(&folder, state.updates, &format!("partial_{}", std::process::id()));
+        let written = fill(&partial, state, adapters, moments, shape).and_then(|updates| {
+            // A folder with files is no place to rename to, so the first of several ranks wins.
+            let settled = self.settle_at(&partial, updates);
+            if self.place(updates).exists() { self.point(updates) } else { settled }
+        });
+        let _ = fs::remove_dir_all(&partial);
+        written
+    }
+
+    /// Renames a whole checkpoint to its place, and brings the names to the disk.
+    fn settle_at(&self, partial: &Path, updates: u64) -> Result<(), Error> {
+        let place = self.place(updates);
+        let moved = fs::rename(partial, &place).and_then(|()| settle(&self.folder()));
+        moved.and_then(|()| settle(&self.run_dir)).map_err(|source| Error::Write { file: place, source })
     }
 
     /// Makes `latest` name the checkpoint after `updates` updates; called once all ranks know that the checkpoint is whole.
@@ -133,39 +168,78 @@ impl Store {
     }
 
     /// Removes all but `keep` checkpoints: the one after `updates` updates, which `latest` names, and the nearest before it
-    /// stay. Later ones go: the run has resumed from an older checkpoint and passed them over.
+    /// stay. Later ones stay too.
     ///
     /// # Errors
     /// When one cannot be removed.
     pub fn trim(&self, updates: u64, keep: u64) -> Result<(), Error> {
-        let (before, after): (Vec<u64>, Vec<u64>) =
-            self.all()?.into_iter().filter(|&step| step != updates).partition(|&step| step < updates);
-        let older = before.into_iter().rev().skip(as_index(keep.saturating_sub(1)));
-        for step in older.chain(after) {
+        let before = self.all()?.into_iter().filter(|&step| step < updates);
+        let older = before.rev().skip(as_index(keep.saturating_sub(1)));
+        for step in older {
             // Renamed first, so that a half removed folder is never taken for a checkpoint.
-            if let Some(aside) = self.set_aside(step)? {
-                remove(&aside)?;
+            let removed = unfinished(&self.folder(), step, "removed");
+            match fs::rename(self.place(step), &removed) {
+                Ok(()) => remove(&removed)?,
+                Err(source) if source.kind() == io::ErrorKind::NotFound => {}
+                Err(source) => return Err(Error::Write { file: self.place(step), source }),
             }
         }
         Ok(())
     }
 
-    /// The newest checkpoint whose digests match. Reads every file of the checkpoints it checks.
+    /// The newest checkpoint whose digests match. Reads every file of the checkpoints it checks. A damaged one is passed over,
+    /// because it stays damaged. One that cannot be read now, or not by this version, is an error: the next attempt may read
+    /// it, and an older one would cost updates.
     ///
     /// # Errors
-    /// When the folder of checkpoints cannot be read.
+    /// When the folder of checkpoints or a checkpoint cannot be read, or checkpoints exist and none can be used.
     pub fn newest(&self) -> Result<Newest, Error> {
-        let mut newest = Newest::default();
+        let mut newest = Newest { latest: self.latest()?, ..Newest::default() };
         for updates in self.all()?.into_iter().rev() {
             match self.verify(updates) {
                 Ok(()) => {
                     newest.updates = Some(updates);
-                    break;
+                    return Ok(newest);
                 }
-                Err(error) => newest.passed_over.push((self.place(updates), error)),
+                Err(error) if error.is_damage() => newest.passed_over.push((updates, error)),
+                Err(error) => return Err(Error::Unusable { folder: self.place(updates), source: Box::new(error) }),
             }
         }
-        Ok(newest)
+        let Newest { latest, passed_over, .. } = newest;
+        match latest {
+            _ if !passed_over.is_empty() => {
+                let passed_over = passed_over.into_iter().map(|(step, error)| (self.place(step), error)).collect();
+                Err(Error::NoneUsable { folder: self.folder(), passed_over })
+            }
+            Some(named) => Err(Error::NoneThere { file: self.run_dir.join(LATEST), named, folder: self.folder() }),
+            None => Ok(Newest::default()),
+        }
+    }
+
+    /// What `latest` names, if it is there: `checkpoints/step_N`.
+    fn latest(&self) -> Result<Option<String>, Error> {
+        let file = self.run_dir.join(LATEST);
+        match fs::read_to_string(&file) {
+            Ok(text) => Ok(Some(text.trim().to_owned())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Read { file, source }),
+        }
+    }
+
+    /// Whether an earlier run has left checkpoints, or a name of one.
+    ///
+    /// # Errors
+    /// When that cannot be read.
+    pub fn has_progress(&self) -> Result<bool, Error> {
+        Ok(!self.all()?.is_empty() || self.latest()?.is_some())
+    }
+
+    /// Renames a checkpoint that is passed over to `step_N.passed_over`; returns the new name.
+    ///
+    /// # Errors
+    /// When it cannot be renamed.
+    pub fn keep_aside(&self, updates: u64) -> Result<Option<PathBuf>, Error> {
+        self.rename_aside(updates, "passed_over")
     }
 
     fn verify(&self, updates: u64) -> Result<(), Error> {
@@ -212,7 +286,10 @@ impl Store {
     fn sealed(&self, updates: u64) -> Result<Sealed, Error> {
         let file = self.place(updates).join(STATE);
         let text = fs::read(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
-        let no_state = |source| Error::State { file: file.clone(), source };
+        let no_state = |source: serde_json::Error| match source.classify() {
+            Category::Data => Error::Schema { file: file.clone(), source },
+            Category::Io | Category::Syntax | Category::Eof => Error::Torn { file: file.clone(), source },
+        };
         let sealed: Sealed = serde_json::from_slice(&text).map_err(no_state)?;
         compare(&file, sealed.digest().map_err(no_state)?, &sealed.seal)?;
         match LISTED.into_iter().find(|name| !sealed.files.contains_key(*name)) {
@@ -221,10 +298,15 @@ impl Store {
         }
     }
 
-    /// Renames a checkpoint that is to go, if there is one; returns its new path.
-    fn set_aside(&self, updates: u64) -> Result<Option<PathBuf>, Error> {
+    /// Renames the checkpoint after `updates` updates, if there is one, to a free name that says why; returns its new path.
+    fn rename_aside(&self, updates: u64, why: &str) -> Result<Option<PathBuf>, Error> {
         let place = self.place(updates);
-        let aside = unfinished(&self.folder(), updates, "removed");
+        let mut aside = self.folder().join(format!("step_{updates}.{why}"));
+        let mut number = 1_u64;
+        while aside.exists() {
+            number += 1;
+            aside = self.folder().join(format!("step_{updates}.{why}_{number}"));
+        }
         match fs::rename(&place, &aside) {
             Ok(()) => Ok(Some(aside)),
             Err(source) if source.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -363,6 +445,8 @@ mod tests {
             cursor: GroupOrder::new(1, 5),
             config_digest: String::new(),
             config: serde_json::json!({"optimizer": {"eps": 1e-8}}),
+            groups_per_update: None,
+            schedule_steps: None,
             inputs: BTreeMap::new(),
             held_out: serde_json::Value::Null,
             round: serde_json::Value::Null,
@@ -403,16 +487,72 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_stays_with_the_nearest_before_it_and_what_claims_to_follow_goes() {
+    fn the_newest_stays_with_the_nearest_before_it_and_so_does_what_claims_to_follow() {
         let folder = tempfile::tempdir().unwrap();
         let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
         for updates in [1, 2, 4, 8, 16] {
             write(&store, updates, &adapters, &moments(&adapters));
         }
         store.trim(8, 2).unwrap();
-        assert_eq!(store.all().unwrap(), [4, 8]);
-        store.trim(8, 1).unwrap();
-        assert_eq!(store.all().unwrap(), [8]);
-        assert_eq!(names(&store.folder()).unwrap(), ["step_8"]);
+        assert_eq!(store.all().unwrap(), [4, 8, 16]);
+        store.trim(16, 1).unwrap();
+        assert_eq!(store.all().unwrap(), [16]);
+        assert_eq!(names(&store.folder()).unwrap(), ["step_16"]);
+    }
+
+    #[test]
+    fn a_save_where_a_checkpoint_stands_renames_it_and_a_save_after_a_failure_leaves_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
+        let moments = moments(&adapters);
+        for _ in 0..3 {
+            write(&store, 5, &adapters, &moments);
+        }
+        let mut found = names(&store.folder()).unwrap();
+        found.sort();
+        assert_eq!(found, ["step_5", "step_5.replaced", "step_5.replaced_2"]);
+        let state = store.state(5).unwrap();
+        let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
+        let alone = |updates| State { updates, adapter_version: 77, ..state.clone() };
+        store.write_alone(alone(5), &adapters, &moments, &shape).unwrap();
+        assert_eq!(store.state(5).unwrap().adapter_version, 5);
+        store.write_alone(alone(6), &adapters, &moments, &shape).unwrap();
+        let newest = store.newest().unwrap();
+        assert_eq!((newest.updates, newest.latest.as_deref()), (Some(6), Some("checkpoints/step_6")));
+        assert_eq!(store.all().unwrap(), [5, 6]);
+    }
+
+    #[test]
+    fn damage_is_passed_over_and_what_cannot_be_read_or_is_of_another_version_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
+        for updates in [1, 2] {
+            write(&store, updates, &adapters, &moments(&adapters));
+        }
+        let (masters, state) = (store.place(2).join(MASTERS), store.place(2).join(STATE));
+        let whole = fs::read_to_string(&state).unwrap();
+        // A file that is away for a moment.
+        fs::rename(&masters, folder.path().join("away")).unwrap();
+        let refused = store.newest().unwrap_err().to_string();
+        assert!(refused.starts_with("cannot read ") && refused.contains("step_2/masters.safetensors"), "{refused}");
+        assert!(refused.contains("Start again once the file can be read"), "{refused}");
+        fs::rename(folder.path().join("away"), &masters).unwrap();
+        fs::write(&state, whole.replacen("\"updates\"", "\"lessons\": 1, \"updates\"", 1)).unwrap();
+        let refused = store.newest().unwrap_err().to_string();
+        assert!(
+            refused.contains("state.json is of another version of longstraw: unknown field `lessons`"),
+            "{refused}"
+        );
+        assert!(refused.contains("Go on with the version that wrote it"), "{refused}");
+        fs::write(&state, &whole[..whole.len() / 2]).unwrap();
+        assert_eq!(store.newest().unwrap().updates, Some(1), "it is torn, so it is damaged");
+        fs::remove_dir_all(store.place(1)).unwrap();
+        let refused = store.newest().unwrap_err().to_string();
+        assert!(refused.contains("can be used: ") && refused.contains("--anew"), "{refused}");
+        fs::remove_dir_all(store.place(2)).unwrap();
+        assert!(store.newest().unwrap().updates.is_none());
+        store.point(2).unwrap();
+        let refused = store.newest().unwrap_err().to_string();
+        assert!(refused.contains("latest names checkpoints/step_2, and "), "{refused}");
     }
 }

@@ -16,6 +16,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use longstraw::config::Gate;
 use longstraw::runtime::failure::Exit;
+use longstraw::train::Begin;
 
 pub(crate) use arguments::take_set_flags;
 use arguments::{gate_name, gate_names};
@@ -49,6 +50,9 @@ enum Verb {
         /// Continue from the newest complete checkpoint in the run directory; without one, start from the beginning
         #[arg(long)]
         resume: bool,
+        /// Start from the beginning; what an earlier run left in the run directory is moved aside, into earlier/N
+        #[arg(long, conflicts_with = "resume")]
+        anew: bool,
     },
     /// A validation run with checks and a receipt; each gate runs after another one has passed
     Gate {
@@ -107,14 +111,21 @@ impl Verb {
 pub(crate) fn run(command: Command, set: Vec<String>) -> anyhow::Result<Exit> {
     let Command { mut config, verb } = command;
     config.set = set;
-    let verb = verb.unwrap_or(Verb::Train { json: false, resume: false });
+    let verb = verb.unwrap_or(Verb::Train { json: false, resume: false, anew: false });
     if !verb.reads_configuration() && config.is_given() {
         let message = "this verb reads no configuration: --config, --settings, --set and --run-dir change nothing here";
         print_usage(&Command::command().error(ErrorKind::ArgumentConflict, message));
         return Ok(Exit::Config);
     }
     let exit = match verb {
-        Verb::Train { json, resume } => train(config, resume, json)?,
+        Verb::Train { json, resume, anew } => {
+            let begin = match (resume, anew) {
+                (true, _) => Begin::Resume,
+                (false, true) => Begin::Anew,
+                (false, false) => Begin::New,
+            };
+            train(config, begin, json)?
+        }
         Verb::Gate { gate, json, .. } if gate.is_endpoint() => key_gate(config, &gate, json)?,
         Verb::Gate { gate: chosen, force, json } => gate(config, &chosen, force, json)?,
         Verb::Plan(flags) => plan(config, &flags)?,

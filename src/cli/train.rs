@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use longstraw::config::{self, Environment, Gate, Loaded, WithoutFile};
+use longstraw::report::say;
 use longstraw::runtime::failure::{Exit, Failure, Phase};
 use longstraw::tools::gate;
-use longstraw::tools::review::{self, Ended};
-use longstraw::train;
+use longstraw::tools::review;
+use longstraw::train::{self, Begin, Ended};
 use longstraw::world::{World, install_signal_handlers, time_left};
 
 use super::output::print_json;
@@ -15,7 +16,7 @@ use super::start::{ConfigFlags, start_world};
 /// Time left for the end of MPI before the signals' deadline.
 const MPI_END: Duration = Duration::from_secs(5);
 
-pub(super) fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit, Failure> {
+pub(super) fn train(flags: ConfigFlags, begin: Begin, json: bool) -> Result<Exit, Failure> {
     install_signal_handlers()?;
     let environment = Environment::process();
     let mut world = start_world(&environment)?;
@@ -23,18 +24,29 @@ pub(super) fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit
         Ok(loaded) => loaded,
         Err(failure) => return Ok(world.leave(failure)),
     };
-    match train::run(&loaded, resume, &mut world) {
-        Ok(receipt) => {
-            if json && world.all.rank().0 == 0 {
+    let root = world.all.rank().0 == 0;
+    match train::run(&loaded, begin, &mut world) {
+        Ok(Ended::Before { receipt, words }) => {
+            if root {
+                say(&words);
+            }
+            if root && json {
                 print_json(&receipt);
             }
-            review(&loaded, &environment, &world, if receipt.stopped { Ended::Stopped } else { Ended::Finished });
+            Ok(Exit::Done)
+        }
+        Ok(Ended::Ran(receipt)) => {
+            if root && json {
+                print_json(&receipt);
+            }
+            let ended = if receipt.stopped { review::Ended::Stopped } else { review::Ended::Finished };
+            review(&loaded, &environment, &world, ended);
             Ok(Exit::Done)
         }
         Err(failure) => {
             // A run that failed before its first step has no numbers, and the folder may hold an earlier run's files.
             if world.tracker().site().phase != Phase::Start {
-                review(&loaded, &environment, &world, Ended::Failed(&failure.to_string()));
+                review(&loaded, &environment, &world, review::Ended::Failed(&failure.to_string()));
             }
             Ok(world.leave(failure))
         }
@@ -43,7 +55,7 @@ pub(super) fn train(flags: ConfigFlags, resume: bool, json: bool) -> Result<Exit
 
 /// Rank 0 lets the endpoint review the run. The other ranks wait for it, so the review must end before the signals'
 /// deadline, and within half of the time after which a watchdog would report a stall.
-fn review(loaded: &Loaded, environment: &Environment, world: &World, ended: Ended<'_>) {
+fn review(loaded: &Loaded, environment: &Environment, world: &World, ended: review::Ended<'_>) {
     if world.all.rank().0 != 0 {
         return;
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::address::{self, NoScheme};
-use super::choices::{Aggregation, Gradient, ScaleRewards};
+use super::choices::{Aggregation, Gradient, ScaleRewards, Schedule};
 use super::problem::{Fault, Problem};
 use super::rewards::RewardName;
 use super::supported::SUPPORTED;
@@ -68,6 +68,12 @@ impl Loaded {
         if optimizer.warmup_steps >= steps && steps > 0 {
             let warmup = optimizer.warmup_steps;
             notes.push(format!("optimizer.warmup_steps = {warmup} reaches to the end of run.steps = {steps}"));
+        }
+        if let Some(last) = optimizer.schedule_steps.filter(|&last| last < steps) {
+            notes.push(format!(
+                "optimizer.schedule_steps = {last}: the learning rate is 0 from update {} of {steps} on",
+                last + 1
+            ));
         }
         if optimizer.lr == 0.0 {
             notes.push("optimizer.lr = 0: no update changes anything".to_owned());
@@ -307,6 +313,16 @@ impl Check<'_> {
     }
 
     fn saved(&mut self) {
+        let o = &self.run.optimizer;
+        if let Some(steps) = o.schedule_steps {
+            let key = "optimizer.schedule_steps";
+            if o.schedule == Schedule::Constant {
+                self.should(key, &["optimizer.schedule"], "left out", "a constant learning rate has no end");
+            } else if steps <= o.warmup_steps {
+                let why = format!("the decay follows optimizer.warmup_steps = {} (it is {steps})", o.warmup_steps);
+                self.should(key, &["optimizer.warmup_steps"], format!("at least {}", o.warmup_steps + 1), why);
+            }
+        }
         self.at_least_one("checkpoint.keep", self.run.checkpoint.keep, "the newest checkpoint always stays");
     }
 

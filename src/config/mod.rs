@@ -119,9 +119,31 @@ impl Loaded {
     }
 }
 
-/// Keys that change no number of an update; a resumed run may change them.
-const OPERATIONAL: [&str; 13] = [
+/// Keys and tables that a resumed run may change: those that change no number of an update but by the order of sums, and
+/// those whose content is compared by digest instead of by name. docs/command.md lists them for users.
+const OPERATIONAL: [&str; 31] = [
+    // Compared by what they lead to: digests, groups of an update, the end of the decay.
+    "model.path",
+    "data.path",
+    "data.held_out",
+    "lora.init_from",
+    "reward.rubric",
+    "parallel",
+    "optimizer.grad_accum",
+    "optimizer.schedule_steps",
     "run.steps",
+    // Where and how the same numbers are computed.
+    "context.cp_pages_per_gpu",
+    "memory.cpu_offload_pages",
+    "memory.cpu_offload_inputs",
+    "memory.inputs_every",
+    "memory.keep_attention",
+    "rollout.pages_on_device",
+    "run.device",
+    "run.direct",
+    // What is saved, shown and waited for.
+    "run.trace",
+    "checkpoint",
     "rollout.token_sec_max",
     "rollout.gap_warn",
     "reward.command_sec",
@@ -135,6 +157,22 @@ const OPERATIONAL: [&str; 13] = [
     "endpoint.endpoints",
     "endpoint.usage",
 ];
+
+/// Leaves out of a configuration, which may be that of a checkpoint, what a resumed run may change.
+#[must_use]
+pub fn compared(mut values: serde_json::Value) -> serde_json::Value {
+    for path in OPERATIONAL {
+        let mut at = Some(&mut values);
+        let (tables, key) = path.rsplit_once('.').unwrap_or(("", path));
+        for table in tables.split('.').filter(|table| !table.is_empty()) {
+            at = at.and_then(|at| at.get_mut(table));
+        }
+        if let Some(table) = at.and_then(serde_json::Value::as_object_mut) {
+            let _ = table.shift_remove(key);
+        }
+    }
+    values
+}
 
 impl RunConfig {
     /// The compiled-in laptop run, whatever files and variables there are.
@@ -227,25 +265,19 @@ impl RunConfig {
         sha256_hex(canonical)
     }
 
-    /// The values that a resumed run must share with its checkpoint: all but the number of updates, and how long and where the
-    /// run waits for a service, a program or a token.
+    /// Updates after which a decaying learning rate has reached 0.
+    #[must_use]
+    pub fn schedule_steps(&self) -> u64 {
+        self.optimizer.schedule_steps.unwrap_or(self.run.steps)
+    }
+
+    /// The values that a resumed run must share with its checkpoint by name: all but those in [`OPERATIONAL`].
     ///
     /// # Panics
     /// Never: every value has a JSON form.
     #[must_use]
     pub fn resumable(&self) -> serde_json::Value {
-        let mut values = serde_json::to_value(self).expect("keys are texts, so there is a JSON form");
-        for path in OPERATIONAL {
-            let mut at = Some(&mut values);
-            let (tables, key) = path.rsplit_once('.').unwrap_or(("", path));
-            for table in tables.split('.') {
-                at = at.and_then(|at| at.get_mut(table));
-            }
-            if let Some(table) = at.and_then(serde_json::Value::as_object_mut) {
-                table.shift_remove(key);
-            }
-        }
-        values
+        compared(serde_json::to_value(self).expect("keys are texts, so there is a JSON form"))
     }
 
     /// The values as a config.toml that loads to the same, but for what is a rank's own.

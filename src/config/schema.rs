@@ -121,6 +121,7 @@ pub(super) const TABLES: &[Table] = &[
             key("weight_decay", Kind::Number),
             key("max_grad_norm", Kind::Number),
             key("schedule", Kind::Choice(&["constant", "cosine", "linear"])),
+            optional("schedule_steps", Kind::Count),
             key("warmup_steps", Kind::Count),
         ],
     },
@@ -217,7 +218,10 @@ pub(super) const TABLES: &[Table] = &[
             key("missing_share_max", Kind::Number),
         ],
     },
-    Table { path: "checkpoint", keys: &[key("every", Kind::Count), key("keep", Kind::Count)] },
+    Table {
+        path: "checkpoint",
+        keys: &[key("every", Kind::Count), key("every_sec", Kind::Count), key("keep", Kind::Count)],
+    },
     Table { path: "gate", keys: &[key("scale", Kind::Count)] },
     Table {
         path: "endpoint",

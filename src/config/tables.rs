@@ -74,6 +74,9 @@ pub struct OptimizerConfig {
     pub weight_decay: f64,
     pub max_grad_norm: f64,
     pub schedule: Schedule,
+    /// Updates of the decay; absent: `run.steps`. Read it through [`super::RunConfig::schedule_steps`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub schedule_steps: Option<u64>,
     pub warmup_steps: u64,
 }
 
@@ -215,6 +218,8 @@ pub struct RewardConfig {
 #[serde(deny_unknown_fields)]
 pub struct CheckpointConfig {
     pub every: u64,
+    /// Seconds after the last save; 0: never by time.
+    pub every_sec: u64,
     pub keep: u64,
 }
 

@@ -135,7 +135,7 @@ impl Sizes<'_> {
 
     /// Keys and values of this rank's share of the answers, and the recurrent states of all answers.
     fn answers_state(&self) -> Vec<Addend> {
-        let group = self.config.grpo.group_size;
+        let group = self.sampled_answers();
         let own = self.config.sampled_len().0.div_ceil(self.config.cp_size(self.ranks));
         let all = self.state_of(self.layers);
         let most = self.state_of(1);
@@ -162,10 +162,15 @@ impl Sizes<'_> {
         sum
     }
 
+    /// Answers that are sampled at one time: a group, and for held-out prompts one that is greedy.
+    fn sampled_answers(&self) -> u64 {
+        self.config.grpo.group_size.saturating_add(u64::from(self.config.data.held_out.is_some()))
+    }
+
     /// What the rows of one token are computed in.
     fn token(&self) -> Vec<Addend> {
         let Sizes { model_bytes: model, acc_bytes: acc, .. } = *self;
-        let group = self.config.grpo.group_size;
+        let group = self.sampled_answers();
         let sharers = self.config.cp_size(self.ranks);
         let width = self.shape.width;
         let vocabulary = self.shape.vocabulary;

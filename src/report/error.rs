@@ -8,8 +8,8 @@ use crate::runtime::failure::{Classified, Exit};
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "each message says what its variant and its fields are")]
 pub enum Error {
-    #[error("another run is writing to {}; choose another place with --run-dir", folder.display())]
-    Busy { folder: PathBuf },
+    #[error("another run is writing to {} ({holder}); choose another place with --run-dir", folder.display())]
+    Busy { folder: PathBuf, holder: String },
     #[error("cannot write {}: {source}; choose another place with --run-dir", file.display())]
     Write { file: PathBuf, source: std::io::Error },
     #[error(

@@ -1,8 +1,9 @@
-//! Files with one JSON object a line: metrics.jsonl and answers.jsonl. A run appends to them; a resumed run first cuts off
-//! what belongs to updates that it will make again.
+//! Files with one JSON object a line: metrics.jsonl and answers.jsonl. A run appends to them; a resumed run first moves what
+//! belongs to updates that it will make again to a file beside.
 
-use std::fs::File;
-use std::io::{self, BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -20,12 +21,13 @@ pub(super) fn append<T: Serialize>(file: &mut File, objects: &[T]) -> io::Result
     file.flush()
 }
 
-/// Cuts metrics to the first `made` updates and returns them. Fewer stay where a line is not the next update's.
-pub(super) fn cut_metrics(file: &mut File, made: u64) -> io::Result<Vec<Step>> {
+/// Cuts metrics to the first `made` updates and returns them. Fewer stay where a line is not of a later update than the
+/// line before. What is cut off goes to `dropped`.
+pub(super) fn cut_metrics(file: &mut File, made: u64, dropped: &Path) -> io::Result<Vec<Step>> {
     let mut kept: Vec<Step> = Vec::new();
-    cut(file, |line| {
-        let next = from_index(kept.len()) + 1;
-        let step = serde_json::from_slice(line).ok().filter(|step: &Step| step.step == next && next <= made);
+    cut(file, dropped, |line| {
+        let last = kept.last().map_or(0, |step| step.step);
+        let step = serde_json::from_slice(line).ok().filter(|step: &Step| step.step > last && step.step <= made);
         let keep = step.is_some();
         kept.extend(step);
         keep
@@ -33,18 +35,18 @@ pub(super) fn cut_metrics(file: &mut File, made: u64) -> io::Result<Vec<Step>> {
     Ok(kept)
 }
 
-/// Cuts answers to those of the first `made` updates.
-pub(super) fn cut_answers(file: &mut File, made: u64) -> io::Result<()> {
+/// Cuts answers to those of the first `made` updates. What is cut off goes to `dropped`.
+pub(super) fn cut_answers(file: &mut File, made: u64, dropped: &Path) -> io::Result<()> {
     #[derive(Deserialize)]
     struct Update {
         step: u64,
     }
-    cut(file, |line| serde_json::from_slice(line).is_ok_and(|Update { step }| step <= made))
+    cut(file, dropped, |line| serde_json::from_slice(line).is_ok_and(|Update { step }| step <= made))
 }
 
-/// Keeps the leading lines that `keep` accepts. Whatever follows is cut off, and so is a line without its end: it was
-/// still being written.
-fn cut(file: &mut File, mut keep: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
+/// Keeps the leading lines that `keep` accepts. Whatever follows is appended to `dropped` and then cut off, and so is a line
+/// without its end: it was still being written.
+fn cut(file: &mut File, dropped: &Path, mut keep: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
     // A device or a pipe has no length.
     if !file.metadata()?.is_file() {
         return Ok(());
@@ -60,6 +62,18 @@ fn cut(file: &mut File, mut keep: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
         }
         end += from_index(bytes);
     }
+    file.seek(SeekFrom::Start(end))?;
+    let mut rest = Vec::new();
+    file.read_to_end(&mut rest)?;
+    if rest.is_empty() {
+        return Ok(());
+    }
+    if !rest.ends_with(b"\n") {
+        rest.push(b'\n');
+    }
+    let mut beside = OpenOptions::new().create(true).append(true).open(dropped)?;
+    beside.write_all(&rest)?;
+    beside.sync_all()?;
     file.set_len(end)?;
     file.seek(SeekFrom::Start(end))?;
     Ok(())
@@ -69,18 +83,22 @@ fn cut(file: &mut File, mut keep: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::report::AnswerLine;
-    use std::io::Read as _;
 
-    /// What a file with this text holds once `change` has run and "next" is written.
-    fn after(text: &str, change: impl FnOnce(&mut File)) -> String {
+    /// What a file with this text holds once `change` has run and "next" is written. Not a byte of the text is lost: what is
+    /// not left is in the file of what was dropped.
+    fn after(text: &str, change: impl FnOnce(&mut File, &Path)) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let dropped = folder.path().join("dropped");
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(text.as_bytes()).unwrap();
         file.rewind().unwrap();
-        change(&mut file);
+        change(&mut file, &dropped);
         file.write_all(b"next").unwrap();
         file.rewind().unwrap();
         let mut left = String::new();
         file.read_to_string(&mut left).unwrap();
+        let beside = std::fs::read_to_string(dropped).unwrap_or_default();
+        assert_eq!((left.trim_end_matches("next").to_owned() + &beside).trim_end(), text.trim_end());
         left
     }
 
@@ -92,7 +110,7 @@ mod tests {
     #[track_caller]
     fn assert_metrics(text: &str, made: u64, kept: usize) {
         let expected: String = (1..=kept).map(|step| line(from_index(step))).collect();
-        let left = after(text, |file| assert_eq!(cut_metrics(file, made).unwrap().len(), kept));
+        let left = after(text, |file, dropped| assert_eq!(cut_metrics(file, made, dropped).unwrap().len(), kept));
         assert_eq!(left, expected + "next");
     }
 
@@ -101,6 +119,18 @@ mod tests {
         let text: String = (1..=5).map(line).collect();
         assert_metrics(&text, 3, 3);
         assert_metrics(&text, 0, 0);
+    }
+
+    #[test]
+    fn an_update_whose_line_was_never_written_takes_no_later_one_with_it() {
+        assert_metrics_of(&[1, 2, 4, 5], 4, &[1, 2, 4]);
+    }
+
+    #[track_caller]
+    fn assert_metrics_of(steps: &[u64], made: u64, kept: &[u64]) {
+        let text = |steps: &[u64]| steps.iter().map(|&step| line(step)).collect::<String>();
+        let left = after(&text(steps), |file, dropped| drop(cut_metrics(file, made, dropped).unwrap()));
+        assert_eq!(left, text(kept) + "next");
     }
 
     #[test]
@@ -116,13 +146,14 @@ mod tests {
         append(&mut file, &[answer(1, 0), answer(1, 1), answer(2, 0), answer(3, 0)]).unwrap();
         file.write_all(b"{\"step\":3,\"te").unwrap();
         file.rewind().unwrap();
-        cut_answers(&mut file, 2).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        cut_answers(&mut file, 2, &folder.path().join("dropped")).unwrap();
         append(&mut file, &[answer(3, 7)]).unwrap();
         file.rewind().unwrap();
         let lines: Vec<AnswerLine> =
             BufReader::new(file).lines().map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
         assert_eq!(lines, [answer(1, 0), answer(1, 1), answer(2, 0), answer(3, 7)]);
-        let cut = |made| after("{\"step\":1}\n{\"step\":1", |file| cut_answers(file, made).unwrap());
+        let cut = |made| after("{\"step\":1}\n{\"step\":1", |file, dropped| cut_answers(file, made, dropped).unwrap());
         assert_eq!([cut(2), cut(0)], ["{\"step\":1}\nnext", "next"]);
     }
 }

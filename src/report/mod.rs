@@ -4,6 +4,7 @@
 //! rewritten, in a file each update is one line.
 
 mod answers;
+mod earlier;
 mod error;
 mod events;
 mod forecast;
@@ -13,16 +14,19 @@ pub mod page;
 mod progress;
 mod receipt;
 mod reporter;
+mod run_lock;
 mod step;
 mod summary;
 mod trace;
 
 pub use crate::runtime::terminal::{print_result, say};
 pub use answers::AnswerLine;
+pub use earlier::set_aside;
 pub use error::Error;
 pub use log::open_log;
 pub use receipt::{AdapterForm, Check, HeldOut, KindBytes, PhaseMemory, Receipt, Seconds, write_receipt};
 pub use reporter::Reporter;
+pub use run_lock::{RunLock, no_locks};
 pub use step::Step;
 pub use summary::checks;
 pub use trace::{Row, TraceFile};

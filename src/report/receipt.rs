@@ -66,7 +66,10 @@ pub struct HeldOut {
     pub accuracy: Option<f64>,
     /// Mean reward of sampled answers; absent where answers come with the data.
     pub reward: Option<f64>,
-    /// Sampled answers without a reward.
+    /// Mean reward of one greedy answer to each prompt, of the most probable token at each place; absent as `reward`.
+    #[serde(default)]
+    pub greedy: Option<f64>,
+    /// Answers of the policy, sampled and greedy, without a reward.
     #[serde(default)]
     pub missing: u64,
     /// Number of prompts.

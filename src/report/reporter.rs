@@ -1,6 +1,6 @@
 //! Writes a run directory and the terminal while a run goes on.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
@@ -39,14 +39,8 @@ impl Files {
         let file = folder.join("metrics.jsonl");
         let opened = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(&file);
         let mut metrics = opened.map_err(write(file.clone()))?;
-        // The lock ends with the process, however the process ends.
-        match metrics.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Error::Busy { folder: folder.into() }),
-            Err(TryLockError::Error(source)) => return Err(write(file)(source)),
-        }
-        // No file changes before the lock is held.
-        let earlier = jsonl::cut_metrics(&mut metrics, made).map_err(write(file))?;
+        let dropped = folder.join("metrics.dropped.jsonl");
+        let earlier = jsonl::cut_metrics(&mut metrics, made, &dropped).map_err(write(file))?;
         let file = folder.join("answers.jsonl");
         let answers = reopen_answers(&file, made).map_err(write(file))?;
         let events = Events::open(folder, made)?;
@@ -67,16 +61,17 @@ fn reopen_answers(file: &Path, made: u64) -> io::Result<Option<File>> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         opened => opened?,
     };
-    jsonl::cut_answers(&mut answers, made)?;
+    jsonl::cut_answers(&mut answers, made, &file.with_file_name("answers.dropped.jsonl"))?;
     Ok(Some(answers))
 }
 
 impl Reporter {
-    /// Opens `folder` on rank 0 (`first`). The receipt of an earlier run is removed, since it must not pass for this run's.
-    /// Metrics and answers are cut to the first `made` updates (0 for a new run), and the metrics of those are returned.
+    /// Opens `folder` on rank 0 (`first`), whose [`RunLock`](super::RunLock) this run holds. The receipt of an earlier run is
+    /// removed, since it must not pass for this run's. Metrics and answers are cut to the first `made` updates (0 for a new
+    /// run), and the metrics of those are returned; lines of later updates move to files beside.
     ///
     /// # Errors
-    /// When the folder cannot be written, or another run writes to it.
+    /// When the folder cannot be written.
     pub fn open(folder: &Path, first: bool, config_toml: &str, made: u64) -> Result<(Reporter, Vec<Step>), Error> {
         let opened = if first { Some(Files::open(folder, config_toml, made)?) } else { None };
         let (files, earlier) = opened.unzip();

@@ -72,6 +72,9 @@ pub(super) fn table(receipt: &Receipt, folder: &Path) -> String {
         if let (Some(first), Some(last)) = (before.reward, after.reward) {
             row("held-out mean reward", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
         }
+        if let (Some(first), Some(last)) = (before.greedy, after.greedy) {
+            row("held-out greedy reward", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
+        }
         if let (Some(first), Some(last)) = (before.margin, after.margin) {
             row("held-out margin, right over wrong (nats)", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
         }

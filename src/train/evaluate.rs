@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::answer::{Answer, RewardedGroup};
+use super::answer::Answer;
 use super::outcome::Interruption;
 use super::rewards;
 use super::session::Session;
@@ -26,13 +26,33 @@ struct Sums {
     /// Sum of margins, nats, and how many right answers are the most probable; on one rank of a prompt.
     margin: f64,
     right: f64,
-    /// Sum of rewards, and answers with and without one; the same on every rank of the world.
-    reward: f64,
+    /// Of sampled answers; the same on every rank of the world.
+    sampled: Rewards,
+    /// Of greedy answers; the same on every rank of the world.
+    greedy: Rewards,
+}
+
+/// Sum of rewards, and answers with and without one.
+#[derive(Default)]
+struct Rewards {
+    sum: f64,
     rewarded: u64,
     missing: u64,
 }
 
-/// Margin and accuracy over the held-out groups that have better and worse answers, and mean reward of sampled answers over
+impl Rewards {
+    fn add(&mut self, value: Option<f64>) {
+        self.sum += value.unwrap_or_default();
+        self.rewarded += u64::from(value.is_some());
+        self.missing += u64::from(value.is_none());
+    }
+
+    fn mean(&self) -> Option<f64> {
+        (self.rewarded > 0).then(|| self.sum / float(self.rewarded))
+    }
+}
+
+/// Margin and accuracy over the held-out groups that have better and worse answers, and mean reward of sampled and of greedy answers over
 /// all groups; the same on every rank. `None` without anything to measure.
 pub(super) fn evaluate(
     session: &Session,
@@ -59,20 +79,21 @@ pub(super) fn evaluate(
         let failure = finalize::Error::Number { what: "held-out margin", value: margin };
         world.agree(Err(failure.into()))?;
     }
-    if sums.missing > 0 {
+    let missing = sums.sampled.missing + sums.greedy.missing;
+    if missing > 0 {
+        let answers = missing + sums.sampled.rewarded + sums.greedy.rewarded;
         reporter.line(&format!(
-            "warning: {} of {} held-out answers have no reward; the mean is that of the others, and two such means are of \
-             different answers",
-            sums.missing,
-            sums.missing + sums.rewarded
+            "warning: {missing} of {answers} held-out answers have no reward; the mean is that of the others, and two such \
+             means are of different answers"
         ));
     }
     let mean = |sum: f64, count: u64| (count > 0).then(|| sum / float(count));
     Ok(Some(HeldOut {
         margin: mean(margin, from_index(with_margin)),
         accuracy: mean(right, from_index(with_margin)),
-        reward: mean(sums.reward, sums.rewarded),
-        missing: sums.missing,
+        reward: sums.sampled.mean(),
+        greedy: sums.greedy.mean(),
+        missing,
         prompts: wanted.len(),
     }))
 }
@@ -106,10 +127,12 @@ fn sum_over_prompts(
             // Scoring has the deadlines of a phase of its own, here as in an update.
             world.tracker().enter(Phase::Reward);
             let rewarded = rewards::reward_groups(session, world, stop, &groups, &answers)?;
-            for value in rewarded.iter().flat_map(RewardedGroup::values) {
-                sums.reward += value.unwrap_or_default();
-                sums.rewarded += u64::from(value.is_some());
-                sums.missing += u64::from(value.is_none());
+            for group in &rewarded {
+                let values = group.values();
+                // The last answer is greedy.
+                let sampled = values.len().saturating_sub(1);
+                values[..sampled].iter().for_each(|&value| sums.sampled.add(value));
+                values[sampled..].iter().for_each(|&value| sums.greedy.add(value));
             }
         }
     }

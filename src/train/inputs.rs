@@ -1,5 +1,6 @@
 //! What a run reads besides the model: data sets, the tokenizer, the tokens that end an answer, and what scores answers.
 
+use std::fs;
 use std::path::Path;
 
 use tch::{Device, Kind};
@@ -9,6 +10,7 @@ use crate::config::{Loaded, RewardFn, RunConfig};
 use crate::data::{Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, end_ids, find_or_make};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::failure::Failure;
 use crate::runtime::file_state::FileState;
 use crate::runtime::units::{Tokens, as_dim, as_index};
@@ -31,6 +33,8 @@ pub(super) struct Inputs {
     pub(super) reward_fn: RewardFn,
     /// Scores answers; on rank 0 only.
     pub(super) scorer: Option<Scorer>,
+    /// Digest of the judge's rubric on rank 0, on every rank; absent without one.
+    pub(super) rubric_digest: Option<String>,
 }
 
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
@@ -58,6 +62,7 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs
         tokenizer: files.tokenizer,
         end_ids: files.end_ids,
         scorer: None,
+        rubric_digest: None,
     };
     world.require_equal("the data (digest)", &inputs.train_digest)?;
     world.require_equal("the held-out data (digest)", &inputs.held_out_digest)?;
@@ -66,6 +71,11 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs
         let held_out = inputs.held_out.iter().filter(|_| config.rollout.sample);
         let sets: Vec<&Dataset> = [&inputs.train].into_iter().chain(held_out).collect();
         rewards::open_scorer(&config, &sets, inputs.tokenizer.is_some())
+    })?;
+    // Its name may change between two starts, its words may not.
+    inputs.rubric_digest = world.from_root(|| {
+        let text = config.reward.rubric.as_ref().and_then(|file| fs::read(file).ok());
+        Ok(text.map(sha256_hex))
     })?;
     Ok(inputs)
 }

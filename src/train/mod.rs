@@ -12,10 +12,12 @@ mod open;
 mod outcome;
 mod rate;
 mod records;
+mod rescue;
 mod rewards;
 mod round;
 mod round_state;
 mod run;
+mod run_folder;
 mod session;
 mod signal;
 mod stop_files;
@@ -27,6 +29,7 @@ mod update;
 mod weights;
 
 pub use run::{Finished, Run, RunOptions};
+pub use run_folder::{Begin, RunFolder};
 pub use session::Session;
 
 use crate::config::Loaded;
@@ -34,16 +37,38 @@ use crate::report::Receipt;
 use crate::runtime::failure::Failure;
 use crate::world::World;
 
-/// Trains as the configuration says, from the start, or with `resume` from the newest checkpoint, to the last update or until
-/// a stop is requested. Leaves receipt and adapters, or receipt and checkpoint.
+/// How a call of [`run`] has ended.
+#[derive(Debug)]
+pub enum Ended {
+    /// Updates were made, up to the last one or a stop.
+    Ran(Box<Receipt>),
+    /// An earlier start has made all of them, and nothing was done.
+    Before {
+        /// What that start has left.
+        receipt: serde_json::Value,
+        /// A sentence for the user.
+        words: String,
+    },
+}
+
+/// Trains as the configuration says, from the start or where `begin` says, to the last update or until a stop is requested.
+/// Leaves receipt, adapters and checkpoint, or receipt and checkpoint.
 ///
 /// # Errors
 /// When something cannot be loaded or saved, does not fit, or is not finite; and where no update of a whole run had a gradient.
-pub fn run(loaded: &Loaded, resume: bool, world: &mut World) -> Result<Receipt, Failure> {
-    let options = RunOptions { resume, stop_after: None };
-    let mut finished = Run::open(loaded, options, world)?.train(world)?;
+pub fn run(loaded: &Loaded, begin: Begin, world: &mut World) -> Result<Ended, Failure> {
+    let options = RunOptions { begin, stop_after: None, keeps_progress: true };
+    let run = Run::open(loaded, options, world)?;
+    if let Some(receipt) = run.finished_before(world)? {
+        return Ok(Ended::Before { receipt, words: run.finished_words() });
+    }
+    let mut finished = run.train(world)?;
     finished.write(world)?;
     let Finished { receipt, .. } = finished;
     let learnt = receipt.stopped || receipt.steps == 0 || receipt.updates_with_gradient > 0;
-    if learnt { Ok(receipt) } else { Err(signal::NothingTrained { updates: receipt.steps }.into()) }
+    if learnt {
+        Ok(Ended::Ran(Box::new(receipt)))
+    } else {
+        Err(signal::NothingTrained { updates: receipt.steps }.into())
+    }
 }

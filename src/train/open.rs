@@ -28,12 +28,18 @@ use crate::world::World;
 use crate::world::devices;
 use crate::world::exchange;
 
-impl Session {
-    /// Opens a run; all ranks fail together, with one message.
-    ///
-    /// # Errors
-    /// When the configuration, the checkpoint or the data is wrong, ranks differ, or memory is short.
-    pub fn open(loaded: &Loaded, world: &mut World) -> Result<Session, Failure> {
+/// What is known of a run before its directory is touched.
+pub(super) struct Prepared {
+    device: Device,
+    spec: Spec,
+    shape: AdapterShape,
+    plan: RunPlan,
+}
+
+impl Prepared {
+    /// Checks the configuration, chooses the device, opens the transport and plans the memory; all ranks fail together, with
+    /// one message. Writes nothing.
+    pub(super) fn new(loaded: &Loaded, world: &mut World) -> Result<Prepared, Failure> {
         let config = &loaded.run;
         agree_on_config(loaded, world)?;
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
@@ -42,6 +48,16 @@ impl Session {
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
         let plan = agree_on_plan(config, direct, world, &spec, device)?;
+        Ok(Prepared { device, spec, shape, plan })
+    }
+}
+
+impl Session {
+    /// Opens the log and the watchdog in the run directory, which this run has locked, then data, model and policy; all ranks
+    /// fail together, with one message.
+    pub(super) fn load(prepared: Prepared, loaded: &Loaded, world: &mut World) -> Result<Session, Failure> {
+        let Prepared { device, spec, shape, plan } = prepared;
+        let config = &loaded.run;
         let RankConfig { dir, log, stall_sec, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, *stall_sec)?;
@@ -204,7 +220,8 @@ fn input_digests(model: &Model, inputs: &Inputs, policy: &Policy) -> BTreeMap<St
         ("the held-out data", inputs.held_out_digest.clone()),
         ("the starting adapters", policy.adapters.digest()),
     ];
-    digests.into_iter().map(|(name, digest)| (name.to_owned(), digest)).collect()
+    let rubric = inputs.rubric_digest.clone().map(|digest| ("the rubric", digest));
+    digests.into_iter().chain(rubric).map(|(name, digest)| (name.to_owned(), digest)).collect()
 }
 
 /// The libtorch name of a configured dtype.

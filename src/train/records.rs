@@ -97,10 +97,14 @@ impl Records {
         self.trace.as_ref().map_or(Ok(()), |trace| trace.borrow_mut().begin_update(step))
     }
 
-    /// The update has ended.
-    pub(super) fn end_update(&mut self, world: &World) -> Result<(), Failure> {
+    /// The update has ended; its trace is written by [`Records::flush`].
+    pub(super) fn end_update(&mut self, world: &World) {
         world.tracker().end_step();
         self.stage_wait_s += gpu::stage_wait_seconds() - self.stage_wait_before_s;
+    }
+
+    /// Writes this rank's trace so far, once the update counts: a trace that cannot be written costs no update.
+    pub(super) fn flush(&mut self) -> Result<(), Failure> {
         self.trace.as_ref().map_or(Ok(()), |trace| trace.borrow_mut().flush())
     }
 

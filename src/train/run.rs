@@ -1,6 +1,12 @@
 //! A run before its loop and after it.
 
-use super::checkpoints::Checkpoints;
+use std::fs;
+
+use serde_json::Value;
+
+use super::checkpoints::{Checkpoints, Start};
+use super::open::Prepared;
+use super::run_folder::{Begin, RunFolder};
 use super::session::Session;
 use super::stop_files::StopFiles;
 use crate::config::Loaded;
@@ -11,19 +17,24 @@ use crate::world::World;
 /// Where a run begins and ends.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RunOptions {
-    /// Goes on from the newest checkpoint.
-    pub resume: bool,
+    /// What an earlier run in the same directory means.
+    pub begin: Begin,
     /// Stops after this update, as if a stop were requested.
     pub stop_after: Option<u64>,
+    /// Saves at the end, at a stop and after a failure, and moves an earlier run aside. `false` for a measurement, whose
+    /// adapters are worth nothing.
+    pub keeps_progress: bool,
 }
 
 /// A run that is open, before its first update.
 #[expect(missing_docs, reason = "the names and types say everything")]
 pub struct Run {
     pub session: Session,
+    pub(super) folder: RunFolder,
     pub(super) checkpoints: Checkpoints,
     pub(super) stop_files: StopFiles,
     pub(super) options: RunOptions,
+    pub(super) start: Start,
 }
 
 /// A run that has ended well and whose receipt is still to be written: a gate judges it first.
@@ -32,6 +43,7 @@ pub struct Finished {
     pub receipt: Receipt,
     pub session: Session,
     pub(super) reporter: Reporter,
+    pub folder: RunFolder,
 }
 
 impl Finished {
@@ -47,13 +59,73 @@ impl Finished {
 }
 
 impl Run {
-    /// Opens everything that the run needs.
+    /// Opens everything that the run needs: first what is quick to check, then the run directory's lock and the choice of a
+    /// checkpoint, then model and data.
     ///
     /// # Errors
-    /// When something cannot be loaded, or does not fit.
+    /// When another run holds the directory, its checkpoints refuse this run, something cannot be loaded, or does not fit.
     pub fn open(loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
-        let checkpoints = Checkpoints::open(loaded, options.resume, world)?;
+        let prepared = Prepared::new(loaded, world)?;
+        let folder = RunFolder::take(&loaded.rank.dir, world)?;
+        Run::load(folder, prepared, loaded, options, world)
+    }
+
+    /// [`Run::open`] in a directory that this job has locked.
+    ///
+    /// # Errors
+    /// As [`Run::open`], but for the lock.
+    pub fn open_in(folder: RunFolder, loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
+        let prepared = Prepared::new(loaded, world)?;
+        Run::load(folder, prepared, loaded, options, world)
+    }
+
+    fn load(
+        folder: RunFolder,
+        prepared: Prepared,
+        loaded: &Loaded,
+        options: RunOptions,
+        world: &mut World,
+    ) -> Result<Run, Failure> {
+        let mut checkpoints = Checkpoints::open(&folder, &loaded.run, options.begin, world)?;
         let stop_files = StopFiles::open(&loaded.rank.dir, world)?;
-        Ok(Run { session: Session::open(loaded, world)?, checkpoints, stop_files, options })
+        let mut session = Session::load(prepared, loaded, world)?;
+        let start = match options.begin {
+            Begin::Resume => checkpoints.resume(&mut session, world)?,
+            Begin::New | Begin::Anew => Start::default(),
+        };
+        Ok(Run { session, folder, checkpoints, stop_files, options, start })
+    }
+
+    /// The receipt of an earlier start that has made every update of this run and ended with the adapters of the checkpoint;
+    /// the same on every rank. There is nothing left to do then.
+    ///
+    /// # Errors
+    /// When ranks cannot agree.
+    pub fn finished_before(&self, world: &World) -> Result<Option<Value>, Failure> {
+        let steps = self.session.config().run.steps;
+        if !self.start.resumed || self.start.updates < steps {
+            return Ok(None);
+        }
+        let adapters = self.session.policy.adapters.digest();
+        world.from_root(|| {
+            // A receipt that cannot be read is written again: the evaluation after the last update is all that is left.
+            let text = fs::read(self.folder.dir.join("receipt.json")).unwrap_or_default();
+            let receipt = serde_json::from_slice::<Value>(&text).ok();
+            let of_this_run = |receipt: &Value| {
+                receipt["passed"] == true && receipt["steps"] == steps && receipt["adapter_digest"][0] == adapters
+            };
+            Ok(receipt.filter(of_this_run))
+        })
+    }
+
+    /// What a user should know where [`Run::finished_before`] has found a receipt.
+    #[must_use]
+    pub fn finished_words(&self) -> String {
+        let dir = self.folder.dir.display();
+        let steps = self.session.config().run.steps;
+        format!(
+            "this run is finished: update {steps} of {steps} was its last, and {dir}/receipt.json and {dir}/adapter are what came \
+             out; nothing is done. A higher run.steps goes on from here, `longstraw train --anew` begins anew"
+        )
     }
 }

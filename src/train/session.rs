@@ -279,10 +279,11 @@ impl Session {
         self.sample_request_from(Stream::of_seed(self.config().run.seed).part(group))
     }
 
-    /// [`Session::sample_request`] for the held-out group at `index`.
+    /// [`Session::sample_request`] for the held-out group at `index`, with one more answer, the last, that is greedy.
     pub(super) fn sample_held_out_request(&self, index: usize) -> Option<SampleRequest<'_>> {
         let stream = Stream::of_seed(self.config().run.seed).part(HELD_OUT_BRANCH);
-        self.sample_request_from(stream.part(from_index(index)))
+        let request = self.sample_request_from(stream.part(from_index(index)))?;
+        Some(SampleRequest { answers: request.answers + 1, greedy: 1, ..request })
     }
 
     fn sample_request_from(&self, stream: Stream) -> Option<SampleRequest<'_>> {
@@ -290,6 +291,7 @@ impl Session {
         let config = self.config();
         Some(SampleRequest {
             answers: as_index(config.grpo.group_size),
+            greedy: 0,
             longest: config.sampled_len(),
             ends: &self.data.end_ids,
             sampling: Sampling { top_p: config.rollout.top_p, top_k: config.rollout.top_k },
@@ -341,12 +343,6 @@ impl Session {
             Dtype::Float32 => 1e-4,
             Dtype::Bfloat16 => 0.5,
         })
-    }
-
-    /// Whether a checkpoint follows update `step`.
-    pub(super) fn is_checkpoint_due(&self, step: u64) -> bool {
-        let every = self.config().checkpoint.every;
-        every > 0 && step.is_multiple_of(every)
     }
 
     /// Counts the adapters' gradients in the ledger; they exist after the first backward.

@@ -1,18 +1,22 @@
 //! The loop: evaluate; for each update take its groups, step, log, save; evaluate; close.
 
-use super::checkpoints::{Checkpoints, Start};
+use serde_json::Value;
+
+use super::checkpoints::{Checkpoints, Start, WholeUpdate};
 use super::evaluate;
 use super::outcome::Outcome;
 use super::records::Records;
 use super::round::Round;
+use super::round_state;
 use super::run::{Finished, Run, RunOptions};
+use super::run_folder::RunFolder;
 use super::session::Session;
 use super::stop_files::{Ended, StopFiles};
 use super::stop_policy::StopPolicy;
 use super::totals::{RunEnd, RunTotals};
 use super::update::{self, Update, UpdateContext};
 use crate::config::Loaded;
-use crate::report::{HeldOut, Reporter, Step};
+use crate::report::{HeldOut, Reporter, Step, set_aside};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::Rank;
 use crate::step::observer::Observer;
@@ -23,12 +27,10 @@ impl Run {
     ///
     /// # Errors
     /// When something cannot be saved, does not fit, or is not finite.
-    pub fn train(mut self, world: &World) -> Result<Finished, Failure> {
-        let Run { session, checkpoints, options, .. } = &mut self;
-        let start = if options.resume { checkpoints.resume(session, world)? } else { Start::default() };
-        let mut trainer = Trainer::open(self, &start, world)?;
-        let ending = trainer.train(&start, world)?;
-        trainer.close(ending, &start, world)
+    pub fn train(self, world: &World) -> Result<Finished, Failure> {
+        let mut trainer = Trainer::open(self, world)?;
+        let ending = trainer.or_save(world, |trainer| trainer.train(world))?;
+        trainer.close(ending, world)
     }
 }
 
@@ -44,71 +46,84 @@ enum Ending {
 }
 
 /// A run between its first update and its end.
-struct Trainer {
-    session: Session,
-    checkpoints: Checkpoints,
+pub(super) struct Trainer {
+    pub(super) session: Session,
+    pub(super) folder: RunFolder,
+    pub(super) checkpoints: Checkpoints,
     stop_files: StopFiles,
-    options: RunOptions,
-    reporter: Reporter,
+    pub(super) options: RunOptions,
+    start: Start,
+    pub(super) reporter: Reporter,
     records: Records,
     observer: Observer,
     stop: StopPolicy,
-    totals: RunTotals,
-    held_out_before: Option<HeldOut>,
+    pub(super) totals: RunTotals,
+    pub(super) held_out_before: Option<HeldOut>,
+    pub(super) whole: WholeUpdate,
 }
 
 impl Trainer {
-    fn open(run: Run, start: &Start, world: &World) -> Result<Trainer, Failure> {
-        let Run { session, checkpoints, stop_files, options } = run;
+    fn open(run: Run, world: &World) -> Result<Trainer, Failure> {
+        let Run { session, folder, checkpoints, stop_files, options, start } = run;
         let Loaded { run: config, rank, .. } = &session.loaded;
+        let anew = options.keeps_progress && !start.resumed;
+        let aside = world.on_root(|| if anew { Ok(set_aside(&rank.dir)?) } else { Ok(None) })?.flatten();
         let opened = Reporter::open(&rank.dir, world.all.rank() == Rank(0), &config.to_toml(), start.updates);
         let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
         session.notes().iter().chain(&start.notes).for_each(|note| reporter.line(note));
+        if let Some(place) = aside {
+            reporter.line(&format!("what an earlier run left in {} is now in {}", rank.dir.display(), place.display()));
+        }
         Ok(Trainer {
             records: Records::open(&session, world, reporter.phases())?,
             observer: Observer::new(world.tracker(), session.model.decoder.device()),
             stop: StopPolicy::open(&session.loaded, world),
             totals: RunTotals::resume(start.updates, earlier),
             held_out_before: start.held_out_before,
+            whole: WholeUpdate { cursor: session.data.cursor.clone(), round: Value::Null },
             session,
+            folder,
             checkpoints,
             stop_files,
             options,
+            start,
             reporter,
         })
     }
 
-    fn train(&mut self, start: &Start, world: &World) -> Result<Ending, Failure> {
-        if !start.resumed {
+    fn train(&mut self, world: &World) -> Result<Ending, Failure> {
+        if !self.start.resumed {
             let Outcome::Done(measured) = self.evaluate(world)? else { return Ok(Ending::NotBegun) };
             self.held_out_before = measured;
         }
         let steps = self.session.config().run.steps;
-        let left = steps.saturating_sub(start.updates);
+        let made = self.start.updates;
+        let left = steps.saturating_sub(made);
         self.reporter.expect(&self.session.prompt_tokens_ahead(world, left), left, steps);
-        for step in start.updates + 1..=steps {
+        for step in made + 1..=steps {
             if self.options.stop_after.is_some_and(|last| step > last) || self.stop_files.stop_requested(world) {
                 return Ok(Ending::Stopped);
             }
             let groups = self.session.groups_per_update(world);
             self.records.begin_update(world, step)?;
             let mut round = self.session.data.take_round(groups);
-            match self.update(&mut round, step, world)? {
-                Outcome::Done(update) => self.log(update, round)?,
-                Outcome::Dropped { why } => {
+            match self.update(&mut round, step, world) {
+                Ok(Outcome::Done(update)) => self.log(update, round, world)?,
+                Ok(Outcome::Dropped { why }) => {
                     self.reporter.line(&format!("update {step} is {why}"));
                     self.totals.note_group(round.mine.last());
                     self.session.data.give_back(round);
                     return Ok(Ending::Stopped);
                 }
-                Outcome::NoRewards { failure } => {
-                    self.session.data.give_back(round);
-                    return Err(self.save_before(step, failure, world));
-                }
+                Ok(Outcome::NoRewards { failure }) | Err(failure) => return Err(failure),
             }
-            if self.session.is_checkpoint_due(step) {
+            if self.checkpoints.is_due(self.session.config(), step, world) {
                 self.save(world)?;
             }
+        }
+        if self.options.keeps_progress {
+            // Before the evaluation, which may take long or fail.
+            self.save(world)?;
         }
         let Outcome::Done(held_out_after) = self.evaluate(world)? else { return Ok(Ending::Stopped) };
         Ok(Ending::Finished(held_out_after))
@@ -129,48 +144,40 @@ impl Trainer {
         let mut context = UpdateContext { reporter, observer, stop };
         let update =
             stop.droppable(totals.last_update_s(), || update::update(session, world, &mut context, round, step));
-        self.records.end_update(world)?;
+        self.records.end_update(world);
         Outcome::of(update)
     }
 
-    fn log(&mut self, update: Update, round: Round) -> Result<(), Failure> {
-        let config = self.session.config();
+    fn log(&mut self, update: Update, round: Round, world: &World) -> Result<(), Failure> {
+        let steps = self.session.config().run.steps;
+        let updates_per_group = self.session.config().grpo.updates_per_group;
         let step = Step { memory: self.records.update_memory(), ..update.step };
-        self.reporter.step(&step, config.run.steps)?;
-        self.totals.add_update(step, update.pinning_s, round.mine.last());
-        let updates_per_group = config.grpo.updates_per_group;
+        self.totals.add_update(step.clone(), update.pinning_s, round.mine.last());
         self.session.data.update_made(round, updates_per_group);
-        Ok(())
+        let round = round_state::save(&self.session, world);
+        self.whole = WholeUpdate { cursor: self.session.data.cursor.clone(), round };
+        world.on_root(|| Ok(self.reporter.step(&step, steps)?))?;
+        if world.all.rank() != Rank(0) {
+            self.reporter.step(&step, steps)?;
+        }
+        self.records.flush()
     }
 
     fn save(&mut self, world: &World) -> Result<(), Failure> {
         self.checkpoints.save(&self.session, world, &self.reporter, &self.stop, self.held_out_before)
     }
 
-    /// Saves what was learnt before update `step`, which has failed on all ranks alike, and gives the failure back.
-    fn save_before(&mut self, step: u64, failure: Failure, world: &World) -> Failure {
-        if step == 1 {
-            return failure;
-        }
-        if let Err(another) = self.save(world) {
-            return another;
-        }
-        self.reporter.line(&format!(
-            "saved after update {}; once rewards can be had again, go on with `longstraw train --resume` in the same way",
-            step - 1
-        ));
-        failure
-    }
-
     /// Saves what came out, and makes the receipt.
-    fn close(mut self, ending: Ending, start: &Start, world: &World) -> Result<Finished, Failure> {
+    fn close(mut self, ending: Ending, world: &World) -> Result<Finished, Failure> {
         // The last save is no part of the updates, so the records end before it.
         let records = self.records.gather(&self.session, world);
         world.tracker().enter(Phase::Save);
         let held_out_after = match ending {
             Ending::NotBegun => None,
             Ending::Stopped => {
-                self.save(world)?;
+                if self.options.keeps_progress {
+                    self.save(world)?;
+                }
                 None
             }
             Ending::Finished(held_out_after) => {
@@ -185,7 +192,7 @@ impl Trainer {
         let end = RunEnd { held_out_before, held_out_after, stopped, records, pages: self.observer.own_pages() };
         let receipt = self.totals.receipt(&self.session, world, end);
         self.records.close(world)?;
-        let ended = Ended { stopped, progress: updates > start.updates };
+        let ended = Ended { stopped, progress: updates > self.start.updates };
         if let Some(note) = self.stop_files.close(world, ended)? {
             self.reporter.line(note);
         }
@@ -195,6 +202,6 @@ impl Trainer {
                 "stopped after update {updates} of {steps}, as requested; go on with `longstraw train --resume` in the same way"
             ));
         }
-        Ok(Finished { receipt, session: self.session, reporter: self.reporter })
+        Ok(Finished { receipt, session: self.session, reporter: self.reporter, folder: self.folder })
     }
 }

@@ -27,6 +27,9 @@ pub enum Error {
     Disagree { what: &'static str, first: Rank, first_value: String, other: Rank, other_value: String },
     #[error("cannot keep a heartbeat in {}: {source}; choose another place with --run-dir", folder.display())]
     Watch { folder: PathBuf, source: std::io::Error },
+    /// The reason is printed already.
+    #[error("what is printed above has ended this rank")]
+    Panicked { exit: Exit },
     /// The other rank prints the reason.
     #[error("rank {rank} failed")]
     Elsewhere { rank: Rank, exit: Exit },
@@ -37,7 +40,7 @@ impl Classified for Error {
         match self {
             Error::Uneven { .. } => Exit::Config,
             Error::Watch { .. } => Exit::Data,
-            Error::Elsewhere { exit, .. } => *exit,
+            Error::Panicked { exit } | Error::Elsewhere { exit, .. } => *exit,
             _ => Exit::Disagree,
         }
     }

@@ -19,7 +19,7 @@ use std::cell::Cell;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use mpi::Threading;
 use mpi::environment::Universe;
@@ -34,8 +34,8 @@ use crate::runtime::liveness::{HeartbeatFiles, StallLimits, Tracker};
 use crate::runtime::memory::Ledger;
 use crate::runtime::terminal::say;
 use crate::runtime::units::{Rank, as_index, from_index};
-use abort::{abort_on_panic, abort_world, message};
-use watchdog::{Watch, Watchdog};
+use abort::{PanicScope, abort_on_panic, abort_world, message};
+use watchdog::{DeadlineGuard, Watch, Watchdog};
 
 /// All ranks of the run, and this process's place among them.
 pub struct World {
@@ -51,6 +51,7 @@ pub struct World {
     ledger: Ledger,
     /// The rank that prints the reason, once all ranks have agreed to fail.
     speaker: Cell<Option<Rank>>,
+    panics: PanicScope,
     // Second to last, because fields are dropped in order: communicators must be freed before MPI is finalized.
     _universe: Universe,
     // Last: a rank may also wait for ever while MPI is finalized.
@@ -77,7 +78,8 @@ impl World {
         let all = Axis::new(universe.world(), tracker.shared_site().clone());
         tracker.set_rank(all.rank());
         let ledger = Ledger::default();
-        abort_on_panic(tracker.shared_site().clone(), ledger.clone());
+        let panics = PanicScope::default();
+        abort_on_panic(tracker.shared_site().clone(), ledger.clone(), panics.clone());
         if let Some(Launcher { variable, tasks }) = launcher.filter(|launcher| all.size() == 1 && launcher.tasks > 1) {
             return Err(Error::Alone { variable, tasks }.into());
         }
@@ -90,6 +92,7 @@ impl World {
             tracker,
             ledger,
             speaker: Cell::new(None),
+            panics,
             _universe: universe,
             watchdog: None,
         })
@@ -103,9 +106,7 @@ impl World {
     /// When rank 0 cannot write a heartbeat, or a thread cannot be started.
     pub fn watch(&mut self, run_dir: &Path, stall_sec: u64) -> Result<(), Failure> {
         self.watchdog = None;
-        // A time identifies the job: process numbers repeat after a machine has been restarted.
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let job = self.all.gather_numbers(u64::try_from(now.as_nanos()).unwrap_or_default())[0];
+        let job = self.job_number();
         let folder = self.path_of_rank_0(run_dir);
         let failed = |source| Failure::from(Error::Watch { folder: folder.clone(), source });
         let files = HeartbeatFiles::new(&folder, job);
@@ -129,8 +130,17 @@ impl World {
         Ok(())
     }
 
-    /// Rank 0's path, made absolute on rank 0: ranks may run in different folders.
-    fn path_of_rank_0(&self, path: &Path) -> PathBuf {
+    /// A number that all ranks share and no other job has. Every rank takes part.
+    #[must_use]
+    pub fn job_number(&self) -> u64 {
+        // A time identifies the job: process numbers repeat after a machine has been restarted.
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        self.all.gather_numbers(u64::try_from(now.as_nanos()).unwrap_or_default())[0]
+    }
+
+    /// Rank 0's path, made absolute on rank 0: ranks may run in different folders. Every rank takes part.
+    #[must_use]
+    pub fn path_of_rank_0(&self, path: &Path) -> PathBuf {
         let own = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let mut bytes = own.as_os_str().as_bytes().to_vec();
         let length = self.all.gather_numbers(from_index(bytes.len()))[0];
@@ -196,6 +206,37 @@ impl World {
         if self.all.stop_reported() {
             signals::request_stop();
         }
+    }
+
+    /// Whether all ranks have agreed to fail, so that each of them leaves in order.
+    #[must_use]
+    pub fn all_leave(&self) -> bool {
+        self.speaker.get().is_some()
+    }
+
+    /// Runs `work`. A panic within is printed at once and does not end the job yet: the caller may save something, and then
+    /// calls [`World::abort_after_panic`]. What `work` has changed may be half done.
+    ///
+    /// # Errors
+    /// [`Error::Panicked`] after a panic.
+    pub fn catch_panic<T>(&self, work: impl FnOnce() -> T) -> Result<T, Error> {
+        self.panics.catch(work).map_err(|exit| Error::Panicked { exit })
+    }
+
+    /// Ends the whole job after a panic whose message is printed.
+    pub fn abort_after_panic(&self, failure: &Failure) -> ! {
+        abort_world(failure.exit())
+    }
+
+    /// Runs `work` after a failure, before this rank leaves. Where it does not end within `limit`, the failure is printed and
+    /// this process ends at once, so that a disk that does not answer holds up no other rank. `None` where the limit cannot
+    /// be kept, because no thread can be started.
+    pub fn last_work<T>(&self, failure: &Failure, limit: Duration, work: impl FnOnce() -> T) -> Option<T> {
+        let message = message(failure, self.tracker.shared_site(), &self.ledger);
+        let guard = DeadlineGuard::start(limit, message, failure.exit())?;
+        let done = work();
+        drop(guard);
+        Some(done)
     }
 
     /// A failure that every rank has in the same way: rank 0 prints it.

@@ -71,6 +71,12 @@ impl World {
         Ok(broadcast(machine, self.agree(own)?))
     }
 
+    /// Rank 0's answer on every rank; the others' do not count. For decisions by a clock, which differs from rank to rank.
+    #[must_use]
+    pub fn root_says(&self, yes: bool) -> bool {
+        self.all.gather_numbers(u64::from(yes))[0] == 1
+    }
+
     /// Every rank's value, in rank order, on every rank.
     ///
     /// # Panics

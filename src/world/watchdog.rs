@@ -244,6 +244,30 @@ impl Watch {
     }
 }
 
+/// Ends the process at a deadline, unless it is dropped before.
+pub(super) struct DeadlineGuard {
+    thread: Option<Thread>,
+}
+
+impl DeadlineGuard {
+    /// After `limit` the guard prints `message` and ends the process with `exit`. `None` where no thread can be started.
+    pub(super) fn start(limit: Duration, message: String, exit: Exit) -> Option<DeadlineGuard> {
+        let body = move |stopped: &Receiver<()>| {
+            if stopped.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+                say(&format!("longstraw: {message}"));
+                exit_at_once(exit)
+            }
+        };
+        Some(DeadlineGuard { thread: Some(Thread::start("deadline", body).ok()?) })
+    }
+}
+
+impl Drop for DeadlineGuard {
+    fn drop(&mut self) {
+        self.thread.take().into_iter().for_each(Thread::end);
+    }
+}
+
 /// Ends this process without unwinding or flushing, which may block.
 fn exit_at_once(exit: Exit) -> ! {
     signal_hook::low_level::exit(exit.code())

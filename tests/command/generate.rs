@@ -240,10 +240,8 @@ fn a_rate_limit_is_waited_for_and_unanswered_chunks_are_sent_by_the_next_run() {
 #[test]
 fn a_hanging_service_is_given_up_after_its_time_out() {
     let service = Service::of(vec![Turn::Hang]);
-    let start = Instant::now();
     let said = generate(&room(&service.base()), &["--parallel", "16", "--set", "endpoint.timeout_sec=1"]);
     said.refused(7, &["no answer within 1 s (endpoint.timeout_sec)"]);
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
 #[test]

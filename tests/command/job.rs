@@ -86,7 +86,7 @@ impl<'a> Job<'a> {
             if let Some(found) = ready(self) {
                 return found;
             }
-            let (ended, late) = (self.running.has_ended(), start.elapsed() > Duration::from_secs(90));
+            let (ended, late) = (self.running.has_ended(), start.elapsed() > Duration::from_mins(15));
             assert!(!ended && !late, "{what} did not come; ended: {ended}\n{}", self.running.said());
             std::thread::sleep(Duration::from_micros(500));
         }

@@ -25,7 +25,7 @@ fn the_receipt_has_memory_by_phase_rank_and_purpose() {
     let receipt = room.ranks(2, &["train", "--json"].into_iter().chain(sets).collect::<Vec<_>>()).json();
     let phases = receipt["memory"].as_array().unwrap();
     let names: Vec<&str> = phases.iter().map(|phase| phase["phase"].as_str().unwrap()).collect();
-    assert_eq!(names, ["start", "capture", "reward", "score", "replay", "sweep", "finalize", "update"]);
+    assert_eq!(names, ["start", "capture", "reward", "score", "replay", "sweep", "finalize", "update", "save"]);
     let phase = |name: &str| phases.iter().find(|phase| phase["phase"] == name).unwrap();
     for space in SPACES {
         let most = |rank: usize| phases.iter().map(|phase| bytes(&phase[format!("{space}_peak")])[rank]).max().unwrap();

@@ -100,7 +100,7 @@ fn a_hanging_service_ends_each_attempt_by_time_out() {
     let (said, heard) = answered(vec![Turn::Hang]);
     said.refused(7, &["/v1/models: no answer within 1 s (endpoint.timeout_sec)", "3 attempts in 3."]);
     assert_eq!(heard.len(), 3);
-    assert!((3.0..6.0).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
+    assert!(start.elapsed().as_secs_f64() >= 3.0, "three attempts of a second: {:?}", start.elapsed());
 }
 
 #[test]

@@ -47,15 +47,14 @@ impl Scripted {
         let (start, mut alive) = (Instant::now(), 0);
         let scored = scorer.score(&asked.collect::<Vec<_>>(), &mut || alive += 1).unwrap();
         let took = start.elapsed();
-        assert!(took <= scorer.longest(texts.len()), "{took:?}");
         assert!(alive > 0 || scored.iter().all(|rewarded| rewarded.value.is_none()), "no sign of life");
         (scored, took)
     }
 
-    /// Both of two answers lack a reward for this reason, within a few seconds.
+    /// Both of two answers lack a reward for this reason.
     #[track_caller]
     fn fails(&self, kind: &str, words: &[&str]) {
-        let (scored, took) = self.score(&["a", "b"]);
+        let (scored, _) = self.score(&["a", "b"]);
         assert_eq!(scored.len(), 2);
         for rewarded in scored {
             assert_eq!(rewarded.value, None);
@@ -66,7 +65,6 @@ impl Scripted {
             }
             assert!(missing.to_string().chars().count() < 700, "{missing}");
         }
-        assert!(took < Duration::from_secs(15), "{took:?}");
     }
 
     /// The process whose number the script has written into `name` is gone.
@@ -74,7 +72,7 @@ impl Scripted {
     fn is_gone(&self, name: &str) {
         let number = self.room.read(name);
         let stat = Path::new("/proc").join(number.trim()).join("stat");
-        let end = Instant::now() + Duration::from_secs(5);
+        let end = Instant::now() + Duration::from_mins(15);
         // One that nobody has reaped yet is gone all the same.
         while std::fs::read_to_string(&stat).is_ok_and(|stat| !stat.contains(") Z ")) {
             assert!(Instant::now() < end, "process {number} is still there");
@@ -148,12 +146,12 @@ fn the_children_that_a_program_leaves_are_ended_and_not_waited_for() {
     let scripted = Scripted::of(script);
     let (scored, took) = scripted.score(&["a", "b"]);
     assert_eq!(values(&scored), [Some(1.0), Some(0.0)]);
-    assert!(took < Duration::from_secs(10), "{took:?}");
+    assert!(took < Duration::from_mins(1), "less than its children sleep: {took:?}");
     scripted.is_gone("sleeper");
-    // One that has left the group holds the pipes for five seconds.
-    let (scored, took) = Scripted::of("setsid sleep 5 & sleep 0.2; echo 1; echo 0; exit 0").score(&["a", "b"]);
+    // One that has left the group holds the pipes for a minute.
+    let (scored, took) = Scripted::of("setsid sleep 60 & sleep 0.2; echo 1; echo 0; exit 0").score(&["a", "b"]);
     assert_eq!(values(&scored), [Some(1.0), Some(0.0)]);
-    assert!(took < Duration::from_secs(4), "{took:?}");
+    assert!(took < Duration::from_mins(1), "less than it holds them: {took:?}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Runs that are interrupted, stopped or damaged, and go on.
 
 use std::fs;
+use std::io::Write as _;
 use std::process::Command;
 
 use serde_json::Value;
@@ -16,7 +17,7 @@ fn slow() -> Room {
 }
 
 /// A room for quick updates.
-fn quick() -> Room {
+pub(crate) fn quick() -> Room {
     room_of(&config(&case("qwen3")))
 }
 
@@ -26,7 +27,7 @@ fn room_of(config: &str) -> Room {
 }
 
 /// `train` on two ranks into `run_dir`, with `--resume` or whatever else stands in `flags`, and these values set.
-fn arguments<'a>(run_dir: &'a str, flags: &[&'a str], sets: &[&'a str]) -> Vec<&'a str> {
+pub(crate) fn arguments<'a>(run_dir: &'a str, flags: &[&'a str], sets: &[&'a str]) -> Vec<&'a str> {
     let mut arguments = vec!["train", "--run-dir", run_dir];
     arguments.extend(flags);
     arguments.extend(sets.iter().flat_map(|set| ["--set", *set]));
@@ -42,7 +43,7 @@ pub(crate) fn start(room: &Room, run_dir: &str, flags: &[&str], sets: &[&str]) -
 }
 
 /// Lines of the metrics that are whole.
-fn updates(room: &Room, run_dir: &str) -> usize {
+pub(crate) fn updates(room: &Room, run_dir: &str) -> usize {
     let text = fs::read_to_string(room.path().join(run_dir).join("metrics.jsonl")).unwrap_or_default();
     text.matches('\n').count()
 }
@@ -140,16 +141,79 @@ fn a_file_or_a_signal_to_any_rank_stops_a_run_in_order_and_it_goes_on_to_the_sam
 }
 
 #[test]
+fn an_interrupt_or_a_hang_up_stops_a_run_in_order_with_a_launcher_and_without() {
+    let room = slow();
+    let sets = ["run.steps=6"];
+    train(&room, "whole", &[], &sets).ended(0, &[]);
+    // To one rank of two: the ranks agree.
+    for (made, rank, name) in [(1, 1, "-INT"), (3, 0, "-HUP")] {
+        let mut running = start(&room, "run", &["--resume"], &sets);
+        signal(&room, &mut running, "run", made, rank, name);
+        running.end().ended(0, &["stopped after update ", "as requested; go on with `longstraw train --resume`"]);
+        assert!(room.path().join("run/requeue").exists(), "{name}: a signal before the end wants another start");
+    }
+    train(&room, "run", &["--resume"], &sets).ended(0, &["going on from "]);
+    assert_eq!(complete(&room, "run", 6), complete(&room, "whole", 6));
+    // A process on its own, as a terminal signals it.
+    let alone = |arguments: &[&str]| room.start(&Call { ranks: 0, program: LONGSTRAW, arguments, variables: &[] });
+    for (number, name) in ["-INT", "-HUP"].into_iter().enumerate() {
+        let mut running = alone(&arguments("alone", &["--resume"], &["run.steps=1000"]));
+        signal(&room, &mut running, "alone", 1 + updates(&room, "alone"), 0, name);
+        let said = running.end();
+        said.ended(0, &["stopped after update "]);
+        assert_eq!(said.err.contains("Ctrl-C again ends it at once"), number == 0, "{said}");
+        let made = updates(&room, "alone");
+        assert_eq!(room.read("alone/latest"), format!("checkpoints/step_{made}\n"), "nothing is lost");
+    }
+}
+
+#[test]
+fn a_second_interrupt_ends_a_process_at_once_and_an_ignored_hang_up_stays_ignored() {
+    let room = slow();
+    // A write to a full pipe blocks, as a write to a disk that is gone does: the first request to stop is not met.
+    let metrics = room.path().join("run/metrics.jsonl");
+    room.write("run/keep", "");
+    assert!(Command::new("mkfifo").arg(&metrics).status().unwrap().success());
+    let mut pipe = fs::OpenOptions::new().read(true).write(true).open(&metrics).unwrap();
+    pipe.write_all(&vec![b' '; 65_536]).unwrap();
+    let call = arguments("run", &[], &[]);
+    let mut running = room.start(&Call { ranks: 0, program: LONGSTRAW, arguments: &call, variables: &[] });
+    running.until("the write", || room.try_read("run/logs/rank_0.log").ok().filter(|log| log.contains("step 1/")));
+    // The first ones ask for a stop, a later one ends the process.
+    let mut sent = 0;
+    while !running.has_ended() {
+        running.signal(libc::SIGINT);
+        sent += 1;
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        assert!(sent < 300, "it does not end");
+    }
+    assert!(sent > 1, "one alone ends nothing");
+    assert_eq!(running.end().code, -1, "by the signal itself, without a code");
+    let script = room.script("ignore", &format!("trap '' HUP\nexec {LONGSTRAW} \"$@\""));
+    let call = arguments("ignoring", &[], &["run.steps=3"]);
+    let mut running = room.start(&Call { ranks: 0, program: &script, arguments: &call, variables: &[] });
+    signal(&room, &mut running, "ignoring", 1, 0, "-HUP");
+    running.end().ended(0, &[]);
+    assert_eq!(room.read_json("ignoring/receipt.json")["steps"], 3);
+}
+
+#[test]
 fn a_step_whose_end_would_come_too_late_is_dropped_by_all_ranks_and_runs_again_once() {
     // Two ranks on one prompt, and two prompts side by side, of which one sees the signal first.
     for (sides, cp_size) in [(2, 2), (4, 2)] {
         let (room, size) = (slow(), format!("parallel.cp_size={cp_size}"));
         let whole = ["run.steps=4", &size];
-        let hasty = [&whole[..], &["run.grace_sec=0"]].concat();
+        let hasty = [&whole[..], &["run.grace_sec=0", "run.log_level=debug"]].concat();
         let ranks = |arguments: &[&str]| room.ranks(sides, arguments);
         ranks(&arguments("whole", &[], &whole)).ended(0, &[]);
         let call = arguments("run", &[], &hasty);
         let mut running = room.start(&Call { ranks: sides, program: LONGSTRAW, arguments: &call, variables: &[] });
+        // In the middle of an update, and not between two of them.
+        let log = format!("run/logs/rank_{}.log", sides - 1);
+        running.until("the third update", || {
+            let log = room.try_read(&log).ok()?;
+            log.split_once("step 2/4")?.1.contains("DEBUG capture").then_some(())
+        });
         signal(&room, &mut running, "run", 2, sides - 1, "-USR1");
         let said = running.end();
         said.ended(
@@ -167,23 +231,31 @@ fn a_step_whose_end_would_come_too_late_is_dropped_by_all_ranks_and_runs_again_o
     }
 }
 
-#[test]
-fn a_damaged_checkpoint_is_passed_over_for_the_older_one_on_every_rank() {
-    let (room, sets) = (quick(), ["run.steps=6", "checkpoint.every=2", "checkpoint.keep=3"]);
-    train(&room, "run", &[], &sets).ended(0, &[]);
-    let whole = complete(&room, "run", 6);
-    let file = room.path().join("run/checkpoints/step_6/masters.safetensors");
+/// Flips one bit in the middle of a file.
+pub(crate) fn damage(room: &Room, file: &str) {
+    let file = room.path().join(file);
     let mut bytes = fs::read(&file).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     fs::write(&file, bytes).unwrap();
-    fs::remove_file(room.path().join("run/checkpoints/step_4/adapter_config.json")).unwrap();
+}
+
+#[test]
+fn a_damaged_checkpoint_is_kept_aside_and_the_run_goes_on_from_the_older_one_on_every_rank() {
+    let (room, sets) = (quick(), ["run.steps=6", "checkpoint.every=2", "checkpoint.keep=3"]);
+    train(&room, "run", &[], &sets).ended(0, &[]);
+    let whole = complete(&room, "run", 6);
+    let metrics = room.read("run/metrics.jsonl");
+    for step in [4, 6] {
+        damage(&room, &format!("run/checkpoints/step_{step}/masters.safetensors"));
+    }
     let said = train(&room, "run", &["--resume"], &sets);
     said.ended(
         0,
         &[
             "run/checkpoints/step_6 is passed over: run/checkpoints/step_6/masters.safetensors is damaged",
-            "run/checkpoints/step_4 is passed over: cannot read run/checkpoints/step_4/adapter_config.json",
+            "it is kept as run/checkpoints/step_6.passed_over",
+            "run/checkpoints/step_4 is passed over: run/checkpoints/step_4/masters.safetensors is damaged",
         ],
     );
     for rank in 0..2 {
@@ -192,17 +264,69 @@ fn a_damaged_checkpoint_is_passed_over_for_the_older_one_on_every_rank() {
     }
     assert_eq!(said.err.matches("is passed over").count(), 2, "one line each: {said}");
     assert_eq!(complete(&room, "run", 6), whole);
-    assert_eq!(checkpoints(&room, "run"), ["step_2", "step_4", "step_6"], "they were written anew");
-    train(&room, "run", &["--resume"], &sets).ended(0, &["going on from run/checkpoints/step_6"]);
+    let kept = ["step_2", "step_4", "step_4.passed_over", "step_6", "step_6.passed_over"];
+    assert_eq!(checkpoints(&room, "run"), kept, "the others were written anew beside them");
+    assert_eq!(
+        room.read("run/metrics.dropped.jsonl"),
+        metrics.lines().skip(2).map(|line| line.to_owned() + "\n").collect::<String>()
+    );
+    train(&room, "run", &["--resume"], &sets).ended(0, &["this run is finished: update 6 of 6 was its last"]);
     assert_eq!(complete(&room, "run", 6), whole);
-    // One digit of the data's position, which no other file holds.
-    for step in [2, 4, 6] {
-        let state = format!("run/checkpoints/step_{step}/state.json");
-        room.write(&state, room.read(&state).replace("\"epoch\": ", "\"epoch\": 1"));
+}
+
+/// Whatever a run directory holds but for its logs: names and bytes.
+pub(crate) fn content(room: &Room, run_dir: &str) -> Vec<(String, Vec<u8>)> {
+    let names = room.files(run_dir).into_iter().filter(|name| !name.starts_with("logs/") && name != ".lock");
+    names.map(|name| (name.clone(), fs::read(room.path().join(run_dir).join(name)).unwrap())).collect()
+}
+
+#[test]
+fn checkpoints_that_cannot_be_used_end_the_start_with_their_kind_of_fault_and_nothing_is_changed() {
+    let (room, sets) = (quick(), ["run.steps=3", "checkpoint.every=1"]);
+    train(&room, "run", &[], &sets).ended(0, &[]);
+    let whole = complete(&room, "run", 3);
+    let more = ["run.steps=4", "checkpoint.every=1"];
+    let path = |name: &str| room.path().join("run/checkpoints").join(name);
+    let refused = |words: &[&str]| {
+        let before = content(&room, "run");
+        train(&room, "run", &["--resume"], &more).refused(3, words);
+        assert!(content(&room, "run") == before, "a refusal changes nothing");
+    };
+    // A file that is away for a moment, of the newest or of both.
+    for steps in [&[3][..], &[2, 3]] {
+        let files =
+            steps.iter().map(|step| (path(&format!("step_{step}/masters.safetensors")), path(&format!("{step}"))));
+        let files: Vec<_> = files.collect();
+        for (file, away) in &files {
+            fs::rename(file, away).unwrap();
+        }
+        refused(&["cannot read run/checkpoints/step_3/masters.safetensors: ", "Start again once the file can be read"]);
+        for (file, away) in &files {
+            fs::rename(away, file).unwrap();
+        }
     }
-    let said = train(&room, "run", &["--resume"], &sets);
-    said.ended(0, &["step_2/state.json is damaged", "no checkpoint in run/checkpoints to go on from: starting anew"]);
-    assert_eq!(complete(&room, "run", 6), whole);
+    // A field of another version.
+    let state = room.read("run/checkpoints/step_3/state.json");
+    room.write("run/checkpoints/step_3/state.json", state.replacen("\"updates\"", "\"lessons\": 1, \"updates\"", 1));
+    refused(&[
+        "step_3/state.json is of another version of longstraw: unknown field `lessons`",
+        "rename run/checkpoints/step_3",
+    ]);
+    room.write("run/checkpoints/step_3/state.json", &state);
+    // The folder of all checkpoints, as of a disk that is not mounted.
+    fs::rename(room.path().join("run/checkpoints"), room.path().join("run/away")).unwrap();
+    refused(&["run/latest names checkpoints/step_3, and run/checkpoints holds no checkpoint", "--anew"]);
+    fs::rename(room.path().join("run/away"), room.path().join("run/checkpoints")).unwrap();
+    // Damage of all of them.
+    for step in [2, 3] {
+        damage(&room, &format!("run/checkpoints/step_{step}/masters.safetensors"));
+    }
+    refused(&["no checkpoint in run/checkpoints can be used: ", "step_3/masters.safetensors is damaged", "--anew"]);
+    for step in [2, 3] {
+        damage(&room, &format!("run/checkpoints/step_{step}/masters.safetensors"));
+    }
+    train(&room, "run", &["--resume"], &more).ended(0, &["going on from run/checkpoints/step_3: update 4 is next"]);
+    assert_ne!(complete(&room, "run", 4), whole);
 }
 
 /// A script in whose runs no file grows beyond `kib` KiB, as on a disk that is full.
@@ -274,8 +398,9 @@ fn as_many_checkpoints_stay_as_are_to_be_kept_and_each_can_be_gone_on_from_to_th
 fn a_run_goes_on_only_as_what_it_was_and_never_anew_among_its_checkpoints() {
     let (room, sets) = (quick(), ["run.steps=2", "checkpoint.every=1"]);
     train(&room, "run", &["--resume"], &sets).ended(0, &["no checkpoint in run/checkpoints to go on from"]);
-    let kept = (room.read("run/metrics.jsonl"), room.read("run/receipt.json"));
-    train(&room, "run", &[], &sets).refused(2, &["run/checkpoints holds checkpoints of an earlier run", "--resume"]);
+    let kept = content(&room, "run");
+    let said = train(&room, "run", &[], &sets);
+    said.refused(2, &["run/checkpoints holds checkpoints of an earlier run", "--resume", "--anew", "--run-dir"]);
     let said = train(&room, "run", &["--resume"], &[&sets[..], &["optimizer.lr=0.5", "lora.rank=8"]].concat());
     let words = ["step_2 is of another run: ", "lora.rank was 4 and is 8; optimizer.lr was 0.001 and is 0.5; "];
     said.refused(2, &words);
@@ -285,9 +410,123 @@ fn a_run_goes_on_only_as_what_it_was_and_never_anew_among_its_checkpoints() {
     room.write("train.jsonl", data);
     let said = train(&room, "run", &["--resume"], &["run.steps=1", "checkpoint.every=1"]);
     said.refused(2, &["run.steps should be at least 2", "it is 1"]);
-    assert_eq!(kept, (room.read("run/metrics.jsonl"), room.read("run/receipt.json")), "a refusal changes nothing");
+    let said = train(&room, "run", &["--resume"], &[&sets[..], &["optimizer.grad_accum=2"]].concat());
+    said.refused(2, &["groups of an update (replicas × optimizer.grad_accum) was 1 and is 2"]);
+    assert!(kept == content(&room, "run"), "a refusal changes nothing");
+}
+
+#[test]
+fn a_finished_run_started_again_does_nothing_and_a_higher_number_of_steps_goes_on_from_its_end() {
+    let room = quick();
+    // Nothing is said about checkpoints: the run saves at its end.
+    train(&room, "run", &[], &["run.steps=2"]).ended(0, &[]);
+    assert_eq!(checkpoints(&room, "run"), ["step_2"]);
+    let kept = content(&room, "run");
+    let said = train(&room, "run", &["--resume", "--json"], &["run.steps=2"]);
+    said.ended(0, &["this run is finished: update 2 of 2 was its last", "nothing is done", "--anew"]);
+    assert_eq!(said.json(), room.read_json("run/receipt.json"));
+    assert!(kept == content(&room, "run"));
+    train(&room, "run", &["--resume"], &["run.steps=4"]).ended(0, &["step_2: update 3 is next"]);
+    train(&room, "whole", &[], &["run.steps=4"]).ended(0, &[]);
+    assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
+    assert_eq!(numbers(&room, "run"), numbers(&room, "whole"));
+    // Without its receipt only the evaluation after the last update is left to do.
+    fs::remove_file(room.path().join("run/receipt.json")).unwrap();
+    train(&room, "run", &["--resume"], &["run.steps=4"]).ended(0, &["step_4: update 5 is next"]);
+    assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
+}
+
+#[test]
+fn a_run_begun_anew_moves_the_earlier_one_aside_and_loses_none_of_it() {
+    let room = quick();
+    train(&room, "run", &[], &["run.steps=2"]).ended(0, &[]);
+    let first = complete(&room, "run", 2);
+    let before = content(&room, "run");
+    let said = train(&room, "run", &["--anew"], &["run.steps=2", "run.seed=5", "optimizer.lr=0.01"]);
+    said.ended(0, &["what an earlier run left in run is now in run/earlier/1"]);
+    assert_ne!(complete(&room, "run", 2), first);
+    assert!(content(&room, "run/earlier/1") == before, "every file, byte by byte");
+    train(&room, "run", &["--anew", "--resume"], &[]).ended(2, &["cannot be used with"]);
+    // Updates that no checkpoint holds cannot be gone on from; their numbers are kept too.
+    fs::remove_dir_all(room.path().join("run/checkpoints")).unwrap();
+    fs::remove_file(room.path().join("run/latest")).unwrap();
+    let said = train(&room, "run", &["--resume"], &["run.steps=1"]);
+    said.ended(0, &["no checkpoint in run/checkpoints to go on from: starting anew", "is now in run/earlier/2"]);
+    complete(&room, "run", 1);
+    assert_eq!(room.read("run/earlier/2/metrics.jsonl").lines().count(), 2);
+}
+
+#[test]
+fn spellings_of_paths_and_keys_that_change_no_number_may_differ_when_a_run_goes_on() {
+    let room = quick();
+    let whole = ["run.steps=4"];
+    train(&room, "whole", &[], &whole).ended(0, &[]);
+    train(&room, "run", &[], &["run.steps=2"]).ended(0, &[]);
+    // The model at another path, with a slash at its end; the data, too.
+    let model = room.path().join("copy");
+    fs::create_dir(&model).unwrap();
+    for file in fs::read_dir(case("qwen3")).unwrap().map(|entry| entry.unwrap().path()) {
+        fs::copy(&file, model.join(file.file_name().unwrap())).unwrap();
+    }
+    room.write("moved/train.jsonl", room.read("train.jsonl"));
+    let sets = [
+        "run.steps=4",
+        "model.path=./copy/",
+        "data.path=moved/../moved/train.jsonl",
+        "checkpoint.keep=5",
+        "checkpoint.every=1",
+        "run.trace=true",
+        "run.grace_sec=3",
+        "run.log_level=debug",
+        "memory.inputs_every=2",
+    ];
     train(&room, "run", &["--resume"], &sets).ended(0, &["step_2: update 3 is next"]);
-    complete(&room, "run", 2);
+    assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
+    assert_eq!(numbers(&room, "run"), numbers(&room, "whole"));
+    // Another model under the old name is another run.
+    let mut weights = fs::read(model.join("model.safetensors")).unwrap();
+    let last = weights.len() - 3;
+    weights[last] ^= 1;
+    fs::write(model.join("model.safetensors"), weights).unwrap();
+    let said = train(&room, "run", &["--resume"], &["run.steps=5", "model.path=copy"]);
+    said.refused(2, &["the model (digest) was "]);
+}
+
+#[test]
+fn a_decay_that_would_end_elsewhere_is_asked_for_and_the_rate_never_rises_again() {
+    let room = quick();
+    let sets = |more: &[&'static str]| [&["optimizer.schedule=cosine"][..], more].concat();
+    let rates = |run: &str| -> Vec<f64> {
+        let numbers = numbers(&room, run);
+        numbers.iter().map(|step| step["learning_rate"].as_f64().unwrap()).collect()
+    };
+    train(&room, "run", &[], &sets(&["run.steps=4"])).ended(0, &[]);
+    let said = train(&room, "run", &["--resume"], &sets(&["run.steps=6"]));
+    let words = [
+        "the cosine decay of the learning rate was over 4 updates and would be over 6",
+        "schedule_steps=4",
+        "schedule_steps=6",
+    ];
+    said.refused(2, &words);
+    let kept = sets(&["run.steps=6", "optimizer.schedule_steps=4"]);
+    train(&room, "run", &["--resume"], &kept).ended(0, &["the learning rate is 0 from update 5 of 6 on"]);
+    assert_eq!(rates("run")[4..], [0.0, 0.0]);
+    let stretched = sets(&["run.steps=8", "optimizer.schedule_steps=8"]);
+    train(&room, "run", &["--resume"], &stretched)
+        .ended(0, &["the decay of the learning rate now ends after update 8 (it was 4)"]);
+    train(&room, "whole", &[], &sets(&["run.steps=8"])).ended(0, &[]);
+    assert_eq!(rates("run")[6..], rates("whole")[6..]);
+    assert!(rates("whole").windows(2).all(|pair| pair[1] < pair[0]));
+}
+
+#[test]
+fn saves_by_time_change_no_number() {
+    let room = slow();
+    train(&room, "whole", &[], &["run.steps=4", "checkpoint.every_sec=0"]).ended(0, &[]);
+    // Each update takes longer than a second or not: every number of saves is right.
+    train(&room, "run", &[], &["run.steps=4", "checkpoint.every_sec=1"]).ended(0, &[]);
+    assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
+    assert_eq!(numbers(&room, "run"), numbers(&room, "whole"));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// A run that takes longer hangs.
-const RUN_SECONDS_MAX: u64 = 90;
+const RUN_SECONDS_MAX: u64 = 900;
 
 /// The binary under test.
 pub(crate) const LONGSTRAW: &str = env!("CARGO_BIN_EXE_longstraw");
@@ -149,7 +149,9 @@ impl Room {
 
     /// Starts a run and returns while it runs.
     pub(crate) fn start(&self, call: &Call) -> Running {
-        let (out, err) = (self.aside.path().join("out"), self.aside.path().join("err"));
+        // Runs may go on beside each other.
+        let number = fs::read_dir(self.aside.path()).unwrap().count();
+        let (out, err) = ["out", "err"].map(|name| self.aside.path().join(format!("{name}_{number}"))).into();
         let mut command = call.command();
         command.current_dir(self.path()).stdin(Stdio::null());
         command.stdout(File::create(&out).unwrap()).stderr(File::create(&err).unwrap());

@@ -125,9 +125,13 @@ fn one_two_and_three_ranks_train_alike_and_leave_everything_they_should() {
         let logs = (0..ranks).map(|rank| format!("logs/rank_{rank}.log"));
         let mut files: Vec<String> = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
             .into_iter()
-            .chain(["config.resolved.toml", "metrics.jsonl", "receipt.json"])
+            .chain([".lock", "config.resolved.toml", "latest", "metrics.jsonl", "receipt.json"])
             .map(String::from)
             .chain(logs)
+            .chain(
+                ["adapter_config.json", "adapter_model.safetensors", "masters.safetensors", "state.json"]
+                    .map(|file| format!("checkpoints/step_3/{file}")),
+            )
             .collect();
         files.sort();
         let (events, rest): (Vec<String>, Vec<String>) =
@@ -245,7 +249,7 @@ fn each_rank_logs_its_phases_and_layers_when_asked() {
         }
         assert!(log.contains("step 1/1: loss "), "{log}");
     }
-    train(&room, 0, "run", &["run.steps=1"]);
+    room.alone(&["train", "--anew", "--set", "run.steps=1"]).ended(0, &[]);
     let log = room.read("run/logs/rank_0.log");
     assert!(log.contains("rank 0 of 2") && log.contains("rank 0 of 1"), "a log is continued:\n{log}");
 }

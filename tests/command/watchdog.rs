@@ -10,8 +10,8 @@ use serde_json::json;
 use super::job::{Job, nothing_passed, random_model};
 use super::room::{Call, LONGSTRAW};
 
-/// The stall limit of 5 s, and the time that the launcher needs to end a job on a busy machine.
-const END: Duration = Duration::from_secs(15);
+/// A job that lives longer hangs; no claim is about the time itself.
+const END: Duration = Duration::from_mins(15);
 const STALL: [&str; 2] = ["--set", "run.stall_sec=5"];
 
 #[test]
@@ -52,6 +52,31 @@ fn a_rank_stopped_in_save_is_named_and_the_run_continues_from_the_complete_check
 }
 
 #[test]
+fn a_refused_second_start_touches_nothing_of_the_first_one_whose_watchdog_goes_on() {
+    let room = random_model(2048, 64, 2, "steps = 100000\n");
+    let mut job = Job::start(&room, 3, "run", &STALL);
+    job.until("a heartbeat", |job| job.heartbeat(1));
+    room.write("run/requeue", "of the first one");
+    let logs = || (0..3).map(|rank| room.read(&format!("run/logs/rank_{rank}.log"))).collect::<String>();
+    let processes = |text: &str| text.matches("process ").count();
+    let (job_number, lines) = (job.heartbeat(1).unwrap()["job"].clone(), processes(&logs()));
+    for flag in ["--resume", "--anew", "--json"] {
+        let said = room.ranks(3, &["train", "--run-dir", "run", flag]);
+        said.refused(2, &["another run is writing to run (job ", "process ", "choose another place with --run-dir"]);
+    }
+    assert_eq!(room.read("run/requeue"), "of the first one");
+    assert_eq!(processes(&logs()), lines, "the second one has opened no log");
+    // Whoever removes the folder: the writers make it again.
+    std::fs::remove_dir_all(room.path().join("run/heartbeat")).unwrap();
+    let again = job.until("a heartbeat", |job| job.heartbeat(1));
+    assert_eq!(again["job"], job_number);
+    job.until("a heartbeat in a phase with layers", |job| job.heartbeat(1).filter(|beat| !beat["layer"].is_null()));
+    job.signal_at(1, libc::SIGSTOP, "layer", 1);
+    let said = job.ends_within(END);
+    said.refused(4, &["rank 1, ", "it is stopped or dead, or its machine is"]);
+}
+
+#[test]
 fn ranks_with_own_run_directories_write_heartbeats_to_rank_0s() {
     let room = random_model(256, 32, 2, "steps = 1\n");
     let other = [":", "-n", "1", LONGSTRAW, "train", "--run-dir", "two"];
@@ -72,7 +97,7 @@ fn a_rank_blocked_by_its_disk_is_distinguished_from_a_stopped_one() {
     // A write to a full pipe blocks, as a write to a disk that is gone does.
     let mut pipe = OpenOptions::new().read(true).write(true).open(&metrics).unwrap();
     pipe.write_all(&vec![b' '; 65_536]).unwrap();
-    let said = Job::start(&room, 3, "run", &STALL).ends_within(4 * END);
+    let said = Job::start(&room, 3, "run", &STALL).ends_within(END);
     said.refused(4, &["rank 0, update (host ", "; 5 s were allowed. It runs and waits for no other rank: its disk"]);
     nothing_passed(&room, "run");
 }

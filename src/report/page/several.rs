@@ -25,6 +25,7 @@ pub(super) fn curves(runs: &[Run], views: &[View<'_>]) -> Vec<Figure> {
         each("Gradient norm", |step| Some(step.grad_norm)),
         each("Seconds of an update", |step| Some(step.seconds.total)),
         held_out(views, "Held-out reward", "Mean reward of sampled answers.", "", |held_out| held_out.reward),
+        held_out(views, "Held-out greedy reward", "Mean reward of greedy answers.", "", |held_out| held_out.greedy),
         held_out(
             views,
             "Held-out margin",

@@ -104,14 +104,22 @@ impl HeartbeatFiles {
         self.folder.join(REPORT)
     }
 
-    /// Writes a heartbeat: a temporary file is renamed. The file is not synced, because it need not survive a crash.
+    /// Writes a heartbeat: a temporary file is renamed. The file is not synced, because it need not survive a crash. A folder
+    /// that somebody has removed is made again.
     ///
     /// # Errors
     /// When the file cannot be written.
     pub fn write(&self, heartbeat: &Heartbeat) -> io::Result<()> {
         let temporary = self.folder.join(format!(".rank_{}.json.new", heartbeat.rank));
-        fs::write(&temporary, serde_json::to_string(heartbeat)? + "\n")?;
-        fs::rename(temporary, self.file(heartbeat.rank))
+        let text = serde_json::to_string(heartbeat)? + "\n";
+        let write = || fs::write(&temporary, &text).and_then(|()| fs::rename(&temporary, self.file(heartbeat.rank)));
+        match write() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                fs::create_dir(&self.folder)?;
+                write()
+            }
+            written => written,
+        }
     }
 
     /// Reads a rank's heartbeat.
@@ -204,6 +212,10 @@ pub(super) mod tests {
         assert_eq!(fs::read_to_string(run.path().join("heartbeat/verdict.txt")).unwrap(), "rank 1 lags\n");
         files.write(&heartbeat(7, Phase::Start, None)).unwrap();
         files.prepare().unwrap();
+        for rank in 0..2 {
+            files.write(&heartbeat(rank, Phase::Start, None)).unwrap();
+        }
+        fs::remove_dir_all(run.path().join("heartbeat")).unwrap();
         for rank in 0..2 {
             files.write(&heartbeat(rank, Phase::Start, None)).unwrap();
         }

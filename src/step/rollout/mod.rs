@@ -60,6 +60,8 @@ impl Classified for Error {
 pub struct SampleRequest<'a> {
     /// How many answers.
     pub answers: usize,
+    /// How many of them, the last ones, take the most probable token at each place instead of a sampled one.
+    pub greedy: usize,
     /// Tokens of an answer, at most; at least 1.
     pub longest: Tokens,
     /// Tokens that end an answer, and belong to it.
@@ -189,11 +191,10 @@ impl<'a> Rollout<'a> {
         let length = self.sampled[self.live[0]].ids.len();
         let mut bytes = vec![0; self.live.len() * sampling::TOKEN_BYTES];
         if self.pass.cp_group.axis.rank() == Rank(0) {
-            let streams: Vec<Stream> = self
-                .live
-                .iter()
-                .map(|&answer| self.request.stream.part(from_index(answer)).part(from_index(length)))
-                .collect();
+            let sampled = self.request.answers.saturating_sub(self.request.greedy);
+            let stream = |answer: usize| self.request.stream.part(from_index(answer)).part(from_index(length));
+            let streams: Vec<Option<Stream>> =
+                self.live.iter().map(|&answer| (answer < sampled).then(|| stream(answer))).collect();
             bytes = sampling::sample(logprobs_av, &streams, &self.request.sampling);
         }
         self.pass.cp_group.axis.broadcast(&mut bytes);

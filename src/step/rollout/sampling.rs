@@ -26,11 +26,16 @@ pub(super) struct Token {
 /// Bytes of a token on the wire.
 pub(super) const TOKEN_BYTES: usize = 24;
 
-/// One token from each row of log-probabilities [answers, v], as bytes.
-pub(super) fn sample(logprobs_av: &Tensor, streams: &[Stream], sampling: &Sampling) -> Vec<u8> {
-    let entries = Tensor::arange(logprobs_av.size()[1], (Kind::Int64, logprobs_av.device()));
+/// One token from each row of log-probabilities [answers, v], as bytes. A row without a stream gets its most probable token.
+pub(super) fn sample(logprobs_av: &Tensor, streams: &[Option<Stream>], sampling: &Sampling) -> Vec<u8> {
+    let device = logprobs_av.device();
+    let entries = Tensor::arange(logprobs_av.size()[1], (Kind::Int64, device));
     let wide = logprobs_av.to_kind(Kind::Double);
-    let chosen = (candidates(&wide, sampling) + gumbel(streams, &entries)).argmax(-1, true);
+    let roots: Vec<Stream> = streams.iter().map(|stream| stream.unwrap_or(Stream::of_seed(0))).collect();
+    let is_greedy: Vec<bool> = streams.iter().map(Option::is_none).collect();
+    let is_greedy_a1 = Tensor::from_slice(&is_greedy).unsqueeze(1).to_device(device);
+    let noise_av = gumbel(&roots, &entries).masked_fill(&is_greedy_a1, 0.0);
+    let chosen = (candidates(&wide, sampling) + noise_av).argmax(-1, true);
     let logprobs = wide.gather(1, &chosen, false);
     // 0 · −∞ is no entropy; a NaN stays and shows itself.
     let terms = (wide.exp() * &wide).masked_fill(&wide.isneginf(), 0.0);
@@ -95,12 +100,24 @@ mod tests {
     }
 
     #[test]
+    fn a_row_without_a_stream_takes_the_most_probable_token_whatever_the_others_take() {
+        let logprobs = Tensor::cat(&[row(&[0.3, 0.4, 0.3]), row(&[0.3, 0.4, 0.3])], 0);
+        let root = Stream::of_seed(4);
+        let both: Vec<Vec<Token>> =
+            (0..50).map(|index| tokens(&sample(&logprobs, &[Some(root.part(index)), None], &ALL))).collect();
+        assert!(both.iter().all(|tokens| tokens[1].id == 1));
+        assert!([0, 1, 2].iter().all(|id| both.iter().any(|tokens| tokens[0].id == *id)));
+        let alone = |index: u64| tokens(&sample(&row(&[0.3, 0.4, 0.3]), &[Some(root.part(index))], &ALL))[0];
+        assert!((0..50).all(|index| both[usize::try_from(index).unwrap()][0].id == alone(index).id));
+    }
+
+    #[test]
     fn frequencies_are_the_probabilities() {
         let probabilities = [0.5, 0.3, 0.15, 0.05];
         let (logprobs, root) = (row(&probabilities), Stream::of_seed(11));
         let mut counts = [0.0; 4];
         for index in 0..4_000 {
-            let token = tokens(&sample(&logprobs, &[root.part(index)], &ALL))[0];
+            let token = tokens(&sample(&logprobs, &[Some(root.part(index))], &ALL))[0];
             counts[usize::try_from(token.id).unwrap()] += 1.0 / 4_000.0;
             assert!((token.logprob - probabilities[usize::try_from(token.id).unwrap()].ln()).abs() < 1e-15);
             let entropy: f64 = -probabilities.iter().map(|p| p * p.ln()).sum::<f64>();
@@ -130,7 +147,7 @@ mod tests {
     fn a_token_that_may_not_be_sampled_never_is() {
         let logprobs = row(&[0.4, 0.35, 0.25]);
         for index in 0..500 {
-            let sampled = sample(&logprobs, &[Stream::of_seed(1).part(index)], &Sampling { top_k: 2, ..ALL });
+            let sampled = sample(&logprobs, &[Some(Stream::of_seed(1).part(index))], &Sampling { top_k: 2, ..ALL });
             assert_ne!(tokens(&sampled)[0].id, 2);
         }
     }
@@ -138,6 +155,6 @@ mod tests {
     #[test]
     fn a_distribution_that_is_none_shows_itself() {
         let broken = Tensor::from_slice(&[0.0, f64::NAN]).unsqueeze(0);
-        assert!(tokens(&sample(&broken, &[Stream::of_seed(1)], &ALL))[0].entropy.is_nan());
+        assert!(tokens(&sample(&broken, &[Some(Stream::of_seed(1))], &ALL))[0].entropy.is_nan());
     }
 }

@@ -10,7 +10,9 @@ use crate::config::{Environment, Error, Loaded, RunConfig, When};
 use crate::model::shards::Checkpoint;
 use crate::model::spec::Spec;
 use crate::plan::{self, Place, Room};
+use crate::report::no_locks;
 use crate::runtime::failure::{Exit, Failure};
+use crate::runtime::file_lock::{Locked, lock};
 use crate::runtime::memory::available_memory;
 use crate::runtime::units::Bytes;
 
@@ -110,12 +112,17 @@ pub(super) fn run_folder(folder: &Path) -> Finding {
         return Finding::fail(name, exit, format!("{shown}: no part of it exists"), fix);
     };
     let tried = if there.is_dir() {
-        tempfile::tempfile_in(there).map(drop)
+        tempfile::tempfile_in(there).and_then(|file| lock(&file))
     } else {
         Err(io::Error::new(io::ErrorKind::NotADirectory, format!("{} is no folder", there.display())))
     };
-    if let Err(error) = tried {
-        return Finding::fail(name, exit, format!("{shown}: {error}"), fix);
+    match tried {
+        Err(error) => return Finding::fail(name, exit, format!("{shown}: {error}"), fix),
+        Ok(Locked::Unsupported(error)) => {
+            let fix = "mount it with locks (Lustre: the option flock), or never start two runs in one folder";
+            return Finding::warn(name, format!("{shown} can be written; {}", no_locks(folder, &error)), fix);
+        }
+        Ok(Locked::Held | Locked::Busy) => {}
     }
     match rustix::fs::statvfs(there) {
         Ok(disk) => {

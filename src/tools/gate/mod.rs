@@ -29,6 +29,7 @@ use crate::config::{Gate, Loaded, RunConfig, Runs};
 use crate::report::{self, Receipt, open_log, say, write_receipt};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::Rank;
+use crate::train::RunFolder;
 use crate::world::World;
 use attempt::Attempt;
 
@@ -44,13 +45,16 @@ pub fn run(gate: &Gate, loaded: &Loaded, force: bool, world: &mut World) -> Resu
     let mut attempt = Attempt { gate, loaded, force: world.any(force), forced: false };
     attempt.admit(None, world)?;
     let dir = &loaded.rank.dir;
+    // Before anything in the folder is touched: another start of the gate may be running.
+    let folder = RunFolder::take(dir, world)?;
     let moved = if world.all.rank() == Rank(0) { move_away(dir) } else { Ok(()) };
     world.agree(moved.map_err(Failure::from))?;
     world.agree(open_log(dir, world.all.rank(), world.all.size(), &loaded.rank.log).map_err(Failure::from))?;
-    let receipt = match gate.runs() {
-        Runs::BothGradients => runs::both_gradients(&mut attempt, world)?,
-        Runs::StoppedAndResumed => resumed::stopped_and_resumed(&mut attempt, world)?,
-        Runs::Once | Runs::Endpoint => runs::once(&mut attempt, world)?,
+    // The lock is held until the receipt is written.
+    let (receipt, _folder) = match gate.runs() {
+        Runs::BothGradients => (runs::both_gradients(&mut attempt, world)?, folder),
+        Runs::StoppedAndResumed => (resumed::stopped_and_resumed(&mut attempt, world)?, folder),
+        Runs::Once | Runs::Endpoint => runs::once(&mut attempt, folder, world)?,
     };
     attempt.end(receipt, world)
 }

@@ -18,7 +18,7 @@ use crate::config::Loaded;
 use crate::report::{Check, Receipt};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::Rank;
-use crate::train::{Finished, Run, RunOptions};
+use crate::train::{Begin, Finished, Run, RunOptions};
 use crate::world::World;
 
 /// Runs once through, once with a stop, and compares.
@@ -38,8 +38,9 @@ pub(super) fn stopped_and_resumed(attempt: &mut Attempt<'_>, world: &mut World) 
     let expected = attempt.expected(session.spec());
     drop(session);
     let stop_after = whole.run.run.steps / 2;
-    let first = ran(&parted, RunOptions { resume: false, stop_after: Some(stop_after) }, world)?;
-    let second = ran(&parted, RunOptions { resume: true, stop_after: None }, world)?;
+    let first =
+        ran(&parted, RunOptions { begin: Begin::New, stop_after: Some(stop_after), keeps_progress: true }, world)?;
+    let second = ran(&parted, RunOptions { begin: Begin::Resume, stop_after: None, keeps_progress: true }, world)?;
     let of_whole = checks::of_run(&receipt, &expected).into_iter().chain(memory::against_plan(&receipt));
     let mut all: Vec<Check> = of_whole.map(|check| checks::prefixed("whole", check)).collect();
     all.extend(checks::of_run(&second, &expected).into_iter().map(|check| checks::prefixed("resumed", check)));

@@ -12,14 +12,18 @@ use crate::config::{Gate, Gradient, Growth, Runs};
 use crate::report::{Check, Receipt, say};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::Rank;
-use crate::train::{Finished, Run, RunOptions};
+use crate::train::{Finished, Run, RunFolder, RunOptions};
 use crate::world::World;
 
-/// One run in the gate's own folder.
-pub(super) fn once(attempt: &mut Attempt<'_>, world: &mut World) -> Result<Receipt, Failure> {
-    let run = Run::open(attempt.loaded, RunOptions::default(), world)?;
+/// One run in the gate's own folder, which comes back still locked.
+pub(super) fn once(
+    attempt: &mut Attempt<'_>,
+    folder: RunFolder,
+    world: &mut World,
+) -> Result<(Receipt, RunFolder), Failure> {
+    let run = Run::open_in(folder, attempt.loaded, RunOptions::default(), world)?;
     attempt.admit(Some(&run), world)?;
-    let Finished { mut receipt, session, .. } = run.train(world)?;
+    let Finished { mut receipt, session, folder, .. } = run.train(world)?;
     let mut checks = checks::of_run(&receipt, &attempt.expected(session.spec()));
     checks.extend(memory::against_plan(&receipt));
     let compared = match world.all.rank() {
@@ -28,7 +32,7 @@ pub(super) fn once(attempt: &mut Attempt<'_>, world: &mut World) -> Result<Recei
     };
     checks.extend(world.agree(compared.map_err(Failure::from))?);
     receipt.checks = checks;
-    Ok(receipt)
+    Ok((receipt, folder))
 }
 
 /// A run in each gradient mode, in folders of their own, and parity. The receipt is that of mode `response`, which later

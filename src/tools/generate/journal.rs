@@ -5,7 +5,7 @@
 //! rewritten from the state at the start, and grows as long as no earlier chunk is missing.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -15,6 +15,8 @@ use serde_json::{Map, Value};
 use super::error::{Error, Unusable};
 use super::questions::{Exercise, record};
 use super::texts::Chunk;
+use crate::report::{no_locks, say};
+use crate::runtime::file_lock::{Locked, lock};
 use crate::runtime::units::from_index;
 
 /// The result of a finished chunk.
@@ -150,10 +152,10 @@ impl<'a> Journal<'a> {
         }
         let state = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(state_path);
         let mut state = state.map_err(Error::io(state_path, "open it"))?;
-        match state.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Error::Busy { state: state_path.clone() }),
-            Err(TryLockError::Error(source)) => return Err(Error::io(state_path, "lock it")(source)),
+        match lock(&state).map_err(Error::io(state_path, "lock it"))? {
+            Locked::Held => {}
+            Locked::Busy => return Err(Error::Busy { state: state_path.clone() }),
+            Locked::Unsupported(error) => say(&format!("longstraw: {}", no_locks(state_path, &error))),
         }
         let mut bytes = Vec::new();
         state.read_to_end(&mut bytes).map_err(Error::io(state_path, "read it"))?;
