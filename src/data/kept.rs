@@ -29,7 +29,7 @@ use crate::runtime::units::{Bytes, Tokens, as_index, from_index};
 /// A data file of fewer bytes is read by every rank for itself: its ids take little memory.
 pub const KEPT_TEXT_BYTES_MIN: u64 = 4 << 20;
 
-const MAGIC: &[u8; 8] = b"LSTOKEN1";
+const MAGIC: &[u8; 8] = b"LSTOKEN2";
 const ID_BYTES: u64 = 4;
 /// Bytes after `about`.
 const END_BYTES: usize = 56;
@@ -339,7 +339,8 @@ mod tests {
         fn new() -> Place {
             let place = Place { folder: tempfile::tempdir().unwrap(), model: test_tokenizer::folder() };
             let record = |prompt: &str, answer: serde_json::Value| {
-                let answers = [answer, json!({"ids": [1, 2], "mask": [0, 1], "reward": null})];
+                let answers =
+                    [answer, json!({"ids": [1, 2], "mask": [0, 1], "reward": null, "logprobs": [null, -0.1]})];
                 json!({"prompt": prompt, "answers": answers, "reward_data": {"expected": "b"}}).to_string()
             };
             let records = [
