@@ -66,5 +66,9 @@ pub fn run(loaded: &Loaded, begin: Begin, world: &mut World) -> Result<Ended, Fa
     finished.write(world)?;
     let Finished { receipt, .. } = finished;
     let learnt = receipt.stopped || receipt.steps == 0 || receipt.updates_with_gradient > 0;
-    if learnt { Ok(Ended::Ran(Box::new(receipt))) } else { Err(signal::NothingTrained { updates: receipt.steps }.into()) }
+    if learnt {
+        Ok(Ended::Ran(Box::new(receipt)))
+    } else {
+        Err(signal::NothingTrained { updates: receipt.steps }.into())
+    }
 }

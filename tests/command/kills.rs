@@ -110,7 +110,7 @@ struct Upset {
 }
 
 const fn upset(what: &'static str, call: &'static str, errno: libc::c_int, path: &'static str) -> Upset {
-    Upset { what, fault: Fault { call, errno, path, rank: Some(0) }, before: 0 }
+    Upset { what, fault: Fault { call, errno, path, rank: Some(0), skip: 0 }, before: 0 }
 }
 
 const fn at_second_start(upset: Upset) -> Upset {
