@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use longstraw::config::{
     DEFAULT_TOML, Dtype, Environment, Error, Gate, Gradient, Loaded, Overrides, Problem, RewardFn, RewardName,
-    RunConfig, SUPPORTED, Source, WithoutFile, document, load_gate_in, load_in,
+    RunConfig, SUPPORTED, ScaleRewards, Source, WithoutFile, document, load_gate_in, load_in,
 };
 use longstraw::runtime::failure::{Classified, Exit, Failure};
 use longstraw::runtime::units::{Pages, Tokens};
@@ -160,6 +160,14 @@ fn every_wrong_value_is_refused_with_the_correct_value() {
         ("grpo.clip_low=1.5", "grpo.clip_low should be above 0 and at most 1: it is 1.5"),
         ("grpo.clip_high=0", "grpo.clip_high should be above 0 and finite: it is 0.0"),
         ("grpo.kl_coef=-0.1", "grpo.kl_coef should be a finite number from 0: it is -0.1"),
+        ("grpo.std_min=-1", "grpo.std_min should be a finite number from 0: it is -1.0"),
+        ("grpo.scale_rewards=all", "grpo.scale_rewards should be \"group\", \"batch\" or \"none\", not \"all\""),
+        ("grpo.importance=answer", "grpo.importance should be \"none\", \"token\" or \"sequence\", not \"answer\""),
+        (
+            "grpo.importance_max=0.5",
+            "grpo.importance_max should be left out: grpo.importance = \"none\" has no weights",
+        ),
+        ("grpo.normalize_adv=yes", "grpo.normalize_adv should be true or false, not \"yes\""),
         ("grpo.temperature=0", "grpo.temperature should be a finite number above 0: it is 0.0"),
         ("grpo.aggregation=constant", "grpo.constant_divisor should be set"),
         ("grpo.constant_divisor=8", "grpo.constant_divisor should be left out"),
@@ -221,6 +229,11 @@ fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_correct_val
         ("rollout.token_sec_max=0", "rollout.token_sec_max should be above 0, or inf"),
         ("reward.judge_scale=[10.0, 0.0]", "reward.judge_scale should be two finite numbers, the lower first"),
         ("reward.missing_share_max=1.5", "reward.missing_share_max should be from 0 to 1: it is 1.5"),
+        (
+            "reward.judge_temperature=-1",
+            "reward.judge_temperature should be a finite number from 0, or \"none\": it is -1.0",
+        ),
+        ("reward.judge_temperature=hot", "reward.judge_temperature should be a number or \"none\", not \"hot\""),
         ("reward.judge_parallel=0", "reward.judge_parallel should be at least 1"),
         ("data.too_long=cut", "data.too_long should be \"refuse\", \"cut_middle\" or \"cut_left\", not \"cut\""),
         ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
@@ -443,6 +456,25 @@ fn a_gate_overrides_files_and_is_overridden_by_variables_and_flags() {
     assert!(found[0].contains("context.cp_pages_per_gpu should be 4080"), "{found:?}");
 }
 
+/// The users' file has `normalize_adv = true`; a later source may say more than the old key could.
+#[test]
+fn the_earlier_key_of_the_scaling_is_read_and_later_sources_override_it() {
+    let scaling = |flags: &[&str]| users(flags).expect("accepted").run.grpo.scale_rewards;
+    assert_eq!(scaling(&[]), ScaleRewards::Group);
+    assert_eq!(scaling(&["grpo.normalize_adv=false"]), ScaleRewards::None);
+    assert_eq!(scaling(&["grpo.scale_rewards=batch"]), ScaleRewards::Batch);
+    let none = load(&[("config.toml", USERS_CONFIG)], &[("LONGSTRAW_GRPO__NORMALIZE_ADV", "false")], &[]);
+    assert_eq!(none.expect("accepted").run.grpo.scale_rewards, ScaleRewards::None);
+    let found = with_line("normalize_adv = true", "normalize_adv = true\nscale_rewards = \"none\"");
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].contains("grpo.normalize_adv should be left out: grpo.scale_rewards says"), "{found:?}");
+    let text = USERS_CONFIG.replace("normalize_adv = true", "scale_rewards = \"batch\"\nimportance = \"token\"");
+    let gate = Gate::named("gate2_32k").expect("a gate");
+    let files = folder(&[("config.toml", &format!("{text}importance_max = 2.0\n"))]);
+    let run = load_gate_in(files.path(), &Environment::default(), &Overrides::default(), &gate).expect("accepted").run;
+    assert_eq!((run.grpo.scale_rewards, run.grpo.importance_max), (ScaleRewards::Group, None));
+}
+
 #[test]
 fn a_scale_that_does_not_divide_every_length_is_refused_with_one_that_does() {
     let found = problems(gate("gate2_32k", &[], &["gate.scale=100"]));
@@ -572,6 +604,8 @@ fn the_digest_changes_with_every_shared_value_and_with_no_other() {
         *leaf = match pointer.as_str() {
             "/optimizer/name" => continue, // There is one optimizer.
             "/grpo/aggregation" => "token_mean".into(),
+            "/grpo/scale_rewards" => "batch".into(),
+            "/grpo/importance" => "token".into(),
             "/run/device" => "cpu".into(),
             _ => other_value(leaf),
         };
@@ -666,7 +700,7 @@ fn the_default_file_gives_every_key_but_the_required_ones() {
     assert_eq!(found.len(), 4, "{found:?}");
     let uncommented: String = DEFAULT_TOML
         .lines()
-        .filter(|l| !l.contains("constant_divisor") && !l.contains("schedule_steps"))
+        .filter(|l| !["constant_divisor", "schedule_steps", "importance_max ="].iter().any(|key| l.contains(key)))
         .map(|l| l.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(l).to_owned() + "\n")
         .collect();
     load(&[("config.toml", &uncommented)], &[], &[]).expect("the examples go together");

@@ -9,6 +9,8 @@ mod cases;
 mod claims;
 #[path = "ranks/fixture.rs"]
 mod fixture;
+#[path = "ranks/importance.rs"]
+mod importance;
 #[path = "ranks/judged.rs"]
 mod judged;
 #[path = "ranks/learning.rs"]
@@ -37,6 +39,7 @@ const CLAIMS: &[Claim] = &[
     ("conventional_autograd_agrees_on_uneven_prompts_and_answers", judged::uneven),
     ("conventional_autograd_agrees_where_a_window_cuts_pages_and_ranks", judged::windows),
     ("masked_tokens_take_no_part_in_gradient_or_loss", judged::masked),
+    ("log_probabilities_that_came_with_answers_weigh_as_autograd_says", importance::weights),
     ("a_short_and_a_long_tail_take_different_ways_to_one_gradient", judged::both_tails),
     ("ten_exact_updates_equal_ten_conventional_ones", judged::ten_exact_updates),
     ("pages_on_the_host_and_on_the_device_give_the_same_bits", memory::residency),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use longstraw::config::{self, Gradient, WithoutFile};
+use longstraw::data::size_note;
 use longstraw::model::shape::Shape;
 use longstraw::plan::seconds::Rates;
 use longstraw::plan::{self, Room, ladder};
@@ -131,7 +132,9 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
     }
     let context = shape.as_ref().and_then(|shape| shape.context_note(config.context.max_seq_len));
     let only = shape.as_ref().and_then(only_planned);
-    for note in loaded.notes().into_iter().chain(context).chain(only) {
+    let sets = [("data.path", &config.data.path), ("data.held_out", &config.data.held_out)];
+    let data = sets.into_iter().filter_map(|(key, path)| size_note(key, path.as_ref()?, config.context.prompt_len));
+    for note in loaded.notes().into_iter().chain(context).chain(data).chain(only) {
         say(&note);
     }
     plan.refuse(&room)?;

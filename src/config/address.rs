@@ -9,6 +9,24 @@ pub(super) fn is_plain(base: &str) -> bool {
     host.is_some_and(|h| !h.is_empty() && !h.contains('@')) && !base.contains(char::is_whitespace)
 }
 
+/// An address that lacks its scheme.
+pub(super) enum NoScheme {
+    /// Of this machine, with the scheme that it needs.
+    Local(String),
+    /// Of another machine, or no address at all.
+    Other,
+}
+
+/// Whether `base` has no scheme, and what it would be with one. What is no host of this machine may be a key and is not told.
+pub(super) fn without_scheme(base: &str) -> Option<NoScheme> {
+    if base.contains("://") || base.contains('@') || base.contains(char::is_whitespace) {
+        return None;
+    }
+    let with = format!("http://{base}");
+    let is_local = is_plain(&with) && !is_clear(&with) && base.chars().all(|c| c.is_ascii_graphic());
+    Some(if is_local { NoScheme::Local(with) } else { NoScheme::Other })
+}
+
 /// Whether what is sent to a plain address, the key with it, crosses a network unencrypted.
 pub(super) fn is_clear(base: &str) -> bool {
     let Some(rest) = base.strip_prefix("http://") else { return false };
@@ -25,10 +43,17 @@ pub(super) fn is_path(path: &str) -> bool {
     path.starts_with('/') && !path.contains(|c: char| c.is_whitespace() || c.is_control() || "?#".contains(c))
 }
 
-/// A plain address without query, fragment and closing slashes, and without a version at its end that one of `paths`
-/// begins with; that path comes back too.
+/// A plain address without query, fragment and closing slashes, and without what one of `paths` repeats at its end: the whole
+/// path, or a version that the path begins with; that path comes back too.
 pub(super) fn cleaned<'a>(base: &'a str, paths: [&'a str; 2]) -> (&'a str, Option<&'a str>) {
     let bare = base.split(['?', '#']).next().unwrap_or_default().trim_end_matches('/');
+    for path in paths {
+        let before = bare.strip_suffix(path.trim_matches('/')).filter(|_| path.len() > 1);
+        if let Some(before) = before.and_then(|before| before.strip_suffix('/')).filter(|before| !before.ends_with('/'))
+        {
+            return (before.trim_end_matches('/'), Some(path));
+        }
+    }
     // Before a host there is nothing but the slashes of the scheme.
     let version = |(before, last): &(&str, &str)| !before.ends_with('/') && is_version(last);
     let Some((before, last)) = bare.rsplit_once('/').filter(version) else { return (bare, None) };
@@ -80,6 +105,29 @@ mod tests {
         assert_eq!(cleaned("https://a/v2/", paths), ("https://a/v2", None));
         assert_eq!(cleaned("https://v1", paths), ("https://v1", None));
         assert_eq!(cleaned("https://a/v1", ["/messages", "/v1/models"]), ("https://a", Some("/v1/models")));
+        for base in ["https://a/api/v1/messages", "https://a/api/v1/messages/", "https://a/api/v1/messages?x=1"] {
+            assert_eq!(cleaned(base, paths), ("https://a/api", Some("/v1/messages")), "{base}");
+        }
+        assert_eq!(cleaned("https://a/v1/models", paths), ("https://a", Some("/v1/models")));
+        assert_eq!(cleaned("https://messages", ["/messages", "/"]), ("https://messages", None));
+    }
+
+    #[test]
+    fn an_address_without_a_scheme_gets_one_only_on_this_machine() {
+        for (base, with) in [
+            ("localhost:8000", Some("http://localhost:8000")),
+            ("127.0.0.1:8000/api", Some("http://127.0.0.1:8000/api")),
+            ("api.example.com", None),
+            ("sk-something", None),
+        ] {
+            let found = match without_scheme(base) {
+                Some(NoScheme::Local(with)) => Some(with),
+                Some(NoScheme::Other) => None,
+                None => panic!("{base} has a scheme"),
+            };
+            assert_eq!(found.as_deref(), with, "{base}");
+        }
+        assert!(without_scheme("https://a").is_none() && without_scheme("me:secret@a").is_none());
     }
 
     #[test]

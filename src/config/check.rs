@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use super::address;
-use super::choices::{Aggregation, Gradient, Schedule};
+use super::address::{self, NoScheme};
+use super::choices::{Aggregation, Gradient, ScaleRewards, Schedule};
 use super::problem::{Fault, Problem};
 use super::rewards::RewardName;
 use super::supported::SUPPORTED;
@@ -38,6 +38,8 @@ impl RunConfig {
         check.memory();
         check.optimizer();
         check.objective();
+        check.advantages();
+        check.importance();
         check.sampling();
         check.adapters();
         check.rotary();
@@ -61,8 +63,7 @@ impl Loaded {
             notes.push("there is no ./config.toml and no --config: this is the built-in laptop run".to_owned());
         }
         if grpo.group_size == 1 && grpo.kl_coef <= 0.0 && !grpo.has_only(RewardName::One) {
-            let how = if grpo.normalize_adv { "normalised or not, " } else { "" };
-            notes.push(format!("grpo.group_size = 1: {how}the advantage of a lone answer is 0, so nothing is learnt"));
+            notes.push("grpo.group_size = 1: the advantage of a lone answer is 0, so nothing is learnt".to_owned());
         }
         if optimizer.warmup_steps >= steps && steps > 0 {
             let warmup = optimizer.warmup_steps;
@@ -262,6 +263,20 @@ impl Check<'_> {
         }
     }
 
+    fn advantages(&mut self) {
+        let g = &self.run.grpo;
+        self.range("grpo.std_min", g.std_min, g.std_min.is_finite() && g.std_min >= 0.0, "a finite number from 0");
+        if g.std_min > 0.0 && g.scale_rewards == ScaleRewards::None {
+            let why = "grpo.scale_rewards = \"none\" divides by no deviation that could have a floor";
+            self.should("grpo.std_min", &["grpo.scale_rewards"], "0", why);
+        }
+        if g.kl_coef > 0.0 && g.scale_rewards == ScaleRewards::Batch {
+            let why = "the deviation of a batch is known after its last group and divides the whole gradient, in which a KL \
+                       term would be divided too";
+            self.should("grpo.kl_coef", &["grpo.scale_rewards"], "0 with grpo.scale_rewards = \"batch\"", why);
+        }
+    }
+
     fn sampling(&mut self) {
         let g = &self.run.grpo;
         let inside = g.temperature.is_finite() && g.temperature > 0.0;
@@ -347,6 +362,22 @@ impl Check<'_> {
 
     /// The base address is an address, and does not end with what its paths begin with.
     fn base(&mut self, base: &str) {
+        match address::without_scheme(base) {
+            Some(NoScheme::Local(with)) => {
+                let why = "it has no scheme; http:// is for a service on this machine, https:// for any other";
+                return self.should("endpoint.api_base", &[], with, why);
+            }
+            Some(NoScheme::Other) => {
+                let be = "an address that begins with https:// (http:// for a service on this machine)";
+                return self.should(
+                    "endpoint.api_base",
+                    &[],
+                    be,
+                    "it has no scheme; it is not shown, it may hold a key",
+                );
+            }
+            None => {}
+        }
         if !address::is_plain(base) {
             let why = "it is not shown, it may hold a key";
             self.should("endpoint.api_base", &[], "an address https://… without user or password", why);

@@ -74,6 +74,93 @@ pub enum Aggregation {
     Constant,
 }
 
+/// What advantages are divided by.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScaleRewards {
+    /// The deviation of the group's rewards.
+    Group,
+    /// The deviation of all rewards of the update.
+    Batch,
+    /// Advantages stay in units of the reward.
+    None,
+}
+
+/// What log-probabilities that come with the answers are for.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ImportanceWeights {
+    /// There are no weights: they are the old policy of the ratio.
+    None,
+    /// A weight for each token.
+    Token,
+    /// A weight for each answer.
+    Sequence,
+}
+
+/// A temperature that a request states or leaves out: a number or `"none"` in a file.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum SentTemperature {
+    /// The number that the request states.
+    Sent(f64),
+    /// The request has none, for services that refuse it; the service takes its own.
+    LeftOut,
+}
+
+impl SentTemperature {
+    /// The number that is sent.
+    #[must_use]
+    pub fn number(self) -> Option<f64> {
+        match self {
+            SentTemperature::Sent(temperature) => Some(temperature),
+            SentTemperature::LeftOut => None,
+        }
+    }
+}
+
+impl Serialize for SentTemperature {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            SentTemperature::Sent(temperature) => serializer.serialize_f64(*temperature),
+            SentTemperature::LeftOut => serializer.serialize_str("none"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for SentTemperature {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TemperatureVisitor;
+        impl Visitor<'_> for TemperatureVisitor {
+            type Value = SentTemperature;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a number or \"none\"")
+            }
+
+            fn visit_f64<E: de::Error>(self, temperature: f64) -> Result<SentTemperature, E> {
+                Ok(SentTemperature::Sent(temperature))
+            }
+
+            fn visit_i64<E: de::Error>(self, temperature: i64) -> Result<SentTemperature, E> {
+                // A temperature is a small number; what 32 bits do not hold is refused as too large all the same.
+                Ok(SentTemperature::Sent(i32::try_from(temperature).map_or(f64::INFINITY, f64::from)))
+            }
+
+            fn visit_u64<E: de::Error>(self, temperature: u64) -> Result<SentTemperature, E> {
+                self.visit_i64(i64::try_from(temperature).unwrap_or(i64::MAX))
+            }
+
+            fn visit_str<E: de::Error>(self, word: &str) -> Result<SentTemperature, E> {
+                match word {
+                    "none" => Ok(SentTemperature::LeftOut),
+                    other => Err(E::invalid_value(de::Unexpected::Str(other), &self)),
+                }
+            }
+        }
+        deserializer.deserialize_any(TemperatureVisitor)
+    }
+}
+
 /// Number format of weights and activations.
 #[expect(missing_docs, reason = "the formats of IEEE 754 have their usual names")]
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]

@@ -17,9 +17,10 @@ pub(super) const EVERY_TOML: &str = include_str!("../../configs/gates/every.toml
 /// Name and text of every other file of `configs/gates`, in the order of the names; `build.rs` makes the list.
 const FILES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/gates.rs"));
 
-/// Keys of earlier sources that no gate reads: a gate samples its own prompt, and counts of pages belong to the length that
-/// they were written for.
-pub(super) const LEFT_OUT: [&str; 3] = ["context.cp_pages_per_gpu", "data.path", "data.held_out"];
+/// Keys of earlier sources that no gate reads: a gate samples its own prompt and answers, and counts of pages belong to
+/// the length that they were written for.
+pub(super) const LEFT_OUT: [&str; 4] =
+    ["context.cp_pages_per_gpu", "data.path", "data.held_out", "grpo.importance_max"];
 
 /// What a gate runs.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq)]

@@ -30,7 +30,8 @@ use crate::runtime::digest::sha256_hex;
 use crate::runtime::units::{Pages, Tokens};
 
 pub use choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, Schedule, TooLong, Weights, When,
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, ImportanceWeights, OptimizerName, ScaleRewards,
+    Schedule, SentTemperature, TooLong, Weights, When,
 };
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};

@@ -1,6 +1,7 @@
 //! The rules of sampled answers and of rewards.
 
 use super::check::Check;
+use super::choices::{ImportanceWeights, SentTemperature};
 use super::rewards::RewardName;
 
 /// The most requests at one time; services allow far fewer.
@@ -60,6 +61,10 @@ impl Check<'_> {
             self.should("data.path", &[KEY], "set to a file of JSON lines", why);
         }
         self.at_least_one("reward.command_sec", reward.command_sec, "a program takes time; 60 is the default");
+        if let SentTemperature::Sent(temperature) = reward.judge_temperature {
+            let inside = temperature.is_finite() && temperature >= 0.0;
+            self.range("reward.judge_temperature", temperature, inside, "a finite number from 0, or \"none\"");
+        }
         self.at_least_one("reward.judge_tokens", reward.judge_tokens, "a verdict has a token; 512 is the default");
         self.at_least_one("reward.judge_parallel", reward.judge_parallel, "1 sends one after another");
         self.at_most("reward.judge_parallel", reward.judge_parallel, PARALLEL_MAX, "no service wants more at one time");
@@ -69,6 +74,29 @@ impl Check<'_> {
         if !(least.is_finite() && most.is_finite() && least < most) {
             let why = format!("it is {:?}", reward.judge_scale);
             self.should("reward.judge_scale", &[], "two finite numbers, the lower first", why);
+        }
+    }
+
+    pub(super) fn importance(&mut self) {
+        const WITH: &[&str] = &["grpo.importance"];
+        let (run, grpo) = (self.run, &self.run.grpo);
+        let weighs = grpo.importance != ImportanceWeights::None;
+        match grpo.importance_max {
+            None if weighs => {
+                let why = "importance weights of a long answer have no bound; others take 2 to 10";
+                self.should("grpo.importance_max", WITH, "set to the largest weight, a number from 1", why);
+            }
+            Some(_) if !weighs => {
+                self.should("grpo.importance_max", WITH, "left out", "grpo.importance = \"none\" has no weights");
+            }
+            Some(most) => {
+                self.range("grpo.importance_max", most, most >= 1.0 && most.is_finite(), "a finite number from 1");
+            }
+            None => {}
+        }
+        if weighs && (run.rollout.sample || run.data.path.is_none()) {
+            let why = "importance weights are of answers that come with the data and their log-probabilities";
+            self.should("grpo.importance", &["rollout.sample", "data.path"], "\"none\"", why);
         }
     }
 

@@ -5,8 +5,6 @@ use serde::ser::SerializeSeq as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-use super::tables::GrpoConfig;
-
 /// The rewards, in the order of [`RewardName::WORDS`].
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -87,20 +85,6 @@ impl RewardFn {
     #[must_use]
     pub fn names(&self, name: RewardName) -> bool {
         self.0.iter().any(|part| part.name == name)
-    }
-}
-
-impl GrpoConfig {
-    /// The addends of the reward; none where no source names a reward.
-    #[must_use]
-    pub fn rewards(&self) -> &[WeightedReward] {
-        self.reward_fn.as_ref().map_or(&[], RewardFn::parts)
-    }
-
-    /// Whether the reward is this one alone.
-    #[must_use]
-    pub fn has_only(&self, name: RewardName) -> bool {
-        self.reward_fn.as_ref().is_some_and(|reward| reward.is_only(name))
     }
 }
 

@@ -25,6 +25,8 @@ pub(super) enum Kind {
     Texts,
     /// A list of two numbers.
     Pair,
+    /// A number, or `"none"`.
+    Temperature,
     /// `true`, `false` or `"auto"`.
     When,
     /// `"exact"`, `"response"` or `{ last = N }`.
@@ -128,7 +130,8 @@ pub(super) const TABLES: &[Table] = &[
         keys: &[
             required("group_size", Kind::Count),
             optional("reward_fn", Kind::Reward),
-            key("normalize_adv", Kind::Switch),
+            key("scale_rewards", Kind::Choice(&["group", "batch", "none"])),
+            key("std_min", Kind::Number),
             key("gradient", Kind::Gradient),
             key("clip_low", Kind::Number),
             key("clip_high", Kind::Number),
@@ -137,6 +140,8 @@ pub(super) const TABLES: &[Table] = &[
             optional("constant_divisor", Kind::Number),
             key("temperature", Kind::Number),
             key("updates_per_group", Kind::Count),
+            key("importance", Kind::Choice(&["none", "token", "sequence"])),
+            optional("importance_max", Kind::Number),
         ],
     },
     Table {
@@ -207,6 +212,7 @@ pub(super) const TABLES: &[Table] = &[
             key("command_sec", Kind::Count),
             optional("rubric", Kind::Text),
             key("judge_scale", Kind::Pair),
+            key("judge_temperature", Kind::Temperature),
             key("judge_tokens", Kind::Count),
             key("judge_parallel", Kind::Count),
             key("missing_share_max", Kind::Number),
@@ -315,7 +321,8 @@ impl Kind {
         match (self, value) {
             (Kind::Switch | Kind::When, Value::Bool(..)) | (Kind::Free, Value::Dict(..)) => true,
             (Kind::Count, value) => is_count(value),
-            (Kind::Number, value) => is_number(value),
+            (Kind::Temperature, Value::String(_, text)) => text == "none",
+            (Kind::Number | Kind::Temperature, value) => is_number(value),
             (Kind::Text, value) => is_text(value),
             (Kind::Choice(words), Value::String(_, text)) => words.contains(&text.as_str()),
             (Kind::Reward, Value::String(_, text)) => RewardName::WORDS.contains(&text.as_str()),
@@ -347,6 +354,7 @@ impl Kind {
             }
             Kind::Texts => "a list of texts".to_owned(),
             Kind::Pair => "a list of two numbers".to_owned(),
+            Kind::Temperature => "a number or \"none\"".to_owned(),
             Kind::When => "true, false or \"auto\"".to_owned(),
             Kind::Gradient => "\"exact\", \"response\" or { last = N }".to_owned(),
             Kind::Free => "a table".to_owned(),

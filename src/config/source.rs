@@ -14,6 +14,8 @@ use crate::runtime::reading;
 /// Names in a dotted path, with room for what a table of a model's own holds. A path of many thousands would be a value
 /// nested as deep, which no stack holds.
 const PATH_NAMES_MAX: usize = 8;
+/// A key of `[grpo]` that is still read.
+const NORMALIZE_ADV: &str = "normalize_adv";
 /// Characters of a text that a message repeats.
 const TEXT_CHARS_MAX: usize = 60;
 
@@ -190,8 +192,13 @@ impl Gathered {
         self.layers.push(layer);
     }
 
-    fn table(&mut self, source: &Source, table: &str, dict: Dict) -> Dict {
+    fn table(&mut self, source: &Source, table: &str, mut dict: Dict) -> Dict {
         let mut kept = Dict::new();
+        if table == "grpo"
+            && let Some(value) = dict.remove(NORMALIZE_ADV)
+        {
+            self.normalize_adv(source, &value, &mut dict);
+        }
         for (name, value) in dict {
             let path = schema::join(table, &name);
             if let Some(key) = schema::key_at(&path) {
@@ -213,6 +220,26 @@ impl Gathered {
             }
         }
         kept
+    }
+
+    /// The earlier name of two values of `grpo.scale_rewards`.
+    fn normalize_adv(&mut self, source: &Source, value: &Value, grpo: &mut Dict) {
+        let path = schema::join("grpo", NORMALIZE_ADV);
+        let scale = match value {
+            Value::Bool(_, true) => "group",
+            Value::Bool(_, false) => "none",
+            // Variables and flags are read by the kind of a key that is listed.
+            Value::String(_, text) if text == "true" => "group",
+            Value::String(_, text) if text == "false" => "none",
+            other => {
+                let fault = Fault::WrongKind { expected: Kind::Switch.expects(), found: shown(&path, other) };
+                return self.fault(source, path, fault);
+            }
+        };
+        if grpo.insert("scale_rewards".to_owned(), Value::from(scale)).is_some() {
+            let why = "grpo.scale_rewards says what advantages are divided by".to_owned();
+            self.fault(source, path, Fault::Should { be: "left out".to_owned(), why });
+        }
     }
 
     fn fault(&mut self, source: &Source, path: String, fault: Fault) {

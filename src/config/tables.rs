@@ -11,9 +11,10 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, OptimizerName, Schedule, TooLong, Weights, When,
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, ImportanceWeights, OptimizerName, ScaleRewards,
+    Schedule, SentTemperature, TooLong, Weights, When,
 };
-use super::rewards::RewardFn;
+use super::rewards::{RewardFn, RewardName, WeightedReward};
 use crate::runtime::units::{Pages, Tokens};
 
 /// `[parallel]`: how ranks share the work.
@@ -87,7 +88,9 @@ pub struct GrpoConfig {
     /// Absent: [`crate::train`] decides by the data, or refuses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reward_fn: Option<RewardFn>,
-    pub normalize_adv: bool,
+    pub scale_rewards: ScaleRewards,
+    /// Floor of the deviation that advantages are divided by, in units of the reward; 0: none.
+    pub std_min: f64,
     pub gradient: Gradient,
     pub clip_low: f64,
     pub clip_high: f64,
@@ -98,6 +101,24 @@ pub struct GrpoConfig {
     pub constant_divisor: Option<f64>,
     pub temperature: f64,
     pub updates_per_group: u64,
+    pub importance: ImportanceWeights,
+    /// The largest importance weight; checked to stand with weights and only with them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub importance_max: Option<f64>,
+}
+
+impl GrpoConfig {
+    /// The addends of the reward; none where no source names a reward.
+    #[must_use]
+    pub fn rewards(&self) -> &[WeightedReward] {
+        self.reward_fn.as_ref().map_or(&[], RewardFn::parts)
+    }
+
+    /// Whether the reward is this one alone.
+    #[must_use]
+    pub fn has_only(&self, name: RewardName) -> bool {
+        self.reward_fn.as_ref().is_some_and(|reward| reward.is_only(name))
+    }
 }
 
 /// `[lora]`: the trained adapters.
@@ -186,6 +207,7 @@ pub struct RewardConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rubric: Option<PathBuf>,
     pub judge_scale: [f64; 2],
+    pub judge_temperature: SentTemperature,
     pub judge_tokens: u64,
     pub judge_parallel: u64,
     pub missing_share_max: f64,

@@ -102,8 +102,8 @@ impl Template {
             return Ok(());
         }
         let variables = self.variables(conversation, true);
-        let with = self.render_variables((file, source), &variables)?;
-        let without = self.render_variables((file, source), &{
+        let with = render_source((file, source), &variables)?;
+        let without = render_source((file, source), &{
             let mut variables = variables;
             variables.insert("tools".to_owned(), Json::Null);
             variables
@@ -124,7 +124,7 @@ impl Template {
 
     /// The conversation as text; `open_answer` adds the beginning of the assistant's turn.
     pub(super) fn render(&self, conversation: &Conversation, open_answer: bool) -> Result<String, Refusal> {
-        self.render_variables(self.chosen(conversation), &self.variables(conversation, open_answer))
+        render_source(self.chosen(conversation), &self.variables(conversation, open_answer))
     }
 
     /// What the template may name.
@@ -138,15 +138,27 @@ impl Template {
         variables.insert("add_generation_prompt".to_owned(), open_answer.into());
         variables
     }
+}
 
-    fn render_variables(
-        &self,
-        (file, source): (&Path, &str),
-        variables: &Map<String, Json>,
-    ) -> Result<String, Refusal> {
-        environment()
-            .render_named_str("chat_template", &without_generation(source), Value::from_serialize(variables))
-            .map_err(|failed| Refusal { file: file.to_owned(), reason: reason(&failed) })
+/// Runs a template, which messages call by its file.
+fn render_source((file, source): (&Path, &str), variables: &Map<String, Json>) -> Result<String, Refusal> {
+    environment()
+        .render_named_str("chat_template", &without_generation(source), Value::from_serialize(variables))
+        .map_err(|failed| Refusal { file: file.to_owned(), reason: reason(&failed) })
+}
+
+impl Template {
+    /// Whether what the template writes depends on the day.
+    pub(super) fn reads_the_date(&self) -> bool {
+        let sources =
+            std::iter::once(self.source.as_str()).chain(self.with_tools.iter().map(|(_, source)| source.as_str()));
+        sources.into_iter().any(|source| source.contains("strftime_now"))
+    }
+
+    /// Everything that decides what the template writes, as one text.
+    pub(super) fn identity(&self) -> String {
+        let with_tools = self.with_tools.as_ref().map(|(_, source)| source);
+        serde_json::json!([self.source, with_tools, self.specials]).to_string()
     }
 }
 

@@ -1,17 +1,16 @@
 //! A dataset file, read and checked as a whole.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::path::Path;
 
-use serde_json::Value as Json;
-use sha2::{Digest, Sha256};
-
+use super::data_digest::DataDigest;
 use super::error::Error;
 use super::group::{Group, Limits};
+use super::kept::{self, TokenFile};
 use super::records;
 use super::tokenizer::Tokenizer;
-use crate::runtime::digest::hex;
-use crate::runtime::units::{Tokens, from_index};
+use crate::runtime::units::{Bytes, Tokens};
 
 /// How much was left out of prompts longer than the plan's.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -38,25 +37,77 @@ impl fmt::Display for Cuts {
     }
 }
 
-/// A dataset file, read and checked as a whole.
-#[derive(Clone, Debug)]
+/// A dataset file, read and checked as a whole. Everything but the prompts' token ids is in memory.
+#[derive(Debug)]
 pub struct Dataset {
     groups: Vec<Group>,
+    prompts: Prompts,
+    digest: String,
+}
+
+/// Where the prompts' token ids are.
+#[derive(Debug)]
+enum Prompts {
+    Memory(Vec<Vec<i64>>),
+    /// In a file that all ranks of a machine read, one prompt at a time.
+    File(TokenFile),
 }
 
 impl Dataset {
-    /// Reads the JSON lines of `path`; `tokenizer` may be absent when every record carries ids.
+    /// Reads the JSON lines of `path` into memory; `tokenizer` may be absent when every record carries ids.
     ///
     /// # Errors
     /// The first record that breaks a limit, with file, line, field and numbers (exit 3).
     pub fn open(path: &Path, tokenizer: Option<&Tokenizer>, limits: &Limits) -> Result<Dataset, Error> {
-        records::read(path, tokenizer, limits).map(|groups| Dataset { groups })
+        let mut groups = Vec::new();
+        records::read(path, tokenizer, limits, |group, prompt_ids| {
+            groups.push((group, prompt_ids));
+            Ok(())
+        })?;
+        Ok(Dataset::from_groups(groups))
     }
 
-    /// A dataset of groups that were not read from a file.
+    /// A data set of groups with their prompts' token ids, which were not read from a file.
     #[must_use]
-    pub fn from_groups(groups: Vec<Group>) -> Dataset {
-        Dataset { groups }
+    pub fn from_groups(groups: Vec<(Group, Vec<i64>)>) -> Dataset {
+        let mut digest = DataDigest::default();
+        for (group, prompt_ids) in &groups {
+            digest.add(group, prompt_ids);
+        }
+        let (groups, prompts) = groups.into_iter().unzip();
+        Dataset { groups, prompts: Prompts::Memory(prompts), digest: digest.finish() }
+    }
+
+    /// Opens a file of kept tokens ([`super::kept::find_or_make`]).
+    ///
+    /// # Errors
+    /// When the file cannot be read, or is not whole (exit 3).
+    pub fn open_kept(file: &Path) -> Result<Dataset, Error> {
+        let (about, tokens) = kept::open(file)?;
+        Ok(Dataset { groups: about.groups, prompts: Prompts::File(tokens), digest: about.data_digest })
+    }
+
+    /// Token ids of the prompt at `index`.
+    ///
+    /// # Errors
+    /// When they are in a file that cannot be read, or is damaged (exit 3).
+    ///
+    /// # Panics
+    /// When `index` is not below [`Dataset::len`].
+    pub fn prompt_ids(&self, index: usize) -> Result<Cow<'_, [i64]>, Error> {
+        match &self.prompts {
+            Prompts::Memory(prompts) => Ok(Cow::Borrowed(&prompts[index])),
+            Prompts::File(tokens) => tokens.prompt(index).map(Cow::Owned),
+        }
+    }
+
+    /// The file of kept tokens and its length, where the prompts are in one.
+    #[must_use]
+    pub fn kept_in(&self) -> Option<(&Path, Bytes)> {
+        match &self.prompts {
+            Prompts::Memory(_) => None,
+            Prompts::File(tokens) => Some((tokens.path(), tokens.bytes())),
+        }
     }
 
     /// Number of groups.
@@ -90,45 +141,13 @@ impl Dataset {
 
     /// SHA-256 in hexadecimal over every field of every group.
     #[must_use]
-    pub fn digest(&self) -> String {
-        let mut hash = Sha256::new();
-        let mut part = |bytes: &[u8]| {
-            hash.update(from_index(bytes.len()).to_le_bytes());
-            hash.update(bytes);
-        };
-        let bytes = |ids: &[i64]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
-        for group in &self.groups {
-            part(group.name.as_bytes());
-            part(&bytes(&group.prompt_ids));
-            part(&group.cut.map(|cut| cut.0.to_le_bytes().to_vec()).unwrap_or_default());
-            part(sorted(&Json::Object(group.reward_data.clone())).to_string().as_bytes());
-            part(&from_index(group.answers.len()).to_le_bytes());
-            for answer in &group.answers {
-                part(&bytes(&answer.ids));
-                part(&answer.reward.map(f64::to_le_bytes).map(Vec::from).unwrap_or_default());
-                part(&answer.mask.iter().flatten().map(|&trained| u8::from(trained)).collect::<Vec<u8>>());
-            }
-        }
-        hex(hash)
+    pub fn digest(&self) -> &str {
+        &self.digest
     }
 
     /// The longest prompt in the file.
     #[must_use]
     pub fn prompt_len_max(&self) -> Tokens {
-        Tokens(self.groups.iter().map(|group| from_index(group.prompt_ids.len())).max().unwrap_or(0))
-    }
-}
-
-/// The same value with the keys of every object sorted, so that their order in the file does not count.
-fn sorted(value: &Json) -> Json {
-    match value {
-        Json::Array(items) => items.iter().map(sorted).collect(),
-        Json::Object(entries) => {
-            let mut entries: Vec<(String, Json)> =
-                entries.iter().map(|(key, value)| (key.clone(), sorted(value))).collect();
-            entries.sort_by(|(one, _), (other, _)| one.cmp(other));
-            Json::Object(entries.into_iter().collect())
-        }
-        other => other.clone(),
+        self.groups.iter().map(|group| group.prompt_tokens).max().unwrap_or_default()
     }
 }

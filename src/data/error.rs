@@ -33,6 +33,10 @@ impl fmt::Display for Place {
 pub enum Error {
     #[error("{file}: cannot {action}: {source}")]
     Io { file: PathBuf, action: &'static str, source: io::Error },
+    #[error("cannot write {file}: {source}")]
+    Write { file: PathBuf, source: io::Error },
+    #[error("{file}: the kept tokens are damaged: {reason}; remove the file, and start again with --resume")]
+    Kept { file: PathBuf, reason: String },
     #[error("{file}, line {line}: not a record: {source}")]
     Record { file: PathBuf, line: u64, source: serde_json::Error },
     #[error("{file}: holds no record; write at least one line {{\"prompt\": …, \"answers\": [ … ]}}")]
@@ -43,6 +47,11 @@ pub enum Error {
     Field { place: Place, found: String, wanted: &'static str },
     #[error("{place}: {flags} flags for {tokens} ids; write one for each id, 1 if it is trained and 0 if it is not")]
     MaskLength { place: Place, flags: Tokens, tokens: Tokens },
+    #[error(
+        "{place}: {numbers} log-probabilities for the {tokens} tokens that this tokenizer makes of the answer; write one or null for \
+         each, and \"ids\" where the text was drawn as other tokens"
+    )]
+    LogprobCount { place: Place, numbers: Tokens, tokens: Tokens },
     #[error("{place}: no token of the answer is trained; train at least one, or leave the answer out")]
     NothingTrained { place: Place },
     #[error("{place}: the chat template of {file} says: {reason}")]

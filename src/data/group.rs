@@ -1,29 +1,33 @@
 //! A prompt with its answers, and the limits that both must keep to.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 
 use crate::config::TooLong;
 use crate::runtime::units::Tokens;
 
 /// One candidate answer of a prompt.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Answer {
-    /// Token ids, at least one.
+    /// Token ids, at least one. A file of kept tokens holds them beside its other fields.
+    #[serde(skip)]
     pub ids: Vec<i64>,
     /// Finite; `None` if the file gives none.
     pub reward: Option<f64>,
     /// For each id whether it takes part in the loss, at least one of them; `None`: all do. A tool's output inside an
     /// answer, for instance, is read but not trained.
     pub mask: Option<Vec<bool>>,
+    /// For each id its log-probability under the policy that drew it, nats, where the file gives one; `None`: it gives none.
+    pub logprobs: Option<Vec<Option<f64>>>,
 }
 
-/// A prompt with its answers.
-#[derive(Clone, Debug, PartialEq)]
+/// A prompt with its answers. The prompt's token ids are the data set's to give: [`super::Dataset::prompt_ids`].
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Group {
     /// The record's name, or `line N`.
     pub name: String,
-    /// Token ids of the prompt, at least one.
-    pub prompt_ids: Vec<i64>,
+    /// Tokens of the prompt, at least one.
+    pub prompt_tokens: Tokens,
     /// As many as the limits say.
     pub answers: Vec<Answer>,
     /// What reward functions read. `expected` is a text, a number, a boolean or a list of texts; `pattern` and `question`

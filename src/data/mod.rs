@@ -6,11 +6,13 @@
 
 mod chat;
 mod corpus;
+mod data_digest;
 mod dataset;
 mod ends;
 mod error;
 mod files;
 mod group;
+mod kept;
 pub mod keychain;
 mod order;
 mod python;
@@ -25,6 +27,7 @@ pub use ends::end_ids;
 pub use error::{Error, Place};
 pub use files::{Hidden, list_files};
 pub use group::{Answer, Answers, Group, Limits};
+pub use kept::{KEPT_TEXT_BYTES_MIN, KeptTokens, find_or_make, size_note};
 pub use order::GroupOrder;
 pub use random::Random;
 pub use tokenizer::Tokenizer;

@@ -16,6 +16,9 @@ use crate::config::TooLong;
 use crate::runtime::reading::Lines;
 use crate::runtime::units::{Tokens, from_index};
 
+/// Logarithms of probabilities are at most 0; engines round them to a little above.
+const LOGPROB_MAX: f64 = 1e-3;
+
 /// One line of the file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -38,6 +41,7 @@ struct RawAnswer {
     parts: Option<Vec<RawPart>>,
     reward: Option<f64>,
     mask: Option<Vec<Json>>,
+    logprobs: Option<Vec<Option<f64>>>,
 }
 
 #[derive(Deserialize)]
@@ -48,21 +52,25 @@ struct RawPart {
     train: Option<bool>,
 }
 
-/// Reads and checks all records; skips blank lines.
-pub(super) fn read(path: &Path, tokenizer: Option<&Tokenizer>, limits: &Limits) -> Result<Vec<Group>, Error> {
+/// Reads and checks all records, one after another, and passes each with its prompt's token ids to `take`; skips blank lines.
+pub(super) fn read(
+    path: &Path,
+    tokenizer: Option<&Tokenizer>,
+    limits: &Limits,
+    mut take: impl FnMut(Group, Vec<i64>) -> Result<(), Error>,
+) -> Result<(), Error> {
     let file = File::open(path).map_err(Error::io(path, "open it"))?;
-    let mut groups = Vec::new();
+    let mut is_empty = true;
     let mut lines = Lines::new(BufReader::new(file));
     while let Some((line, text)) = lines.next_line().map_err(Error::io(path, "read it"))? {
         if !text.trim().is_empty() {
             let record = Record { path, line, tokenizer, limits };
-            groups.push(record.group(text)?);
+            let (group, prompt_ids) = record.group(text)?;
+            is_empty = false;
+            take(group, prompt_ids)?;
         }
     }
-    if groups.is_empty() {
-        return Err(Error::Empty { file: path.to_owned() });
-    }
-    Ok(groups)
+    if is_empty { Err(Error::Empty { file: path.to_owned() }) } else { Ok(()) }
 }
 
 /// Where a record is, and what its checks need.
@@ -74,7 +82,7 @@ struct Record<'a> {
 }
 
 impl Record<'_> {
-    fn group(&self, text: &str) -> Result<Group, Error> {
+    fn group(&self, text: &str) -> Result<(Group, Vec<i64>), Error> {
         let mut raw = self.parse(text)?;
         let (field, ids) = self.prompt(&mut raw)?;
         self.check_ids(field, &ids)?;
@@ -88,7 +96,8 @@ impl Record<'_> {
         let reward_data = given.collect();
         self.check_reward_data(&reward_data)?;
         let name = raw.name.unwrap_or_else(|| format!("line {}", self.line));
-        Ok(Group { name, prompt_ids, answers, reward_data, cut })
+        let prompt_tokens = Tokens(from_index(prompt_ids.len()));
+        Ok((Group { name, prompt_tokens, answers, reward_data, cut }, prompt_ids))
     }
 
     fn parse(&self, text: &str) -> Result<RawGroup, Error> {
@@ -228,8 +237,9 @@ impl Record<'_> {
         if mask.as_ref().is_some_and(|mask| !mask.contains(&true)) {
             return Err(Error::NothingTrained { place: self.place(&parent) });
         }
+        let logprobs = raw.logprobs.map(|logprobs| self.logprobs(&parent, logprobs, ids.len())).transpose()?.flatten();
         // A mask that trains every token says nothing.
-        Ok(Answer { ids, reward: raw.reward, mask: mask.filter(|mask| mask.contains(&false)) })
+        Ok(Answer { ids, reward: raw.reward, mask: mask.filter(|mask| mask.contains(&false)), logprobs })
     }
 
     /// Flags, written as 0 and 1 or as booleans, one for each id.
@@ -244,6 +254,30 @@ impl Record<'_> {
             _ => Err(self.wrong(&format!("{parent}.mask[{index}]"), flag.to_string(), "0, 1, true or false")),
         };
         flags.iter().enumerate().map(flag).collect()
+    }
+
+    /// Log-probabilities, one or null for each token; `None` where all are null.
+    fn logprobs(
+        &self,
+        parent: &str,
+        logprobs: Vec<Option<f64>>,
+        tokens: usize,
+    ) -> Result<Option<Vec<Option<f64>>>, Error> {
+        let field = format!("{parent}.logprobs");
+        if logprobs.len() != tokens {
+            let [numbers, tokens] = [logprobs.len(), tokens].map(|count| Tokens(from_index(count)));
+            return Err(Error::LogprobCount { place: self.place(&field), numbers, tokens });
+        }
+        let is_one = |logprob: &f64| logprob.is_finite() && *logprob <= LOGPROB_MAX;
+        if let Some(index) = logprobs.iter().position(|logprob| !logprob.as_ref().is_none_or(is_one)) {
+            let found = logprobs[index].unwrap_or_default().to_string();
+            return Err(self.wrong(
+                &format!("{field}[{index}]"),
+                found,
+                "null or the logarithm of a probability, at most 0",
+            ));
+        }
+        Ok(Some(logprobs).filter(|logprobs| logprobs.iter().any(Option::is_some)))
     }
 
     /// The ids of all parts, each tokenised by itself, and for each id whether it is trained.
@@ -371,7 +405,7 @@ mod tests {
         assert_eq!((data.len(), data.prompt_len_max()), (2, Tokens(2)));
         let (one, two) = (data.group(0), data.group(1));
         assert_eq!((one.name.as_str(), two.name.as_str()), ("line 1", "two"));
-        assert_eq!(one.prompt_ids.len(), 2);
+        assert_eq!((one.prompt_tokens, data.prompt_ids(0).unwrap()), (Tokens(2), data.prompt_ids(1).unwrap()));
         assert_eq!(one.answers[0].reward, Some(1.0));
         assert_eq!((one.answers[1].reward, two.answers[0].reward), (None, None));
         assert_eq!(one.answers[1].ids[1], test_tokenizer::END);
@@ -432,7 +466,7 @@ mod tests {
         let data = open_as(&chat.to_string(), &limits).unwrap();
         let folder = test_tokenizer::folder();
         let tokenizer = Tokenizer::open(folder.path()).unwrap();
-        assert_eq!(data.group(0).prompt_ids, tokenizer.chat_prompt("hi").unwrap());
+        assert_eq!(*data.prompt_ids(0).unwrap(), tokenizer.chat_prompt("hi").unwrap());
         let refused = |record: Json, words: &str| {
             let message = open_as(&record.to_string(), &limits).unwrap_err();
             assert!(message.contains(words), "{message}");
@@ -466,7 +500,7 @@ mod tests {
             assert!(message.contains(words), "{message}");
         }
         record["chat_template_kwargs"] = json!({"loud": true});
-        assert_eq!(tokenizer.decode(&opened(&record).unwrap().group(0).prompt_ids).unwrap(), "True2hi");
+        assert_eq!(tokenizer.decode(&opened(&record).unwrap().prompt_ids(0).unwrap()).unwrap(), "True2hi");
     }
 
     #[test]
@@ -498,6 +532,36 @@ mod tests {
         ] {
             refused(&two(prompt, first), words);
         }
+    }
+
+    #[test]
+    fn log_probabilities_are_one_for_each_token_however_an_answer_is_written() {
+        let prompt = r#""prompt_ids": [1]"#;
+        let logprobs = |first: &str| open(&two(prompt, first)).unwrap().group(0).answers[0].logprobs.clone();
+        assert_eq!(logprobs(r#"{"ids": [7, 8], "logprobs": [-0.5, null]}"#), Some(vec![Some(-0.5), None]));
+        assert_eq!(
+            logprobs(r#"{"text": "abc", "logprobs": [-1, 0, -2.5]}"#),
+            Some([-1.0, 0.0, -2.5].map(Some).to_vec())
+        );
+        let parts = r#"{"parts": [{"text": "a"}, {"ids": [9], "train": false}], "logprobs": [-1, null]}"#;
+        assert_eq!(logprobs(parts), Some(vec![Some(-1.0), None]));
+        for nothing in [r#"{"ids": [7, 8], "logprobs": [null, null]}"#, r#"{"ids": [7], "logprobs": null}"#] {
+            assert_eq!(logprobs(nothing), None, "{nothing}");
+        }
+        for (first, words) in [
+            (
+                r#"{"text": "ab", "logprobs": [-1]}"#,
+                "line 1, answers[0].logprobs: 1 log-probabilities for the 2 tokens that this tokenizer makes of the answer",
+            ),
+            (r#"{"ids": [7], "logprobs": []}"#, "answers[0].logprobs: 0 log-probabilities for the 1 tokens"),
+            (r#"{"ids": [7], "logprobs": [0.5]}"#, "answers[0].logprobs[0]: is 0.5; it must be null or the logarithm"),
+            (r#"{"ids": [7], "logprobs": ["-1"]}"#, "line 1: not a record"),
+        ] {
+            refused(&two(prompt, first), words);
+        }
+        let digest = |first: &str| open(&two(prompt, first)).unwrap().digest().to_owned();
+        assert_ne!(digest(r#"{"ids": [7]}"#), digest(r#"{"ids": [7], "logprobs": [-1]}"#));
+        assert_ne!(digest(r#"{"ids": [7], "logprobs": [-1]}"#), digest(r#"{"ids": [7], "logprobs": [-2]}"#));
     }
 
     #[test]
@@ -536,7 +600,7 @@ mod tests {
             (TooLong::CutLeft, 8, vec![5, 6, 7, 8, 9, 10, 11, 12]),
         ] {
             let data = open_as(&text, &Limits { too_long, prompt_len_max: Tokens(prompt_len_max), ..LIMITS }).unwrap();
-            assert_eq!(data.group(0).prompt_ids, kept);
+            assert_eq!(*data.prompt_ids(0).unwrap(), kept);
             assert_eq!(data.group(0).cut, Some(Tokens(13 - prompt_len_max)));
         }
         let data = open_as(&text, &Limits { too_long: TooLong::CutLeft, ..LIMITS }).unwrap();
@@ -567,7 +631,7 @@ mod tests {
 
     #[test]
     fn the_digest_covers_masks_and_reward_data_but_not_the_order_of_keys() {
-        let digest = |prompt: &str, first: &str| open(&two(prompt, first)).unwrap().digest();
+        let digest = |prompt: &str, first: &str| open(&two(prompt, first)).unwrap().digest().to_owned();
         let (prompt, answer) = (r#""prompt_ids": [1]"#, r#"{"ids": [1, 2]}"#);
         let plain = digest(prompt, answer);
         assert_eq!(plain, digest(prompt, r#"{"ids": [1, 2], "mask": [1, 1]}"#));

@@ -8,6 +8,7 @@ use tokenizers::Tokenizer as Backend;
 
 use super::chat::{Conversation, Refusal, Template};
 use super::error::Error;
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::reading;
 use crate::runtime::units::from_index;
 
@@ -17,6 +18,8 @@ const ANSWER_MARK: &str = "longstraw-answer";
 /// The tokenizer of an HF folder.
 pub struct Tokenizer {
     file: PathBuf,
+    /// SHA-256 of tokenizer.json.
+    digest: String,
     backend: Backend,
     template: Result<Template, Refusal>,
 }
@@ -41,7 +44,16 @@ impl Tokenizer {
         // A file may configure truncation and padding; neither may happen here.
         let whole = backend.with_truncation(None).map(|backend| backend.with_padding(None));
         whole.map_err(|reason| refused(&file, "has a truncation that cannot be turned off", &reason))?;
-        Ok(Tokenizer { file, backend, template: Template::open(folder) })
+        Ok(Tokenizer { file, digest: sha256_hex(&text), backend, template: Template::open(folder) })
+    }
+
+    /// A digest of everything that decides the ids of a text or a conversation: 64 hexadecimal digits. Of a template that
+    /// writes the date, the day is a part.
+    pub(super) fn identity(&self) -> String {
+        let template = self.template.as_ref().ok();
+        let today = template.filter(|template| template.reads_the_date());
+        let today = today.map(|_| chrono::Local::now().format("%Y-%m-%d").to_string());
+        sha256_hex(serde_json::json!([self.digest, template.map(Template::identity), today]).to_string())
     }
 
     /// The ids of `text`. Adds nothing around it; recognises special tokens written in it.
@@ -61,24 +73,34 @@ impl Tokenizer {
     /// # Errors
     /// When an id is negative, or the tokenizer refuses.
     pub fn decode(&self, ids: &[i64]) -> Result<String, Error> {
-        self.decoded(ids, false)
-    }
-
-    /// The text of `ids` without special tokens.
-    ///
-    /// # Errors
-    /// When an id is negative, or the tokenizer refuses.
-    pub fn text(&self, ids: &[i64]) -> Result<String, Error> {
-        self.decoded(ids, true)
-    }
-
-    fn decoded(&self, ids: &[i64], plain: bool) -> Result<String, Error> {
         const ACTION: &str = "cannot decode ids";
         let ids: Vec<u32> = ids
             .iter()
             .map(|id| u32::try_from(*id).map_err(|_| refused(&self.file, ACTION, &format!("{id} is no token id"))))
             .collect::<Result<_, _>>()?;
-        self.backend.decode(&ids, plain).map_err(|reason| refused(&self.file, ACTION, &reason))
+        self.backend.decode(&ids, false).map_err(|reason| refused(&self.file, ACTION, &reason))
+    }
+
+    /// The text of an answer as the model wrote it: special tokens are shown, but for one of `ends` as the last token. An id
+    /// without a token, which an embedding may have a row for, is shown as `<|id 151999|>`.
+    ///
+    /// # Errors
+    /// When an id is negative, or the tokenizer refuses.
+    pub fn answer_text(&self, ids: &[i64], ends: &[i64]) -> Result<String, Error> {
+        let written = match ids.split_last() {
+            Some((last, before)) if ends.contains(last) => before,
+            _ => ids,
+        };
+        let has_token = |id: i64| u32::try_from(id).map_or(true, |id| self.backend.id_to_token(id).is_some());
+        let mut text = String::new();
+        for run in written.chunk_by(|one, next| has_token(*one) == has_token(*next)) {
+            if has_token(run[0]) {
+                text.push_str(&self.decode(run)?);
+            } else {
+                text.extend(run.iter().map(|id| format!("<|id {id}|>")));
+            }
+        }
+        Ok(text)
     }
 
     /// Number of tokens, added ones included; the model's embedding may have more rows.
@@ -206,9 +228,25 @@ mod tests {
         let ids = tokenizer.encode(text).unwrap();
         assert!(ids.contains(&test_tokenizer::END));
         assert_eq!(tokenizer.decode(&ids).unwrap(), text);
-        assert_eq!(tokenizer.text(&ids).unwrap(), "ünïcode\t and  digits 12\n\n");
         assert_eq!(tokenizer.vocabulary(), 259);
         assert!(tokenizer.decode(&[-1]).unwrap_err().to_string().contains("-1 is no token id"));
+    }
+
+    /// `<think>5</think>4` and `<think>4</think>5` were "54" and "45", and no reward could tell thought from answer.
+    #[test]
+    fn an_answer_is_shown_as_it_was_written_but_for_the_token_that_ends_its_turn() {
+        let folder = test_tokenizer::folder();
+        let tokenizer = Tokenizer::open(folder.path()).unwrap();
+        let ids = tokenizer.encode("a<|im_start|>b<|im_end|>c<|im_end|>").unwrap();
+        let text = |ids: &[i64]| tokenizer.answer_text(ids, &[test_tokenizer::END]).unwrap();
+        assert_eq!(text(&ids), "a<|im_start|>b<|im_end|>c");
+        assert_eq!(text(&ids[..1]), "a", "an answer that was cut off has no end to leave out");
+        assert_eq!(text(&[&ids[..], &[test_tokenizer::END]].concat()), "a<|im_start|>b<|im_end|>c<|im_end|>");
+        assert_eq!(text(&[&ids[..1], &[999, 1000], &ids[..1]].concat()), "a<|id 999|><|id 1000|>a");
+        assert_eq!(text(&[]), "");
+        let broken = [0xc3, 0xa9].map(|byte| tokenizer.encode("é").unwrap()[usize::from(byte == 0xa9)]);
+        assert_eq!(text(&broken), "é", "the bytes of one character stay together");
+        assert!(tokenizer.answer_text(&[-1], &[]).unwrap_err().to_string().contains("-1 is no token id"));
     }
 
     #[test]

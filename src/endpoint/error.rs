@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use crate::runtime::failure::{Classified, Exit};
 
 /// What was wrong with the last attempt of a request. `said` is the service's, the system's or the client's own
@@ -33,6 +35,9 @@ pub enum Fault {
     Busy { status: u16, said: String, wait: Option<Duration> },
     #[error("the answer is a web page (HTML) and not JSON")]
     WebPage,
+    /// A success without a body.
+    #[error("the answer is empty (HTTP {status})")]
+    Empty { status: u16 },
     #[error("the answer is not JSON{said}")]
     NoJson { said: String },
     #[error("the answer is {wanted}{said}")]
@@ -59,9 +64,36 @@ pub enum Fault {
     Address { said: String },
     #[error("the proxy that the variables HTTPS_PROXY, ALL_PROXY or HTTP_PROXY name cannot be used ({said})")]
     Proxy { said: String },
+    /// The proxy does not answer; nothing is known of the service.
+    #[error(
+        "the proxy {proxy}, which the variables HTTPS_PROXY, ALL_PROXY or HTTP_PROXY name, cannot be reached ({said}): start it, \
+         correct the variable, or list the service's host in NO_PROXY"
+    )]
+    ProxyDown { proxy: String, said: String },
+}
+
+/// The type of the error that an answer holds, whatever its status says; empty where the error has none. `None`: it holds no
+/// error.
+pub(super) fn error_type(value: &Value) -> Option<&str> {
+    let error = value.get("error").filter(|error| error.is_object() || error.is_string());
+    let is_error = error.is_some() || value.get("type").and_then(Value::as_str) == Some("error");
+    is_error.then(|| error.and_then(|error| error.get("type")?.as_str()).unwrap_or_default())
 }
 
 impl Fault {
+    /// The fault of an error of this type in an answer whose status is a success. `said` and `wait` are the service's,
+    /// `variable` is that of the key. A type that nobody has documented may pass.
+    pub(super) fn of_error(kind: &str, status: u16, said: String, wait: Option<Duration>, variable: &str) -> Fault {
+        match kind {
+            "authentication_error" | "permission_error" => {
+                Fault::KeyRefused { status, variable: variable.to_owned(), said }
+            }
+            "not_found_error" => Fault::NotFound { status, said },
+            "invalid_request_error" | "request_too_large" | "billing_error" => Fault::Rejected { status, said },
+            _ => Fault::Busy { status, said, wait },
+        }
+    }
+
     /// Whether another attempt may succeed.
     pub(super) fn is_transient(&self) -> bool {
         matches!(
@@ -71,6 +103,8 @@ impl Fault {
                 | Fault::ConnectionRefused
                 | Fault::Timeout { .. }
                 | Fault::ConnectionBroken { .. }
+                | Fault::Empty { .. }
+                | Fault::ProxyDown { .. }
         )
     }
 
@@ -99,6 +133,7 @@ impl Fault {
             Fault::Redirect { .. } => "redirect",
             Fault::Busy { .. } => "busy",
             Fault::WebPage => "web_page",
+            Fault::Empty { .. } => "empty",
             Fault::NoJson { .. } => "no_json",
             Fault::OtherJson { .. } => "other_json",
             Fault::TooLong { .. } => "too_long",
@@ -109,6 +144,7 @@ impl Fault {
             Fault::Encryption { .. } => "encryption",
             Fault::Address { .. } => "address",
             Fault::Proxy { .. } => "proxy",
+            Fault::ProxyDown { .. } => "proxy_down",
         }
     }
 
@@ -126,6 +162,7 @@ impl Fault {
             self,
             Fault::NotFound { .. }
                 | Fault::WebPage
+                | Fault::Empty { .. }
                 | Fault::NoJson { .. }
                 | Fault::OtherJson { .. }
                 | Fault::UnknownHost { .. }

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use ureq::http::{HeaderValue, Response, header};
 use ureq::{Agent, Body, Proxy};
 
+use error::error_type;
 pub use error::{Error, Fault};
 
 use crate::config::{EndpointPaths, Environment, ProxyAddress, RunConfig};
@@ -37,6 +38,8 @@ pub struct Message<'a> {
     pub model: &'a str,
     /// Maximum number of tokens of the reply.
     pub max_tokens: u64,
+    /// The sampling temperature; `None` leaves it to the service.
+    pub temperature: Option<f64>,
     /// The system prompt.
     pub system: Option<&'a str>,
     /// The user's message.
@@ -86,6 +89,8 @@ pub struct Endpoint {
     paths: EndpointPaths,
     retry: RetryPolicy,
     key: HeaderValue,
+    /// Host and port of the proxy on the way to the service.
+    proxy: Option<String>,
     /// The variable that the key was read from, for messages.
     variable: String,
     redactor: Redactor,
@@ -149,6 +154,8 @@ impl Endpoint {
         header.set_sensitive(true);
         let proxy = environment.proxy(&base).map(|proxy| proxy_of(&proxy)).transpose();
         let proxy = proxy.map_err(|fault| Error::before_sending(&base, fault))?;
+        let on_the_way = proxy.as_ref().filter(|proxy| base.parse().is_ok_and(|base| !proxy.is_no_proxy(&base)));
+        let on_the_way = on_the_way.map(|proxy| format!("{}:{}", proxy.host(), proxy.port()));
         let retry = RetryPolicy {
             timeout: Duration::from_secs(table.timeout_sec),
             retries_max: table.max_retries,
@@ -168,7 +175,8 @@ impl Endpoint {
             .build()
             .new_agent();
         let (paths, variable) = (table.endpoints.clone(), table.api_key_env.clone());
-        Ok(Endpoint { agent, base, paths, retry, key: header, variable, redactor: Redactor::new(&key) })
+        let redactor = Redactor::new(&key);
+        Ok(Endpoint { agent, base, paths, retry, key: header, proxy: on_the_way, variable, redactor })
     }
 
     /// The same service with the limits of a caller; their time starts now.
@@ -226,12 +234,15 @@ impl Endpoint {
     /// # Errors
     /// When no attempt succeeds.
     pub fn message(&self, message: &Message<'_>) -> Result<Answered<Reply>, Error> {
-        let Message { model, max_tokens, system, user } = *message;
+        let Message { model, max_tokens, temperature, system, user } = *message;
         let mut body = json!({
             "model": model,
             "max_tokens": max_tokens,
             "messages": [{ "role": "user", "content": user }],
         });
+        if let Some(temperature) = temperature {
+            body["temperature"] = temperature.into();
+        }
         if let Some(system) = system {
             body["system"] = system.into();
         }
@@ -285,11 +296,18 @@ impl Endpoint {
             return Err(self.status_fault(&response, &read.unwrap_or_default()));
         }
         let bytes = read.map_err(|error| self.transport_fault(&error))?;
+        let status = response.status().as_u16();
+        if bytes.trim_ascii().is_empty() {
+            return Err(Fault::Empty { status });
+        }
         if is_web_page(&response, &bytes) {
             return Err(Fault::WebPage);
         }
         let said = || self.redactor.said(&bytes);
         let value: Value = serde_json::from_slice(&bytes).map_err(|_| Fault::NoJson { said: said() })?;
+        if let Some(kind) = error_type(&value) {
+            return Err(Fault::of_error(kind, status, said(), wait_of(&response), &self.variable));
+        }
         serde_json::from_value(value).map_err(|_| Fault::OtherJson { wanted, said: said() })
     }
 
@@ -317,19 +335,27 @@ impl Endpoint {
         let said = self.redactor.plain(&error.to_string());
         match error {
             ureq::Error::Timeout(_) => self.retry.timeout_fault(),
-            ureq::Error::HostNotFound => Fault::UnknownHost { said },
+            ureq::Error::HostNotFound => self.unreached(said, |said| Fault::UnknownHost { said }),
             ureq::Error::BodyExceedsLimit(_) => Fault::TooLong { bytes_max: ANSWER_BYTES_MAX },
             ureq::Error::Rustls(_) | ureq::Error::Tls(_) | ureq::Error::TlsRequired => Fault::Encryption { said },
             ureq::Error::BadUri(_) | ureq::Error::Http(_) => Fault::Address { said },
             ureq::Error::ConnectProxyFailed(_) | ureq::Error::InvalidProxyUrl => Fault::Proxy { said },
             ureq::Error::Io(error) => match error.kind() {
-                ErrorKind::ConnectionRefused => Fault::ConnectionRefused,
+                ErrorKind::ConnectionRefused => self.unreached(said, |_| Fault::ConnectionRefused),
                 ErrorKind::TimedOut => self.retry.timeout_fault(),
                 ErrorKind::InvalidData => Fault::Encryption { said },
-                _ if said.contains("lookup address") => Fault::UnknownHost { said },
+                _ if said.contains("lookup address") => self.unreached(said, |said| Fault::UnknownHost { said }),
                 _ => Fault::ConnectionBroken { said },
             },
             _ => Fault::ConnectionBroken { said },
+        }
+    }
+
+    /// The fault of a connection that was not made: the proxy's where there is one on the way, since nobody else was asked.
+    fn unreached(&self, said: String, fault: impl Fn(String) -> Fault) -> Fault {
+        match &self.proxy {
+            Some(proxy) => Fault::ProxyDown { proxy: proxy.clone(), said },
+            None => fault(said),
         }
     }
 
@@ -348,12 +374,15 @@ impl Endpoint {
             }
             401 | 403 => Fault::KeyRefused { status, variable: self.variable.clone(), said },
             404 | 405 => Fault::NotFound { status, said },
-            408 | 409 | 429 | 500..=599 => {
-                Fault::Busy { status, said, wait: text(header::RETRY_AFTER).and_then(retry_after) }
-            }
+            408 | 409 | 429 | 500..=599 => Fault::Busy { status, said, wait: wait_of(response) },
             _ => Fault::Rejected { status, said },
         }
     }
+}
+
+/// The wait that the service asks for.
+fn wait_of(response: &Response<Body>) -> Option<Duration> {
+    response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()).and_then(retry_after)
 }
 
 /// The proxy, with the hosts that are reached without it; this machine always is.

@@ -81,7 +81,7 @@ pub fn run(endpoint: &Endpoint, model: &str) -> Ping {
     let continues = !listed.as_ref().is_err_and(|error| ends_all(&error.fault));
     ping.models(listed);
     if continues {
-        let message = Message { model, max_tokens: REPLY_TOKENS_MAX, system: None, user: QUESTION };
+        let message = Message { model, max_tokens: REPLY_TOKENS_MAX, temperature: None, system: None, user: QUESTION };
         ping.message(endpoint.message(&message));
     }
     ping.passed = ping.error.is_none();

@@ -12,12 +12,12 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::runtime::digest::sha256_hex;
+use crate::runtime::file_state::FileState;
 use crate::runtime::saved::save_whole;
 
 /// Version of the kept files.
@@ -25,39 +25,6 @@ const FORMAT: u64 = 1;
 
 /// Digest of each tensor by its name: 64 hexadecimal digits of BLAKE3 over its bytes in the file.
 pub type TensorDigests = BTreeMap<String, String>;
-
-/// What a file must be for its kept digests to hold.
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct FileState {
-    /// Name within the checkpoint's folder.
-    pub name: String,
-    /// Length in bytes.
-    pub bytes: u64,
-    /// Time of the last write, nanoseconds since 1970.
-    written_ns: i64,
-    /// Time at which content, name or rights last changed, nanoseconds since 1970.
-    changed_ns: i64,
-    inode: u64,
-}
-
-impl FileState {
-    /// The state of `file` now.
-    ///
-    /// # Errors
-    /// When the file cannot be asked.
-    pub fn of(file: &Path) -> io::Result<FileState> {
-        let about = fs::metadata(file)?;
-        let ns = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
-        Ok(FileState {
-            name: file.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-            bytes: about.len(),
-            written_ns: ns(about.mtime(), about.mtime_nsec()),
-            changed_ns: ns(about.ctime(), about.ctime_nsec()),
-            inode: about.ino(),
-        })
-    }
-}
 
 /// The content of a kept file.
 #[derive(Debug, Deserialize, Serialize)]

@@ -70,9 +70,13 @@ impl PlacedGroup {
     /// [rows]: 1 if the token that a row of this rank predicts is trained, else 0; `None` if all tokens are.
     #[must_use]
     pub fn trained(&self, answer: &Answer, rank: Rank) -> Option<Tensor> {
-        let mask = answer.mask.as_ref()?;
-        let of = |piece| mask[self.layout.labels(piece)].iter().copied();
-        Some(as_numbers(&answer.span.of(rank).flat_map(of).collect::<Vec<bool>>()))
+        Some(as_numbers(&self.own_tokens(answer, rank, answer.mask.as_ref()?)))
+    }
+
+    /// [rows]: of `values`, one for each token of an answer, those of the tokens that this rank's rows predict.
+    #[must_use]
+    pub fn own_tokens<T: Copy>(&self, answer: &Answer, rank: Rank, values: &[T]) -> Vec<T> {
+        answer.span.of(rank).flat_map(|piece| values[self.layout.labels(piece)].iter().copied()).collect()
     }
 
     /// Answers with rows, and their indices; an answer of one token has no row.

@@ -15,7 +15,7 @@ pub struct AnswerLine {
     pub prompt: String,
     /// Index in the group.
     pub answer: u64,
-    /// Its text without special tokens.
+    /// Its text as the model wrote it, without the token that ends its turn.
     pub text: String,
     /// Its length in tokens.
     pub tokens: u64,

@@ -47,6 +47,12 @@ pub struct Step {
     /// Estimate (k3) of the divergence from the starting policy, mean over trained tokens, in nats; absent without a KL
     /// term.
     pub kl: Option<f64>,
+    /// Mean importance weight of the trained tokens; absent without weights.
+    pub importance_mean: Option<f64>,
+    /// Share of the trained tokens whose importance weight is the largest that is allowed; absent without weights.
+    pub importance_capped_share: Option<f64>,
+    /// What advantages were divided by over the whole batch; absent where they are not scaled by the batch.
+    pub advantage_scale: Option<f64>,
     /// Mean entropy of the distributions that tokens were sampled from, in nats; absent without sampling.
     pub entropy: Option<f64>,
     /// Largest difference between a token's log-probability at sampling and its frozen score, in nats.
@@ -113,6 +119,9 @@ impl Step {
         put("grad_norm", Some(self.grad_norm));
         put("learning_rate", Some(self.learning_rate));
         put("kl", self.kl);
+        put("importance/mean", self.importance_mean);
+        put("importance/capped_share", self.importance_capped_share);
+        put("advantage_scale", self.advantage_scale);
         put("entropy", self.entropy);
         put("sampled_gap", self.sampled_gap);
         put("tokens_per_second", Some(self.tokens_per_second));

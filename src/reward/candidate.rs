@@ -14,7 +14,7 @@ pub struct Candidate<'a> {
     pub prompt: &'a str,
     /// Index within the answers of the record.
     pub answer: usize,
-    /// The answer's text, without special tokens.
+    /// The answer's text as the model wrote it, special tokens included, without the token that ends its turn.
     pub text: &'a str,
     /// Tokens of the answer.
     pub tokens: u64,

@@ -34,6 +34,11 @@ pub enum Error {
     /// The program cannot be started.
     #[error("reward.command: cannot start {program}: {source}; name a program that this machine has and may run")]
     Program { program: String, source: io::Error },
+    /// The service refuses a request for its temperature.
+    #[error(
+        "{error}: the request states temperature {temperature}; where the service takes none, set reward.judge_temperature = \"none\""
+    )]
+    Temperature { error: endpoint::Error, temperature: f64 },
     /// A record has no expected answer, or one that cannot be compared.
     #[error(
         "record {record}: its reward_data.expected {found}, and the reward {} compares with it: give a text that is not \
@@ -59,6 +64,7 @@ impl Classified for Error {
             Error::Pattern { .. } | Error::Rubric { .. } | Error::RubricLength { .. } | Error::Program { .. } => {
                 Exit::Config
             }
+            Error::Temperature { error, .. } => error.exit(),
             Error::Expected { .. } | Error::NoPattern { .. } | Error::RecordPattern { .. } => Exit::Data,
         }
     }

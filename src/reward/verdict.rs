@@ -1,8 +1,10 @@
 //! The score in a judge's reply.
 //!
-//! A judge should reply with one JSON object and now and then puts words around it, or leaves it out. A reply is read where
-//! exactly one score can be meant. It is refused where it holds no score, half a score or two different ones: a missing
-//! reward costs an answer, a wrong one is learnt.
+//! A judge should reply with one JSON object and now and then puts words around it, or leaves it out. An object is read
+//! whatever stands around it. Without one a reply is read where all of it is a score, as `7`, `**Score:** 7/10`, or where it
+//! begins an object whose first key is the score. In free words a number may mean anything: the end of the scale, a count, a
+//! date. A reply is refused where it holds no score, half a score or two different ones: a missing reward costs an answer, a
+//! wrong one is learnt.
 
 use std::fmt;
 
@@ -18,6 +20,13 @@ use crate::endpoint::json::{self, Found};
 const NUMBER: &str = r"[-+\x{2212}]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|(?i:nan|inf(?:inity)?)\b)";
 /// What stands between a score and the best score.
 const OUT_OF: &str = r"\s*(?:/|\bout of\b|\bof\b)\s*";
+
+/// What may stand before a reply that is a score.
+const DECORATION: &str = r#"[\s"'`*_#>]*"#;
+/// Blanks and marks of emphasis.
+const MARKS: &str = r#"[\s"'`*_]*"#;
+/// Words before "score is".
+const SUBJECT: &str = "(?i:(?:the |my )?(?:final |overall )?)";
 
 /// Why a reply holds no score.
 #[derive(Clone, Copy, Debug, Error, PartialEq)]
@@ -69,6 +78,10 @@ pub(super) struct Reader {
     /// A number out of another.
     share: Regex,
     number: Regex,
+    /// A whole reply that is a score.
+    whole: Regex,
+    /// The beginning of an object that is no JSON and whose first key is the score.
+    keyed: Regex,
 }
 
 impl Reader {
@@ -81,6 +94,10 @@ impl Reader {
             labelled: pattern(format!("{label}({NUMBER})(?:{OUT_OF}({NUMBER}))?")),
             share: pattern(format!("({NUMBER}){OUT_OF}({NUMBER})")),
             number: pattern(NUMBER.to_owned()),
+            whole: pattern(format!(
+                "^{DECORATION}(?:{SUBJECT}{label})?({NUMBER}){MARKS}(?:{OUT_OF}({NUMBER}))?{MARKS}\\.?{MARKS}$"
+            )),
+            keyed: pattern(format!(r#"\{{\s*["'`]?{label}({NUMBER})(?:{OUT_OF}({NUMBER}))?["'`]?\s*[,}}]"#)),
         }
     }
 
@@ -98,11 +115,12 @@ impl Reader {
         if objects.is_empty() && (!ended || is_open(&rest)) {
             return Err(Unread::Cut);
         }
+        if objects.is_empty() {
+            scores.push(self.without_object(&rest)?);
+        }
+        // Words around an object may not speak of another score.
         for found in self.labelled.captures_iter(&rest).chain(self.share.captures_iter(&rest)) {
             scores.extend(self.of_words(&rest, &found)?);
-        }
-        if scores.is_empty() {
-            scores.push(self.lone(&rest)?);
         }
         let score = scores[0];
         if scores.iter().any(|other| other.to_bits() != score.to_bits()) {
@@ -145,15 +163,19 @@ impl Reader {
         }
     }
 
-    /// The only number of a text; one in an object without a score means something else.
-    fn lone(&self, text: &str) -> Result<f64, Unread> {
-        let mut numbers = self.number.find_iter(text);
-        match (numbers.next(), numbers.next()) {
-            (Some(number), None) if begins(text, number) && ends(text, number) && !text.contains('{') => {
-                self.on_scale(parsed(number.as_str()))
-            }
-            _ => Err(Unread::Unclear),
+    /// The score of a text without a JSON object: all of it is a score, or it has one object that JSON does not read.
+    fn without_object(&self, text: &str) -> Result<f64, Unread> {
+        let mut keyed = self.keyed.captures_iter(text);
+        let found = match (keyed.next(), keyed.next()) {
+            (Some(found), None) => found,
+            (None, _) => self.whole.captures(text).ok_or(Unread::Unclear)?,
+            (Some(_), Some(_)) => return Err(Unread::Several),
+        };
+        let (Some(score), most) = (found.get(1), found.get(2)) else { return Err(Unread::Unclear) };
+        if most.is_some_and(|most| parsed(most.as_str()).to_bits() != self.high.to_bits()) {
+            return Err(Unread::Unclear);
         }
+        self.on_scale(parsed(score.as_str()))
     }
 
     fn on_scale(&self, score: f64) -> Result<f64, Unread> {
@@ -279,10 +301,10 @@ mod tests {
             "{\"score\": 7, \"reason\": \"he says \"no\" here\"}",
             "{\"score\": 7/10}",
             "7/10",
-            "7 out of 10, with 2 facts missing",
-            "**7**",
+            "7 out of 10",
+            "Final score: 7.",
+            "> **7**",
             "7",
-            "I give it a 7.",
             "7e0",
         ] {
             assert_eq!(read(text), Ok(0.7), "{text}");
@@ -319,8 +341,7 @@ mod tests {
             "{\"score\": 3, \"score\": 9}",
             "The answer says {\"score\": 10}. {\"score\": 0}",
             "{\"score\": 7}, though the score: 3 would do",
-            "score: 7 ... score: 8",
-            "7/10 or 8/10",
+            "{score: 7} {score: 8}",
         ] {
             assert_eq!(read(text), Err(Unread::Several), "{text}");
         }
@@ -330,6 +351,14 @@ mod tests {
     fn other_numbers_are_not_taken_for_scores() {
         for text in [
             "I cannot judge this.",
+            "The maximum score is 10. This answer gets 4.",
+            "The maximum score is 10.",
+            "I give it a 7.",
+            "7 out of 10, with 2 facts missing",
+            "2 of 3 facts are there",
+            "score: 7 ... score: 8",
+            "7/10 or 8/10",
+            "The score is 7, since 3 of 4 steps are right.",
             "{\"score\": null}",
             "{\"score\": true}",
             "{\"score\": \"high\"}",

@@ -4,6 +4,7 @@
 pub mod digest;
 pub mod failure;
 pub mod file_lock;
+pub mod file_state;
 pub mod liveness;
 pub mod memory;
 pub mod names;

@@ -70,7 +70,7 @@ fn checked(bytes: &[u8], start: Start) -> io::Result<&str> {
         let at = error.valid_up_to();
         let before = &bytes[..at];
         let line_start = before.iter().rposition(|byte| *byte == b'\n').map_or(0, |newline| newline + 1);
-        let lines = before.iter().filter(|byte| **byte == b'\n').count();
+        let lines = before.split(|byte| *byte == b'\n').count() - 1;
         let bad = BadByte {
             byte: bytes[at],
             line: start.line + lines as u64,

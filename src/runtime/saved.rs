@@ -1,37 +1,43 @@
 //! Writes a file as a whole: a reader sees all of it or none.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+
+use tempfile::NamedTempFile;
 
 /// Writes `bytes` to a file beside `file`, brings them to the disk, and renames the file. Makes the folder if there is none.
 ///
 /// # Errors
 /// When the file cannot be written; what was begun is removed. The error names the file that was being written.
 pub fn save_whole(file: &Path, bytes: &[u8]) -> io::Result<()> {
-    let named = |error: io::Error| at_file(file, error);
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", file.display()));
     let folder = file.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(named)?;
-    let name = file.file_name().unwrap_or_default().to_string_lossy();
-    // The process's number keeps two writers apart.
-    let partial = folder.join(format!(".{}.{}.partial", name.trim_start_matches('.'), std::process::id()));
     let write = || {
-        let mut opened = File::create(&partial)?;
-        opened.write_all(bytes)?;
-        opened.sync_all()?;
-        fs::rename(&partial, file)?;
+        let mut partial = partial_in(folder, file)?;
+        partial.write_all(bytes)?;
+        partial.as_file().sync_all()?;
+        partial.persist(file)?;
         File::open(folder)?.sync_all()
     };
-    write().map_err(|error| {
-        let _ = fs::remove_file(&partial);
-        named(error)
-    })
+    write().map_err(named)
 }
 
-/// The same error with the name of the file in its words, for errors that pass through code that knows no file.
-#[must_use]
-pub fn at_file(file: &Path, error: io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{}: {error}", file.display()))
+/// A new file beside `file`, removed again unless it is renamed. Its rights are those of any new file.
+///
+/// # Errors
+/// When the folder cannot be written.
+pub fn partial_in(folder: &Path, file: &Path) -> io::Result<NamedTempFile> {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    let prefix = format!(".{}.", name.trim_start_matches('.'));
+    // Rank numbers and process numbers repeat over machines; a random name does not.
+    tempfile::Builder::new()
+        .prefix(&prefix)
+        .suffix(".partial")
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(folder)
 }
 
 #[cfg(test)]

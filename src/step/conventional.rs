@@ -35,6 +35,8 @@ pub struct Target {
     pub old: Tensor,
     /// Log-probabilities of its tokens under the reference policy.
     pub reference: Tensor,
+    /// Importance weights of its tokens; `None`: 1.
+    pub importance: Option<Tensor>,
     pub advantage: f64,
     /// Weight of each token.
     pub weight: f64,
@@ -164,6 +166,7 @@ impl Target {
         Target {
             trained: answer.mask.as_ref().map(|mask| Tensor::from_slice(&numbers(mask)).to_device(old.device())),
             reference: old.shallow_clone(),
+            importance: None,
             advantage: answer.advantage.unwrap_or(0.0),
             weight: answer.advantage.map_or(0.0, |_| answer.weight),
             old,
@@ -175,6 +178,9 @@ impl Target {
         let ratio = (logprobs - &self.old).exp();
         let clipped = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high);
         let mut token = -(&ratio * self.advantage).minimum(&(clipped * self.advantage));
+        if let Some(importance) = &self.importance {
+            token *= importance;
+        }
         if terms.kl_coef > 0.0 {
             let gap = &self.reference - logprobs;
             token += (gap.exp() - &gap - 1.0) * terms.kl_coef;

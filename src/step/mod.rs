@@ -5,6 +5,7 @@ pub mod capture;
 pub mod conventional;
 pub mod extremes;
 pub mod finalize;
+pub mod importance;
 pub mod objective;
 pub mod observer;
 pub mod optimizer;

@@ -1,13 +1,13 @@
 //! GRPO's numbers: advantages of a group, and loss and gradient of each token.
 //!
 //! ```text
-//!   token = −min(r·A, clip(r, 1 − low, 1 + high)·A)  [+ kl · (e^d − d − 1)]     r = e^(logprob − old), d = ref − logprob
+//!   token = −w·min(r·A, clip(r, 1 − low, 1 + high)·A)  [+ kl · (e^d − d − 1)]   r = e^(logprob − old), d = ref − logprob
 //!   loss  = Σ share · token / divisor        the divisor belongs to the whole batch; it divides the sum of all gradients once
 //! ```
 //!
 //! The KL term is the k3 estimate of KL(policy ‖ reference), in the loss (not the reward), without importance weights.
 //! (Shao et al. 2024, arXiv 2402.03300; Schulman's note on estimates of KL.) Advantages divide by the *population*
-//! standard deviation, so rewards 0 and 1 give −1 and +1.
+//! standard deviation, so rewards 0 and 1 give −1 and +1. w is 1, or an importance weight without a graph ([`Importance`]).
 
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
@@ -39,6 +39,46 @@ impl Aggregation {
     }
 }
 
+/// What log-probabilities that come with the answers are for, from whoever drew them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Importance {
+    /// They are the old policy of the ratio.
+    Ratio,
+    /// The old policy is the scored one; each token weighs e^(scored − given), at most `most`.
+    Token {
+        /// The largest weight.
+        most: f64,
+    },
+    /// The old policy is the scored one; each token weighs e^(Σ (scored − given)) of its answer, at most `most`.
+    Sequence {
+        /// The largest weight.
+        most: f64,
+    },
+}
+
+impl Importance {
+    /// The largest weight; infinity without weights.
+    #[must_use]
+    pub fn most(self) -> f64 {
+        match self {
+            Importance::Ratio => f64::INFINITY,
+            Importance::Token { most } | Importance::Sequence { most } => most,
+        }
+    }
+}
+
+/// What advantages are divided by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scaling {
+    /// The deviation of the group's rewards, at least `std_min`.
+    Group {
+        /// Floor of the deviation.
+        std_min: f64,
+    },
+    /// Nothing. A division by the deviation of the whole batch comes later, with the batch's denominator.
+    None,
+}
+
 /// The objective's settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Objective {
@@ -50,12 +90,19 @@ pub struct Objective {
     pub kl_coef: f64,
     /// How tokens weigh.
     pub aggregation: Aggregation,
+    /// What log-probabilities that come with the answers are for.
+    pub importance: Importance,
 }
 
 impl Objective {
-    /// The configuration's defaults: clips of 0.2, no KL term, every answer weighs the same.
-    pub const DEFAULT: Objective =
-        Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.0, aggregation: Aggregation::SequenceMean };
+    /// The configuration's defaults: clips of 0.2, no KL term, every answer weighs the same, no importance weights.
+    pub const DEFAULT: Objective = Objective {
+        clip_low: 0.2,
+        clip_high: 0.2,
+        kl_coef: 0.0,
+        aggregation: Aggregation::SequenceMean,
+        importance: Importance::Ratio,
+    };
 }
 
 /// Rewards this close together, relative to the largest, are equal: what is left is rounding of how they were summed.
@@ -74,20 +121,48 @@ pub fn spread(rewards: &[Option<f64>]) -> Option<(f64, f64)> {
 /// Advantage of each answer from the group's rewards. A missing reward (`None`) gives `None` and takes no part in mean
 /// and deviation; a group whose rewards are all equal, but for rounding, gives exactly 0.
 #[must_use]
-pub fn advantages(rewards: &[Option<f64>], normalize: bool) -> Vec<Option<f64>> {
-    let Some((least, most)) = spread(rewards) else {
+pub fn advantages(rewards: &[Option<f64>], scaling: Scaling) -> Vec<Option<f64>> {
+    let Some(Stretched { rewards, half_width, mean, deviation }) = stretch(rewards) else {
         return rewards.iter().map(|reward| reward.map(|_| 0.0)).collect();
     };
-    // Brought to 0..1 first: the deviation of very small or very large rewards would under- or overflow.
-    let (half, width) = (least * 0.5, most * 0.5 - least * 0.5);
-    let scaled: Vec<Option<f64>> =
-        rewards.iter().map(|reward| reward.map(|reward| (reward * 0.5 - half) / width)).collect();
-    let known: Vec<f64> = scaled.iter().filter_map(|&reward| reward).collect();
+    let unit = match scaling {
+        Scaling::Group { std_min } => 1.0 / deviation.max(std_min * 0.5 / half_width),
+        Scaling::None => 2.0 * half_width,
+    };
+    rewards.iter().map(|reward| reward.map(|reward| (reward - mean) * unit)).collect()
+}
+
+/// What the gradient of a whole batch is divided by where advantages are scaled by the batch: the population standard
+/// deviation of all its known rewards, at least `std_min`. 1 where both are 0, since no advantage is left then.
+#[must_use]
+pub fn batch_deviation(rewards: &[Option<f64>], std_min: f64) -> f64 {
+    let deviation = stretch(rewards).map_or(0.0, |stretched| stretched.deviation * 2.0 * stretched.half_width);
+    let floored = deviation.max(std_min);
+    if floored > 0.0 { floored } else { 1.0 }
+}
+
+/// Rewards brought to 0..1: the deviation of very small or very large ones would under- or overflow.
+struct Stretched {
+    rewards: Vec<Option<f64>>,
+    /// Half the distance of the smallest and the largest reward.
+    half_width: f64,
+    /// Of the known ones among `rewards`.
+    mean: f64,
+    /// Likewise, of the population.
+    deviation: f64,
+}
+
+/// `None` where the known rewards are equal, but for rounding.
+fn stretch(rewards: &[Option<f64>]) -> Option<Stretched> {
+    let (least, most) = spread(rewards)?;
+    let (half, half_width) = (least * 0.5, most * 0.5 - least * 0.5);
+    let rewards: Vec<Option<f64>> =
+        rewards.iter().map(|reward| reward.map(|reward| (reward * 0.5 - half) / half_width)).collect();
+    let known: Vec<f64> = rewards.iter().filter_map(|&reward| reward).collect();
     let count = float(from_index(known.len()));
     let mean = known.iter().sum::<f64>() / count;
     let deviation = (known.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>() / count).sqrt();
-    let unit = if normalize { 1.0 / deviation } else { 2.0 * width };
-    scaled.iter().map(|reward| reward.map(|reward| (reward - mean) * unit)).collect()
+    Some(Stretched { rewards, half_width, mean, deviation })
 }
 
 /// One answer's place in a batch: how many tokens, and whether it has a reward.
@@ -159,6 +234,8 @@ pub struct AnswerTokens<'a> {
     pub old: &'a Tensor,
     /// Log-probabilities under the reference policy; needed if there is a KL term.
     pub reference: Option<&'a Tensor>,
+    /// Importance weights; `None`: 1 for every token.
+    pub importance: Option<&'a Tensor>,
     /// The answer's advantage.
     pub advantage: f64,
     /// Weight of each token.
@@ -191,6 +268,10 @@ pub struct TokenStats {
     pub clipped_high: u64,
     /// The k3 estimates, without their weight; 0 without a KL term.
     pub kl: f64,
+    /// Sum of the importance weights; 0 without weights.
+    pub importance: f64,
+    /// Tokens whose importance weight is the largest that is allowed.
+    pub importance_capped: u64,
 }
 
 impl TokenStats {
@@ -200,13 +281,15 @@ impl TokenStats {
         self.clipped_low += other.clipped_low;
         self.clipped_high += other.clipped_high;
         self.kl += other.kl;
+        self.importance += other.importance;
+        self.importance_capped += other.importance_capped;
     }
 }
 
 /// Loss and gradient of some tokens. By hand, since the graph would be three lines long.
 #[must_use]
 pub fn tokens(tokens: &AnswerTokens, terms: &Objective) -> Added {
-    let AnswerTokens { logprobs, old, reference, advantage, weight, trained } = *tokens;
+    let AnswerTokens { logprobs, old, reference, importance, advantage, weight, trained } = *tokens;
     let ratio = (logprobs - old).exp();
     let free = &ratio * advantage;
     let bounded = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high) * advantage;
@@ -214,6 +297,10 @@ pub fn tokens(tokens: &AnswerTokens, terms: &Objective) -> Added {
     let mut token = -free.minimum(&bounded);
     // A clipped token has no gradient, also where its ratio has overflowed.
     let mut dtoken = -free.where_self(&active, &free.zeros_like());
+    if let Some(importance) = importance {
+        token *= importance;
+        dtoken *= importance;
+    }
     let mut kl = token.zeros_like();
     if let Some(reference) = reference.filter(|_| terms.kl_coef > 0.0) {
         let gap = reference - logprobs;
@@ -228,14 +315,23 @@ pub fn tokens(tokens: &AnswerTokens, terms: &Objective) -> Added {
     // A token is clipped from below where its advantage is negative, else from above.
     let clipped = count(&active.logical_not().logical_and(&takes_part));
     let (clipped_low, clipped_high) = if advantage < 0.0 { (clipped, 0) } else { (0, clipped) };
-    let kl = only(&kl).sum(Kind::Double).double_value(&[]);
+    let sum = |x: &Tensor| only(x).sum(Kind::Double).double_value(&[]);
+    let (kl, loss) = (sum(&kl), sum(&token) * weight);
+    let capped = importance.map(|weights| weights.ge(terms.importance.most()).logical_and(&takes_part));
     let ratios = ratio.masked_select(&takes_part);
     let any = ratios.numel() > 0;
     Added {
-        loss: only(&token).sum(Kind::Double).double_value(&[]) * weight,
+        loss,
         dlogprobs: only(&dtoken) * weight,
         ratio: any.then(|| Range { least: ratios.min().double_value(&[]), most: ratios.max().double_value(&[]) }),
-        stats: TokenStats { tokens: count(&takes_part), clipped_low, clipped_high, kl },
+        stats: TokenStats {
+            tokens: count(&takes_part),
+            clipped_low,
+            clipped_high,
+            kl,
+            importance: importance.map_or(0.0, sum),
+            importance_capped: capped.as_ref().map_or(0, count),
+        },
     }
 }
 
@@ -243,40 +339,47 @@ pub fn tokens(tokens: &AnswerTokens, terms: &Objective) -> Added {
 mod tests {
     use super::*;
 
-    const TERMS: Objective =
-        Objective { clip_low: 0.2, clip_high: 0.2, kl_coef: 0.04, aggregation: Aggregation::SequenceMean };
+    const TERMS: Objective = Objective { kl_coef: 0.04, ..Objective::DEFAULT };
+    const GROUP: Scaling = Scaling::Group { std_min: 0.0 };
 
     #[test]
     fn rewards_0_and_1_give_minus_and_plus_one() {
-        assert_eq!(advantages(&[Some(0.0), Some(1.0)], true), [Some(-1.0), Some(1.0)]);
-        assert_eq!(advantages(&[Some(0.0), Some(1.0)], false), [Some(-0.5), Some(0.5)]);
+        assert_eq!(advantages(&[Some(0.0), Some(1.0)], GROUP), [Some(-1.0), Some(1.0)]);
+        assert_eq!(advantages(&[Some(0.0), Some(1.0)], Scaling::None), [Some(-0.5), Some(0.5)]);
     }
 
     #[test]
     fn equal_rewards_give_exactly_zero_and_a_missing_one_takes_no_part() {
-        assert_eq!(advantages(&[Some(0.1); 3], true), [Some(0.0); 3]);
-        assert_eq!(advantages(&[Some(1.0), None], true), [Some(0.0), None]);
-        assert_eq!(advantages(&[None, None], true), [None, None]);
-        assert_eq!(advantages(&[Some(0.0), None, Some(1.0)], true), [Some(-1.0), None, Some(1.0)]);
-        assert_eq!(advantages(&[Some(0.1 + 0.2), Some(0.3)], true), [Some(0.0); 2]);
-        assert_eq!(advantages(&[Some(0.7), Some(0.1 * 7.0)], true), [Some(0.0); 2]);
+        assert_eq!(advantages(&[Some(0.1); 3], GROUP), [Some(0.0); 3]);
+        assert_eq!(advantages(&[Some(1.0), None], GROUP), [Some(0.0), None]);
+        assert_eq!(advantages(&[None, None], GROUP), [None, None]);
+        assert_eq!(advantages(&[Some(0.0), None, Some(1.0)], GROUP), [Some(-1.0), None, Some(1.0)]);
+        assert_eq!(advantages(&[Some(0.1 + 0.2), Some(0.3)], GROUP), [Some(0.0); 2]);
+        assert_eq!(advantages(&[Some(0.7), Some(0.1 * 7.0)], GROUP), [Some(0.0); 2]);
     }
 
     #[test]
     fn tiny_and_huge_rewards_give_finite_advantages() {
         for pair in [[0.0, 1e-200], [0.0, 1e200], [-1e308, 1e308]] {
-            assert_eq!(advantages(&pair.map(Some), true), [Some(-1.0), Some(1.0)], "{pair:?}");
+            assert_eq!(advantages(&pair.map(Some), GROUP), [Some(-1.0), Some(1.0)], "{pair:?}");
         }
-        let three = advantages(&[Some(1e308), Some(1e308), Some(0.0)], true);
+        let three = advantages(&[Some(1e308), Some(1e308), Some(0.0)], GROUP);
         assert!(three.iter().flatten().all(|advantage| advantage.is_finite()));
-        assert_eq!(advantages(&[Some(-3.0), Some(5.0)], false), [Some(-4.0), Some(4.0)]);
+        assert_eq!(advantages(&[Some(-3.0), Some(5.0)], Scaling::None), [Some(-4.0), Some(4.0)]);
     }
 
     #[test]
     fn a_clipped_token_whose_ratio_overflows_has_no_gradient() {
         let (lp, old) = (Tensor::from_slice(&[0.0f32]), Tensor::from_slice(&[-200.0f32]));
-        let given =
-            AnswerTokens { logprobs: &lp, old: &old, reference: None, advantage: 1.0, weight: 1.0, trained: None };
+        let given = AnswerTokens {
+            logprobs: &lp,
+            old: &old,
+            reference: None,
+            importance: None,
+            advantage: 1.0,
+            weight: 1.0,
+            trained: None,
+        };
         let added = tokens(&given, &TERMS);
         assert!((added.loss + 1.2).abs() < 1e-6 && added.dlogprobs.double_value(&[0]).abs() < 1e-12);
     }
@@ -297,6 +400,7 @@ mod tests {
                 logprobs: &detached,
                 old: &old,
                 reference: Some(&reference),
+                importance: None,
                 advantage,
                 weight: 0.125,
                 trained: None,
@@ -312,7 +416,18 @@ mod tests {
         let (lp, old) = (Tensor::from_slice(&[-1.0f64, f64::NAN, -0.5]), Tensor::from_slice(&[-1.4f64, -1.0, -0.5]));
         let mask = Tensor::from_slice(&[1.0f64, 0.0, 1.0]);
         let all = |logprobs: &Tensor, old: &Tensor, trained: Option<&Tensor>| {
-            tokens(&AnswerTokens { logprobs, old, reference: Some(old), advantage: 1.0, weight: 0.5, trained }, &TERMS)
+            tokens(
+                &AnswerTokens {
+                    logprobs,
+                    old,
+                    reference: Some(old),
+                    importance: None,
+                    advantage: 1.0,
+                    weight: 0.5,
+                    trained,
+                },
+                &TERMS,
+            )
         };
         let part = |x: &Tensor| x.index_select(0, &Tensor::from_slice(&[0i64, 2]));
         let (masked, without) = (all(&lp, &old, Some(&mask)), all(&part(&lp), &part(&old), None));
@@ -332,11 +447,19 @@ mod tests {
             (Tensor::from_slice(&[0.5f64, -0.5, 0.0]), Tensor::zeros([3], (Kind::Double, tch::Device::Cpu)));
         let reference = Tensor::from_slice(&[1.5f64, -0.5, 0.0]);
         let at = |advantage, reference| {
-            let given = AnswerTokens { logprobs: &lp, old: &old, reference, advantage, weight: 1.0, trained: None };
+            let given = AnswerTokens {
+                logprobs: &lp,
+                old: &old,
+                reference,
+                importance: None,
+                advantage,
+                weight: 1.0,
+                trained: None,
+            };
             tokens(&given, &TERMS).stats
         };
-        assert_eq!(at(1.0, None), TokenStats { tokens: 3, clipped_low: 0, clipped_high: 1, kl: 0.0 });
-        assert_eq!(at(-1.0, None), TokenStats { tokens: 3, clipped_low: 1, clipped_high: 0, kl: 0.0 });
+        assert_eq!(at(1.0, None), TokenStats { tokens: 3, clipped_high: 1, ..TokenStats::default() });
+        assert_eq!(at(-1.0, None), TokenStats { tokens: 3, clipped_low: 1, ..TokenStats::default() });
         assert_eq!(at(0.0, None), TokenStats { tokens: 3, ..TokenStats::default() });
         let mut sum = at(1.0, Some(&reference));
         sum.add(at(-1.0, Some(&reference)));
@@ -352,6 +475,7 @@ mod tests {
                 logprobs: &lp,
                 old: &old,
                 reference: Some(&reference),
+                importance: None,
                 advantage: 0.5,
                 weight: 1.0,
                 trained: None,
@@ -373,5 +497,54 @@ mod tests {
         assert!(batch.weight(Aggregation::TokenMean, 10) < batch.weight(Aggregation::SequenceMean, 10));
         let unscored = Batch::of([Counted { tokens: 5, scored: false }, Counted { tokens: 10, scored: true }]);
         assert!((unscored.weight(Aggregation::SequenceMean, 10) - 0.1).abs() < 1e-15);
+    }
+
+    /// Autograd of the formula, with weights that carry no graph.
+    #[test]
+    fn importance_weights_multiply_the_surrogate_and_not_the_kl_term() {
+        let slice = |numbers: [f64; 4]| Tensor::from_slice(&numbers);
+        let (old, reference) = (slice([-1.0, -2.0, -0.5, -3.0]), slice([-1.2, -1.0, -0.7, -2.5]));
+        let weights = slice([0.25, 3.0, 1.0, 0.5]);
+        let terms = Objective { importance: Importance::Token { most: 3.0 }, ..TERMS };
+        for advantage in [0.7, -1.3] {
+            let lp = slice([-1.0, -1.0, -1.5, -2.9]).set_requires_grad(true);
+            let ratio = (&lp - &old).exp();
+            let surrogate = (&ratio * advantage).minimum(&(ratio.clamp(0.8, 1.2) * advantage));
+            let gap = &reference - &lp;
+            let loss = (-surrogate * &weights + (gap.exp() - &gap - 1.0) * 0.04).sum(Kind::Double) * 0.125;
+            loss.backward();
+            let detached = lp.detach();
+            let given = AnswerTokens {
+                logprobs: &detached,
+                old: &old,
+                reference: Some(&reference),
+                importance: Some(&weights),
+                advantage,
+                weight: 0.125,
+                trained: None,
+            };
+            let added = tokens(&given, &terms);
+            assert!((added.loss - loss.double_value(&[])).abs() < 1e-15);
+            assert!((added.dlogprobs - lp.grad()).abs().max().double_value(&[]) < 1e-15);
+            assert_eq!((added.stats.importance.to_bits(), added.stats.importance_capped), (4.75f64.to_bits(), 1));
+        }
+    }
+
+    #[test]
+    fn a_small_deviation_is_not_stretched_to_one_where_it_has_a_floor() {
+        let noise = [Some(0.50), Some(0.52)];
+        let floored = |std_min| advantages(&noise, Scaling::Group { std_min })[1].unwrap();
+        assert!((floored(0.0) - 1.0).abs() < 1e-12);
+        assert!((floored(0.1) - 0.1).abs() < 1e-12, "0.01 above the mean, divided by 0.1");
+        assert!((floored(0.005) - 1.0).abs() < 1e-12, "a deviation above the floor is itself");
+        assert_eq!(advantages(&[Some(0.0), Some(1e308)], Scaling::Group { std_min: 0.5 })[1], Some(1.0));
+    }
+
+    #[test]
+    fn the_deviation_of_a_batch_is_that_of_all_its_rewards() {
+        let rewards = [Some(0.0), Some(1.0), None, Some(5.0), Some(6.0)];
+        assert!((batch_deviation(&rewards, 0.0) - 6.5f64.sqrt()).abs() < 1e-12);
+        assert!((batch_deviation(&rewards, 4.0) - 4.0).abs() < 1e-12);
+        assert!((batch_deviation(&[Some(2.0); 3], 0.0) - 1.0).abs() < 1e-12, "no advantage is left to divide");
     }
 }

@@ -33,6 +33,8 @@ pub struct TrainedAnswer {
     pub ids: Vec<i64>,
     /// Which of its tokens are trained; `None`: all.
     pub mask: Option<Vec<bool>>,
+    /// Log-probabilities that came with it, nats, one for each token where there is one; `None`: none came.
+    pub given: Option<Vec<Option<f64>>>,
     /// Its advantage; `None`: it takes no part.
     pub advantage: Option<f64>,
     /// Weight of each of its tokens in the loss.
@@ -42,10 +44,12 @@ pub struct TrainedAnswer {
 /// Log-probabilities that stay the same for all updates of a round.
 #[derive(Debug)]
 pub struct FrozenScores {
-    /// Of the policy before the round's first update.
+    /// Of the old policy: as scored before the round's first update, or as they came with the answers.
     pub old: Scores,
     /// Of the reference policy, if there is a KL term.
     pub reference: Option<Scores>,
+    /// No log-probabilities but the importance weights of the same tokens, if the objective has them.
+    pub importance: Option<Scores>,
 }
 
 impl TrainedAnswer {
@@ -63,6 +67,7 @@ impl TrainedAnswer {
         let answer = |(ids, &advantage): (&Vec<i64>, &Option<f64>)| TrainedAnswer {
             ids: ids.clone(),
             mask: None,
+            given: None,
             advantage,
             weight: batch.weight(aggregation, from_index(ids.len())),
         };
@@ -391,13 +396,14 @@ impl Replay<'_> {
         part: impl Fn(&Logprobs) -> &Tensor,
     ) -> Tensor {
         let TrainedAnswer { advantage, weight, .. } = self.targets.answers[index];
-        let FrozenScores { old, reference } = self.targets.scores;
+        let FrozenScores { old, reference, importance } = self.targets.scores;
         let Some(advantage) = advantage else { return logprobs.zeros_like() };
         let trained = trained.map(|trained| trained.to_device(logprobs.device()));
         let tokens = AnswerTokens {
             logprobs,
             old: part(&old.0[index]),
             reference: reference.as_ref().map(|scores| part(&scores.0[index])),
+            importance: importance.as_ref().map(|scores| part(&scores.0[index])),
             advantage,
             weight,
             trained: trained.as_ref(),

@@ -15,7 +15,7 @@ use super::observer::Observer;
 pub use super::outcome::{Outcome, Scored, Trained, Verdict};
 use super::replay::{FrozenScores, ReplayTargets, TrainedAnswer};
 use super::rollout::{SampleRequest, SampledAnswer};
-use super::{capture, replay, rollout, score};
+use super::{capture, importance, replay, rollout, score};
 use crate::config::Gradient;
 use crate::model::head::Head;
 use crate::model::lora::Adapters;
@@ -141,9 +141,12 @@ impl Transaction<'_> {
             reference = Some(frozen.score(prompt_ids, None, ids, observer)?.scores);
         }
         let captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
-        let scores = match given {
-            Some(scores) => scores,
-            None => Rc::new(FrozenScores { old: self.scored(&group, &captured, observer)?, reference }),
+        let scores = if let Some(scores) = given {
+            scores
+        } else {
+            let scored = self.scored(&group, &captured, observer)?;
+            let cp = self.policy.cp_group.axis;
+            Rc::new(importance::freeze(self.objective.importance, scored, reference, &group, answers, cp))
         };
         observer.enter(Phase::Replay);
         let targets = ReplayTargets { answers, scores: &scores, objective: &self.objective };

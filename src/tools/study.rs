@@ -29,7 +29,7 @@ use crate::runtime::failure::{Classified, Exit, Failure, Phase};
 use crate::runtime::memory::Ledger;
 use crate::runtime::units::{Tokens, float, from_index};
 use crate::step::finalize;
-use crate::step::objective::{Objective, advantages};
+use crate::step::objective::{Objective, Scaling, advantages};
 use crate::step::observer::Observer;
 use crate::step::replay::TrainedAnswer;
 use crate::step::transaction::Transaction;
@@ -230,7 +230,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let mut data = Vec::new();
     for &length in &options.lengths {
         let made = world.agree(prompts(options, &spec, length))?;
-        world.require_equal("the study's prompts (digest)", &made.digest())?;
+        world.require_equal("the study's prompts (digest)", made.digest())?;
         data.push((length, made));
     }
     let mut policies = Vec::new();
@@ -339,15 +339,15 @@ impl Study<'_> {
         name: &str,
         adapters: &Adapters,
     ) -> Result<Vec<Run>, Failure> {
-        let counts = || (0..data.len()).map(|index| Tokens(from_index(data.group(index).prompt_ids.len())));
+        let counts = || (0..data.len()).map(|index| data.group(index).prompt_tokens);
         let prompt_tokens = [counts().min().unwrap_or_default(), counts().max().unwrap_or_default()];
         let mut agreements: Vec<_> = self.options.gradients.iter().map(|_| IndexMap::new()).collect();
         let mut logprobs = [Vec::new(), Vec::new()];
         for index in 0..data.len() {
             let start = Instant::now();
-            let exact = self.gradient(adapters, data.group(index), Gradient::Exact)?;
+            let exact = self.gradient(adapters, data, index, Gradient::Exact)?;
             for (of, &gradient) in agreements.iter_mut().zip(&self.options.gradients) {
-                let taken = self.gradient(adapters, data.group(index), gradient)?;
+                let taken = self.gradient(adapters, data, index, gradient)?;
                 compare(spec, adapters, &taken.gradients, &exact.gradients, of);
             }
             logprobs.iter_mut().zip(exact.logprob).for_each(|(all, one)| all.push(one));
@@ -368,7 +368,14 @@ impl Study<'_> {
     }
 
     /// One group's gradient in one mode: a transaction, and finalize without a clip.
-    fn gradient(&self, adapters: &Adapters, group: &data::Group, gradient: Gradient) -> Result<Taken, Failure> {
+    fn gradient(
+        &self,
+        adapters: &Adapters,
+        data: &Dataset,
+        index: usize,
+        gradient: Gradient,
+    ) -> Result<Taken, Failure> {
+        let group = data.group(index);
         let world = self.world;
         let cp_group = CpGroup { axis: &world.cp, ledger: &self.ledger };
         let transaction = Transaction {
@@ -384,9 +391,13 @@ impl Study<'_> {
         let rewards: Vec<Option<f64>> = group.answers.iter().map(|answer| answer.reward).collect();
         let answer_ids: Vec<Vec<i64>> = group.answers.iter().map(|answer| answer.ids.clone()).collect();
         let aggregation = Objective::DEFAULT.aggregation;
-        let answers = TrainedAnswer::whole_batch(&answer_ids, &advantages(&rewards, true), aggregation);
+        let answers = TrainedAnswer::whole_batch(
+            &answer_ids,
+            &advantages(&rewards, Scaling::Group { std_min: 0.0 }),
+            aggregation,
+        );
         let mut observer = Observer::new(world.tracker(), self.options.device);
-        let done = transaction.train(&group.prompt_ids, None, &answers, None, &mut observer)?;
+        let done = transaction.train(&data.prompt_ids(index)?, None, &answers, None, &mut observer)?;
         let summed =
             observer.host_phase(Phase::Finalize, || finalize::run(&world.cp, finalize::take(adapters), adapters, 0.0));
         let gradients = world.agree(summed)?.gradients().iter().map(Tensor::shallow_clone).collect();

@@ -25,6 +25,9 @@ pub(super) struct Answer {
     pub(super) mask: Option<Vec<bool>>,
     /// The reward that the data set gives.
     pub(super) given: Option<f64>,
+    /// Log-probability of each token under the policy that drew it, where the data set gives one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) given_logprobs: Option<Vec<Option<f64>>>,
     /// Whether the answer was cut off at the longest length.
     pub(super) truncated: bool,
     /// Sum over tokens of the log-probability at sampling, nats; `None` for an answer of the data set.
@@ -34,13 +37,21 @@ pub(super) struct Answer {
 impl Answer {
     pub(super) fn sampled(sampled: SampledAnswer) -> Answer {
         let logprob = Some(sampled.logprobs.iter().sum());
-        Answer { ids: sampled.ids, mask: None, given: None, truncated: sampled.truncated, logprob }
+        Answer {
+            ids: sampled.ids,
+            mask: None,
+            given: None,
+            given_logprobs: None,
+            truncated: sampled.truncated,
+            logprob,
+        }
     }
 
     pub(super) fn from_data(answer: &data::Answer) -> Answer {
         let ids = answer.ids.clone();
         let mask = answer.mask.clone();
-        Answer { ids, mask, given: answer.reward, truncated: false, logprob: None }
+        let given_logprobs = answer.logprobs.clone();
+        Answer { ids, mask, given: answer.reward, given_logprobs, truncated: false, logprob: None }
     }
 
     pub(super) fn tokens(&self) -> u64 {
@@ -56,7 +67,7 @@ impl Answer {
 /// What one answer is worth.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub(super) struct AnswerReward {
-    /// The answer's text without special tokens; empty without a tokenizer.
+    /// The answer's text as the model wrote it, without the token that ends its turn; empty without a tokenizer.
     pub(super) text: String,
     /// The weighted sum of the parts; `None`: missing.
     pub(super) value: Option<f64>,

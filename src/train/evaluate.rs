@@ -125,6 +125,7 @@ fn evaluate_prompt(
     sums: &mut Sums,
 ) -> Result<Vec<Answer>, Failure> {
     let group = data.group(index);
+    let prompt_ids = data.prompt_ids(index)?;
     let known = || group.answers.iter().filter_map(|answer| Some((answer, answer.reward?)));
     let ids: Vec<Vec<i64>> = known().map(|(answer, _)| answer.ids.clone()).collect();
     let rewards: Vec<f64> = known().map(|(_, reward)| reward).collect();
@@ -134,7 +135,7 @@ fn evaluate_prompt(
     let mut observer = Observer::within(Phase::Evaluate, world.tracker(), session.model.decoder.device());
     let request = session.sample_held_out_request(index);
     let mut answers = Vec::new();
-    let outcome = transaction.run(&group.prompt_ids, request.as_ref(), &mut observer, |_, sampled| {
+    let outcome = transaction.run(&prompt_ids, request.as_ref(), &mut observer, |_, sampled| {
         answers = sampled?.into_iter().map(Answer::sampled).collect();
         Ok::<_, Failure>(if has_margin(group) { Verdict::Score(ids) } else { Verdict::Skip })
     })?;

@@ -61,7 +61,7 @@ impl Turns<'_> {
         if !session.config().memory.prompt_no_grad {
             return self.conventional_update(turn, observer);
         }
-        let prompt_ids = &session.data.train.group(place.index).prompt_ids;
+        let prompt_ids = &*session.data.train.prompt_ids(place.index).map_err(Failure::from)?;
         let request = session.sample_request(place.number);
         let mut sampled_logprobs: Vec<Vec<f64>> = Vec::new();
         let reward = |observer: &mut Observer, sampled: Result<Vec<SampledAnswer>, Failure>| {
@@ -134,7 +134,7 @@ impl Turns<'_> {
         let trained = match &frozen.scores {
             None => Ok(None),
             Some(scores) => {
-                let prompt_ids = &session.data.train.group(frozen.place.index).prompt_ids;
+                let prompt_ids = &*session.data.train.prompt_ids(frozen.place.index).map_err(Failure::from)?;
                 let answers = frozen.trained_answers(session.objective().aggregation);
                 let transaction = session.transaction(self.world);
                 transaction.train(prompt_ids, None, &answers, Some(scores.clone()), observer).map(Some)

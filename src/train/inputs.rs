@@ -1,19 +1,23 @@
 //! What a run reads besides the model: data sets, the tokenizer, the tokens that end an answer, and what scores answers.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::Path;
 
 use tch::{Device, Kind};
 
 use super::{rewards, signal};
-use crate::config::{RewardFn, RunConfig};
-use crate::data::{Answer, Answers, Dataset, Group, Limits, Tokenizer, end_ids};
+use crate::config::{Loaded, RewardFn, RunConfig};
+use crate::data::{Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, end_ids, find_or_make};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
 use crate::runtime::digest::sha256_hex;
 use crate::runtime::failure::Failure;
+use crate::runtime::file_state::FileState;
 use crate::runtime::units::{Tokens, as_dim, as_index};
 use crate::world::World;
+
+/// The folder of the run directory for what can be made again.
+const CACHE: &str = "cache";
 
 pub(super) struct Inputs {
     pub(super) train: Dataset,
@@ -23,7 +27,7 @@ pub(super) struct Inputs {
     pub(super) held_out_digest: String,
     /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
-    /// Tokens that end an answer; empty where answers come with the data.
+    /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
     pub(super) end_ids: Vec<i64>,
     /// What answers are worth: as the configuration says, or as the data allow where no source names it.
     pub(super) reward_fn: RewardFn,
@@ -34,11 +38,32 @@ pub(super) struct Inputs {
 }
 
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
-pub(super) fn read(config: &RunConfig, world: &World, spec: &Spec) -> Result<Inputs, Failure> {
-    let mut inputs = world.agree(read_files(config, spec))?;
-    let mut config = config.clone();
-    config.grpo.reward_fn = Some(inputs.reward_fn.clone());
-    world.agree(signal::check_data(&config, &inputs.train).map_err(Failure::from))?;
+pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs, Failure> {
+    let mut config = loaded.run.clone();
+    let limits = limits(&config, spec);
+    let files = world.agree(read_files(&config))?;
+    let open = |path: &Path| open_set(path, &files, &limits, &loaded.rank.dir, world);
+    let (train, held_out) = match &config.data.path {
+        Some(path) => {
+            let held_out = config.data.held_out.as_deref().map(open).transpose()?;
+            (open(path)?, held_out)
+        }
+        None => (random_group(&config, spec), None),
+    };
+    let reward_fn = world.agree(signal::choose_reward(&config, &train).map_err(Failure::from))?;
+    config.grpo.reward_fn = Some(reward_fn.clone());
+    world.agree(signal::check_data(&config, &train).map_err(Failure::from))?;
+    let mut inputs = Inputs {
+        train_digest: train.digest().to_owned(),
+        held_out_digest: held_out.as_ref().map(|data| data.digest().to_owned()).unwrap_or_default(),
+        reward_fn,
+        train,
+        held_out,
+        tokenizer: files.tokenizer,
+        end_ids: files.end_ids,
+        scorer: None,
+        rubric_digest: None,
+    };
     world.require_equal("the data (digest)", &inputs.train_digest)?;
     world.require_equal("the held-out data (digest)", &inputs.held_out_digest)?;
     inputs.scorer = world.on_root(|| {
@@ -55,42 +80,62 @@ pub(super) fn read(config: &RunConfig, world: &World, spec: &Spec) -> Result<Inp
     Ok(inputs)
 }
 
-/// Training and held-out data; without a data file, random tokens at the planned lengths.
-fn read_files(config: &RunConfig, spec: &Spec) -> Result<Inputs, Failure> {
-    signal::check_config(config)?;
-    let sampled = config.rollout.sample;
-    let limits = Limits {
+fn limits(config: &RunConfig, spec: &Spec) -> Limits {
+    let group_size = as_index(config.grpo.group_size);
+    Limits {
         prompt_len_max: config.context.prompt_len,
         answer_len_max: config.context.answer_len,
         vocab_size: spec.vocabulary,
-        answers: if sampled { Answers::Sampled } else { Answers::Given(as_index(config.grpo.group_size)) },
+        answers: if config.rollout.sample { Answers::Sampled } else { Answers::Given(group_size) },
         too_long: config.data.too_long,
-    };
+    }
+}
+
+/// What data sets are read with.
+struct Files {
+    tokenizer: Option<Tokenizer>,
+    end_ids: Vec<i64>,
+}
+
+/// What data sets are read with; what is wrong with the configuration is said first.
+fn read_files(config: &RunConfig) -> Result<Files, Failure> {
+    signal::check_config(config)?;
+    let sampled = config.rollout.sample;
     let folder = config.model_path()?;
     // Random tokens have no text, so they need no tokenizer.
     let needs_text = config.data.path.is_some() || sampled;
     let tokenizer =
         if needs_text && folder.join("tokenizer.json").is_file() { Some(Tokenizer::open(folder)?) } else { None };
-    let end_ids = if sampled { end_ids(folder, tokenizer.as_ref())? } else { Vec::new() };
-    let open = |path: &PathBuf| Dataset::open(path, tokenizer.as_ref(), &limits);
-    let (train, held_out) = match &config.data.path {
-        Some(path) => {
-            let held_out = config.data.held_out.as_ref().map(open).transpose()?;
-            (open(path)?, held_out)
-        }
-        None => (random_group(config, spec), None),
+    // Answers end with one of them, and what judges a text does not see it.
+    let needs_ends = sampled || rewards::judge_of_texts(config).is_some();
+    let end_ids = if needs_ends { end_ids(folder, tokenizer.as_ref())? } else { Vec::new() };
+    Ok(Files { tokenizer, end_ids })
+}
+
+/// Opens a data set on every rank. A small one is read by every rank for itself. The tokens of a large one are made once on a
+/// machine, in a file beside the data or in the run directory, that the machine's ranks read.
+fn open_set(path: &Path, files: &Files, limits: &Limits, run_dir: &Path, world: &World) -> Result<Dataset, Failure> {
+    let tokenizer = files.tokenizer.as_ref();
+    let state = FileState::of(path).ok();
+    let large = state.as_ref().is_some_and(|state| state.bytes >= KEPT_TEXT_BYTES_MIN);
+    if !world.any(large) {
+        return world.agree(Dataset::open(path, tokenizer, limits).map_err(Failure::from));
+    }
+    let beside = path.parent().map(Path::to_owned).unwrap_or_default();
+    let folders = [beside, run_dir.join(CACHE)];
+    let make = || {
+        let alive = || world.tracker().report_alive();
+        let kept = find_or_make(path, tokenizer, limits, &folders, &alive)?;
+        let made = if kept.is_new { "made" } else { "found" };
+        tracing::info!("token ids of {} were {made} in {}", path.display(), kept.file.display());
+        Ok::<_, Failure>(kept)
     };
-    Ok(Inputs {
-        train_digest: train.digest(),
-        held_out_digest: held_out.as_ref().map(Dataset::digest).unwrap_or_default(),
-        reward_fn: signal::choose_reward(config, &train)?,
-        train,
-        held_out,
-        tokenizer,
-        end_ids,
-        scorer: None,
-        rubric_digest: None,
-    })
+    // Ranks that see another file under the same path make their own tokens.
+    let machine = world.machine();
+    let states = machine.gather_texts(&format!("{state:?}"));
+    let differ = world.any(states.iter().any(|other| *other != states[0]));
+    let kept = if differ { world.agree(make())? } else { world.from_first_of_machine(&machine, make)? };
+    world.agree(Dataset::open_kept(&kept.file).map_err(Failure::from))
 }
 
 /// One group of random tokens at the planned lengths: enough to measure a run, not to learn.
@@ -101,8 +146,9 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
         Vec::<i64>::try_from(ids).unwrap_or_default()
     };
     let prompt_ids = random_ids(config.context.prompt_len);
-    let answer = |_| Answer { ids: random_ids(config.context.answer_len), reward: None, mask: None };
+    let answer = |_| Answer { ids: random_ids(config.context.answer_len), reward: None, mask: None, logprobs: None };
     let answers = (0..config.grpo.group_size).map(answer).collect();
-    let name = "random tokens".to_owned();
-    Dataset::from_groups(vec![Group { name, prompt_ids, answers, reward_data: serde_json::Map::new(), cut: None }])
+    let (name, prompt_tokens) = ("random tokens".to_owned(), config.context.prompt_len);
+    let group = Group { name, prompt_tokens, answers, reward_data: serde_json::Map::new(), cut: None };
+    Dataset::from_groups(vec![(group, prompt_ids)])
 }

@@ -26,7 +26,7 @@ pub(super) struct UpdateMetrics {
 }
 
 /// An [`UpdateMetrics`] on its way to the other ranks: one word of 64 bits a field, floats by their bits.
-const WORDS: usize = 12;
+const WORDS: usize = 14;
 
 impl UpdateMetrics {
     /// Adds sampled answers.
@@ -69,6 +69,8 @@ impl UpdateMetrics {
                 clipped_low: count(|rank| rank.trained.clipped_low),
                 clipped_high: count(|rank| rank.trained.clipped_high),
                 kl: sum(|rank| rank.trained.kl),
+                importance: sum(|rank| rank.trained.importance),
+                importance_capped: count(|rank| rank.trained.importance_capped),
             },
             sampled_tokens: count(|rank| rank.sampled_tokens),
             sampled_entropy: sum(|rank| rank.sampled_entropy),
@@ -91,6 +93,8 @@ impl UpdateMetrics {
             self.sampled_entropy.to_bits(),
             u64::from(self.sampled_gap.is_some()),
             self.sampled_gap.unwrap_or_default().to_bits(),
+            self.trained.importance.to_bits(),
+            self.trained.importance_capped,
         ]
     }
 
@@ -103,7 +107,14 @@ impl UpdateMetrics {
         UpdateMetrics {
             loss: number(0),
             ratio: (word(1) == 1).then(|| Range { least: number(2), most: number(3) }),
-            trained: TokenStats { tokens: word(4), clipped_low: word(5), clipped_high: word(6), kl: number(7) },
+            trained: TokenStats {
+                tokens: word(4),
+                clipped_low: word(5),
+                clipped_high: word(6),
+                kl: number(7),
+                importance: number(12),
+                importance_capped: word(13),
+            },
             sampled_tokens: word(8),
             sampled_entropy: number(9),
             sampled_gap: (word(10) == 1).then(|| number(11)),
@@ -111,9 +122,9 @@ impl UpdateMetrics {
     }
 
     /// The numbers of an update over all ranks, as far as they follow from these metrics. `denominator`: the batch's;
-    /// `has_kl`: whether there is a KL term.
-    pub(super) fn describe(&self, denominator: f64, has_kl: bool) -> Step {
-        let TokenStats { tokens, clipped_low, clipped_high, kl } = self.trained;
+    /// `has_kl`: whether there is a KL term; `has_weights`: whether tokens have importance weights.
+    pub(super) fn describe(&self, denominator: f64, has_kl: bool, has_weights: bool) -> Step {
+        let TokenStats { tokens, clipped_low, clipped_high, kl, importance, importance_capped } = self.trained;
         let share = |count: u64| float(count) / float(tokens.max(1));
         let finite = |ratio: f64| ratio.clamp(-f64::MAX, f64::MAX);
         let entropy = self.sampled_entropy / float(self.sampled_tokens);
@@ -125,6 +136,8 @@ impl UpdateMetrics {
             clip_low_share: share(clipped_low),
             clip_high_share: share(clipped_high),
             kl: (has_kl && tokens > 0).then(|| kl / float(tokens)),
+            importance_mean: (has_weights && tokens > 0).then(|| importance / float(tokens)),
+            importance_capped_share: (has_weights && tokens > 0).then(|| share(importance_capped)),
             entropy: (self.sampled_tokens > 0).then_some(entropy),
             sampled_gap: self.sampled_gap,
             ..Step::default()
@@ -162,7 +175,14 @@ mod tests {
         let metrics = UpdateMetrics {
             loss: -0.0,
             ratio: Some(Range { least: 0.1, most: f64::INFINITY }),
-            trained: TokenStats { tokens: 7, clipped_low: 1, clipped_high: u64::MAX, kl: f64::MIN_POSITIVE },
+            trained: TokenStats {
+                tokens: 7,
+                clipped_low: 1,
+                clipped_high: u64::MAX,
+                kl: f64::MIN_POSITIVE,
+                importance: 0.3,
+                importance_capped: 5,
+            },
             sampled_tokens: 3,
             sampled_entropy: 0.1 + 0.2,
             sampled_gap: Some(f64::NAN),

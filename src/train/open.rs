@@ -62,7 +62,7 @@ impl Session {
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, *stall_sec)?;
         // What is quick to check comes first: weights may take minutes.
-        let inputs = inputs::read(config, world, &spec)?;
+        let inputs = inputs::read(loaded, world, &spec)?;
         let model = open_model(loaded, world, spec, device)?;
         let policy = open_policy(config, world, &model.spec, shape, device)?;
         let mut resolved = loaded.clone();

@@ -61,9 +61,9 @@ fn reward_answers(
     answers: &[Vec<Answer>],
     world: &World,
 ) -> Result<Option<Vec<Vec<AnswerReward>>>, Failure> {
-    let TrainingData { tokenizer, scorer, .. } = &session.data;
+    let TrainingData { tokenizer, end_ids, scorer, .. } = &session.data;
     let text = |answer: &Answer| match tokenizer {
-        Some(tokenizer) => tokenizer.text(&answer.ids),
+        Some(tokenizer) => tokenizer.answer_text(&answer.ids, end_ids),
         None => Ok(String::new()),
     };
     let mut texts: Vec<Vec<String>> = Vec::new();

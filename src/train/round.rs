@@ -64,6 +64,7 @@ impl FrozenGroup {
         let trained = |(answer, advantage): (&Answer, &Option<f64>)| TrainedAnswer {
             ids: answer.ids.clone(),
             mask: answer.mask.clone(),
+            given: answer.given_logprobs.clone(),
             advantage: *advantage,
             weight: aggregation.share(answer.trained_tokens()),
         };
@@ -135,6 +136,11 @@ impl Round {
             missing: group.rewards.iter().filter_map(|reward| reward.missing.clone()).collect(),
             skipped,
         });
+    }
+
+    /// Rewards of all answers of the batch.
+    pub(super) fn rewards(&self) -> Vec<Option<f64>> {
+        self.groups.iter().flat_map(|group| group.rewards.iter().copied()).collect()
     }
 
     /// Checks that at most a share of `share_max` of the answers lacks a reward.

@@ -38,6 +38,9 @@ struct GroupState {
     /// Log-probabilities of each answer's tokens.
     old: Option<Vec<Vec<f64>>>,
     reference: Option<Vec<Vec<f64>>>,
+    /// Importance weights of each answer's tokens; none where an earlier version wrote the checkpoint.
+    #[serde(default)]
+    importance: Option<Vec<Vec<f64>>>,
 }
 
 /// The current round for `state.json`, the same on every rank; null between rounds. Every rank takes part.
@@ -63,6 +66,7 @@ fn save_group(frozen: &FrozenGroup, session: &Session, world: &World) -> GroupSt
         advantages: frozen.advantages.clone(),
         old: frozen.scores.as_ref().map(|scores| gather(&scores.old)),
         reference: frozen.scores.as_ref().and_then(|scores| scores.reference.as_ref()).map(gather),
+        importance: frozen.scores.as_ref().and_then(|scores| scores.importance.as_ref()).map(gather),
     }
 }
 
@@ -94,7 +98,7 @@ pub(super) fn restore(value: Value, session: &Session, world: &World) -> Result<
 }
 
 fn restore_group(group: GroupState, summary: &GroupSummary, session: &Session, world: &World) -> FrozenGroup {
-    let GroupState { place, answers, advantages, old, reference } = group;
+    let GroupState { place, answers, advantages, old, reference, importance } = group;
     let rewards = summary.rewards.clone();
     let mut frozen = FrozenGroup { place, answers, rewards, advantages, scores: None };
     let placed = session.place_frozen(&frozen, world);
@@ -111,6 +115,8 @@ fn restore_group(group: GroupState, summary: &GroupSummary, session: &Session, w
         }
     };
     let deal = |scores: Vec<Vec<f64>>| Scores(scores.into_iter().zip(&placed.answers).map(deal_answer).collect());
-    frozen.scores = old.map(|old| Rc::new(FrozenScores { old: deal(old), reference: reference.map(deal) }));
+    let freeze =
+        |old| FrozenScores { old: deal(old), reference: reference.map(deal), importance: importance.map(deal) };
+    frozen.scores = old.map(freeze).map(Rc::new);
     frozen
 }

@@ -8,7 +8,9 @@ use tch::Tensor;
 
 use super::round::{FrozenGroup, Round};
 use super::signal;
-use crate::config::{Aggregation as Rule, Dtype, Loaded, RewardName, RunConfig};
+use crate::config::{
+    Aggregation as Rule, Dtype, GrpoConfig, ImportanceWeights, Loaded, RewardName, RunConfig, ScaleRewards,
+};
 use crate::data::{Dataset, Group, GroupOrder, Tokenizer};
 use crate::model::adapter_file::AdapterShape;
 use crate::model::decoder::Decoder;
@@ -22,9 +24,10 @@ use crate::plan::{self, Plan};
 use crate::prompt::handoff::{Keeping, PlacedGroup};
 use crate::report::AdapterForm;
 use crate::reward::Scorer;
+use crate::runtime::failure::Failure;
 use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{Tokens, as_index, from_index};
-use crate::step::objective::{self, Aggregation, Objective};
+use crate::step::objective::{self, Aggregation, Importance, Objective, Scaling};
 use crate::step::optimizer::AdamW;
 use crate::step::rollout::{SampleRequest, Sampling, Stream};
 use crate::step::transaction::Transaction;
@@ -77,7 +80,7 @@ pub(super) struct TrainingData {
     pub(super) held_out: Option<Dataset>,
     /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
-    /// Tokens that end an answer; empty where answers come with the data.
+    /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
     pub(super) end_ids: Vec<i64>,
     /// Whether a source named the reward; otherwise the data decided.
     pub(super) reward_is_named: bool,
@@ -161,6 +164,14 @@ impl Session {
         self.data.train.group(0)
     }
 
+    /// Token ids of the first group's prompt.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    pub fn first_prompt_ids(&self) -> Result<Vec<i64>, Failure> {
+        Ok(self.data.train.prompt_ids(0)?.into_owned())
+    }
+
     /// What a user should know before the first step.
     pub(super) fn notes(&self) -> Vec<String> {
         let endless = self.samples() && self.data.end_ids.is_empty();
@@ -170,10 +181,17 @@ impl Session {
                 .to_owned()
         });
         let cuts = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
+        let kept = |key: &str, data: &Dataset| {
+            let (file, bytes) = data.kept_in()?;
+            Some(format!("{key}: the ranks of a machine read the token ids from {} ({bytes})", file.display()))
+        };
         let mut notes = self.loaded.notes();
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
+        notes.extend(signal::old_policy_line(self.config(), &self.data.train));
         notes.extend(plan::context_note(self.config(), self.spec()));
         notes.extend(self.model.weights.notes().iter().cloned());
+        notes.extend(kept("data.path", &self.data.train));
+        notes.extend(self.data.held_out.as_ref().and_then(|data| kept("data.held_out", data)));
         notes.extend(cuts("data.path", &self.data.train));
         notes.extend(self.data.held_out.as_ref().and_then(|data| cuts("data.held_out", data)));
         notes.extend(endless);
@@ -187,7 +205,7 @@ impl Session {
 
     /// Prompt lengths of the next `updates` updates, at most [`UPDATES_AHEAD_MAX`], one entry each; takes nothing.
     pub(super) fn prompt_tokens_ahead(&self, world: &World, updates: u64) -> Vec<Vec<u64>> {
-        let prompt_tokens = |index: usize| from_index(self.data.train.group(index).prompt_ids.len());
+        let prompt_tokens = |index: usize| self.data.train.group(index).prompt_tokens.0;
         let updates_per_group = self.config().grpo.updates_per_group;
         let mut ahead = Vec::new();
         if let Some(round) = &self.data.round {
@@ -222,10 +240,11 @@ impl Session {
         }
     }
 
-    /// An answered group placed on the ranks of this prompt group.
+    /// Where the rows of an answered group are on the ranks of this prompt group. The prompt's ids play no part in that, and
+    /// zeros stand in their place.
     pub(super) fn place_frozen(&self, frozen: &FrozenGroup, world: &World) -> PlacedGroup {
-        let prompt_ids = &self.data.train.group(frozen.place.index).prompt_ids;
-        self.transaction(world).placed(prompt_ids, frozen.ids())
+        let prompt_tokens = self.data.train.group(frozen.place.index).prompt_tokens;
+        self.transaction(world).placed(&vec![0; prompt_tokens.index()], frozen.ids())
     }
 
     pub(super) fn head(&self) -> Head {
@@ -240,7 +259,14 @@ impl Session {
             Rule::TokenMean => Aggregation::TokenMean,
             Rule::Constant => Aggregation::Constant(grpo.constant_divisor.unwrap_or(1.0)),
         };
-        Objective { clip_low: grpo.clip_low, clip_high: grpo.clip_high, kl_coef: grpo.kl_coef, aggregation }
+        let most = grpo.importance_max.unwrap_or(f64::INFINITY);
+        let importance = match grpo.importance {
+            ImportanceWeights::None => Importance::Ratio,
+            ImportanceWeights::Token => Importance::Token { most },
+            ImportanceWeights::Sequence => Importance::Sequence { most },
+        };
+        let GrpoConfig { clip_low, clip_high, kl_coef, .. } = *grpo;
+        Objective { clip_low, clip_high, kl_coef, aggregation, importance }
     }
 
     /// Whether the policy gives the answers; otherwise they come with the data.
@@ -284,8 +310,22 @@ impl Session {
         if grpo.has_only(RewardName::One) {
             rewards.to_vec()
         } else {
-            objective::advantages(rewards, grpo.normalize_adv)
+            let std_min = grpo.std_min;
+            let is_of_group = grpo.scale_rewards == ScaleRewards::Group;
+            objective::advantages(rewards, if is_of_group { Scaling::Group { std_min } } else { Scaling::None })
         }
+    }
+
+    /// What the advantages of a whole batch with these `rewards` are divided by, where they are scaled by the batch.
+    pub(super) fn batch_scale(&self, rewards: &[Option<f64>]) -> Option<f64> {
+        let grpo = &self.config().grpo;
+        let scales = grpo.scale_rewards == ScaleRewards::Batch && !grpo.has_only(RewardName::One);
+        scales.then(|| objective::batch_deviation(rewards, grpo.std_min))
+    }
+
+    /// Whether tokens have importance weights.
+    pub(super) fn weighs_by_importance(&self) -> bool {
+        self.objective().importance != Importance::Ratio
     }
 
     /// Whether a group with these rewards has no gradient: all advantages are 0 and there is no KL term.

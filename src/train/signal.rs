@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use crate::config::{RewardFn, RewardName, RunConfig};
+use crate::config::{ImportanceWeights, RewardFn, RewardName, RunConfig, ScaleRewards, WeightedReward};
 use crate::data::Dataset;
 use crate::runtime::failure::{Classified, Exit};
 use crate::step::objective;
@@ -32,6 +32,13 @@ pub(super) enum Error {
         file.display()
     )]
     EqualRewards { file: PathBuf, groups: usize },
+    /// Importance weights of nothing.
+    #[error(
+        "{}: no answer brings \"logprobs\", and grpo.importance asks for weights made of them: give them in the data, or set \
+         grpo.importance = \"none\"",
+        file.display()
+    )]
+    NoLogprobs { file: PathBuf },
 }
 
 /// Why the data cannot say what answers are worth.
@@ -65,7 +72,7 @@ impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
             Error::Unnamed { .. } | Error::GroupOfOne => Exit::Config,
-            Error::EqualRewards { .. } => Exit::Data,
+            Error::EqualRewards { .. } | Error::NoLogprobs { .. } => Exit::Data,
         }
     }
 }
@@ -97,9 +104,14 @@ pub(super) fn choose_reward(config: &RunConfig, train: &Dataset) -> Result<Rewar
     Ok(RewardFn::only(RewardName::Data))
 }
 
-/// Refuses a data set whose own rewards are all that counts and never differ within a group. `config` names its reward.
+/// Refuses a data set whose own rewards are all that counts and never differ within a group, and one without the
+/// log-probabilities that weights are made of. `config` names its reward.
 pub(super) fn check_data(config: &RunConfig, train: &Dataset) -> Result<(), Error> {
     let grpo = &config.grpo;
+    let file = || config.data.path.clone().unwrap_or_default();
+    if grpo.importance != ImportanceWeights::None && answers_with_logprobs(train).0 == 0 {
+        return Err(Error::NoLogprobs { file: file() });
+    }
     let only_data = grpo.rewards().iter().all(|part| part.name == RewardName::Data);
     if !only_data || grpo.kl_coef > 0.0 {
         return Ok(());
@@ -111,13 +123,13 @@ pub(super) fn check_data(config: &RunConfig, train: &Dataset) -> Result<(), Erro
     if (0..train.len()).any(differ) {
         return Ok(());
     }
-    Err(Error::EqualRewards { file: config.data.path.clone().unwrap_or_default(), groups: train.len() })
+    Err(Error::EqualRewards { file: file(), groups: train.len() })
 }
 
 /// One line about what is optimised. `config` names its reward; `is_named`: a source named it.
 pub(super) fn objective_line(config: &RunConfig, is_named: bool) -> String {
     let grpo = &config.grpo;
-    let reward = |part: &crate::config::WeightedReward| {
+    let reward = |part: &WeightedReward| {
         let word = part.name.word();
         let weight = if grpo.rewards().len() > 1 { format!(" × {}", part.weight) } else { String::new() };
         match part.name {
@@ -141,13 +153,59 @@ pub(super) fn objective_line(config: &RunConfig, is_named: bool) -> String {
     )
 }
 
-fn advantage_words(config: &RunConfig) -> &'static str {
+fn advantage_words(config: &RunConfig) -> String {
     let grpo = &config.grpo;
-    match grpo.normalize_adv {
-        _ if grpo.has_only(RewardName::One) => "+1",
-        true => "(reward − group mean) / group deviation",
-        false => "reward − group mean",
+    if grpo.has_only(RewardName::One) {
+        return "+1".to_owned();
     }
+    let deviation = match grpo.scale_rewards {
+        ScaleRewards::Group => "deviation of the group",
+        ScaleRewards::Batch => "deviation of all rewards of the update",
+        ScaleRewards::None => return "reward − group mean".to_owned(),
+    };
+    let floor = if grpo.std_min > 0.0 { format!(", at least {}", grpo.std_min) } else { String::new() };
+    format!("(reward − group mean) / {deviation}{floor}")
+}
+
+/// One line about the old policy of the ratio, where it is not the policy that drew the answers. Random tokens have none.
+pub(super) fn old_policy_line(config: &RunConfig, train: &Dataset) -> Option<String> {
+    let (grpo, rollout) = (&config.grpo, &config.rollout);
+    if rollout.sample {
+        let part = rollout.top_p < 1.0 || rollout.top_k > 0;
+        return part.then(|| {
+            format!(
+                "old policy: answers are sampled with top_p {} and top_k {}, and the ratio is of the whole distribution: a token \
+                 was drawn with a larger probability than the old policy gives it",
+                rollout.top_p, rollout.top_k
+            )
+        });
+    }
+    config.data.path.as_ref()?;
+    let (with, answers) = answers_with_logprobs(train);
+    let rest = if with < answers { "; the others, and tokens with null, take this policy's scores" } else { "" };
+    let clip = "1 in the first update of a group, so clipping acts only with grpo.updates_per_group above 1";
+    let weights = match (grpo.importance, grpo.importance_max) {
+        (ImportanceWeights::None, _) if with == 0 => {
+            return Some(format!(
+                "old policy: no answer of data.path brings \"logprobs\", so the ratio is to this policy's own scores, {clip}"
+            ));
+        }
+        (ImportanceWeights::None, _) => "are the old policy of the ratio".to_owned(),
+        (kind, most) => {
+            let word = if kind == ImportanceWeights::Token { "token" } else { "sequence" };
+            format!(
+                "give {word} importance weights, at most {}; the ratio is to this policy's own scores",
+                most.unwrap_or(1.0)
+            )
+        }
+    };
+    Some(format!("old policy: log-probabilities of {with} of {answers} answers came with the data and {weights}{rest}"))
+}
+
+/// Answers whose drawing policy is known, and all answers.
+fn answers_with_logprobs(train: &Dataset) -> (usize, usize) {
+    let answers = || (0..train.len()).flat_map(|index| &train.group(index).answers);
+    (answers().filter(|answer| answer.logprobs.is_some()).count(), answers().count())
 }
 
 fn aggregation_words(config: &RunConfig) -> String {

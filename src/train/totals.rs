@@ -54,9 +54,13 @@ impl RunTotals {
 
     /// Adds an update. `group`: the last group of this rank; `pinning_s`: seconds in which host memory was pinned.
     pub(super) fn add_update(&mut self, step: Step, pinning_s: f64, group: Option<&FrozenGroup>) {
+        let scale = step.advantage_scale.unwrap_or(1.0);
         self.add_step(step);
         self.pinning_s += pinning_s;
         self.note_group(group);
+        if group.is_some() {
+            self.advantages.iter_mut().flatten().for_each(|advantage| *advantage /= scale);
+        }
     }
 
     /// Notes the last group of this rank that was rewarded, also in an update that is dropped.

@@ -12,7 +12,6 @@ use super::stop_policy::StopPolicy;
 use crate::prompt::handoff::ReducedGrads;
 use crate::report::{Reporter, Seconds, Step};
 use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::units::from_index;
 use crate::step::observer::Observer;
 use crate::step::{finalize, objective};
 use crate::world::World;
@@ -44,7 +43,10 @@ pub(super) fn update(
     let metrics = UpdateMetrics::default();
     let metrics = Turns { session, world, reporter, stop, round, step, metrics }.run(observer)?;
     require_rewards(session, world, round, step)?;
-    let denominator = round.counts.denominator(session.objective().aggregation);
+    // Advantages of a batch share one factor, which is known only now: it divides as the count of answers does.
+    let advantage_scale = session.batch_scale(&round.rewards());
+    let aggregation = session.objective().aggregation;
+    let denominator = round.counts.denominator(aggregation) * advantage_scale.unwrap_or(1.0);
     let gradients = finalize(session, world, observer, denominator)?;
     let metrics = metrics.reduce(world);
     require_finite(world, objective::mean_loss(metrics.loss, denominator))?;
@@ -57,7 +59,8 @@ pub(super) fn update(
         grad_norm: gradients.norm(),
         learning_rate,
         seconds: Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) },
-        ..metrics.describe(denominator, session.policy.reference.is_some())
+        advantage_scale,
+        ..metrics.describe(denominator, session.policy.reference.is_some(), session.weighs_by_importance())
     };
     let numbers = describe_groups(session, round, numbers);
     warn_of_gap(session, reporter, &numbers);
@@ -67,7 +70,7 @@ pub(super) fn update(
 /// Adds the numbers that follow from the groups' prompts, answers and rewards.
 fn describe_groups(session: &Session, round: &Round, numbers: Step) -> Step {
     let groups = || round.places.iter().map(|place| session.data.train.group(place.index));
-    let prompt_tokens: Vec<u64> = groups().map(|group| from_index(group.prompt_ids.len())).collect();
+    let prompt_tokens: Vec<u64> = groups().map(|group| group.prompt_tokens.0).collect();
     let prompts = groups().map(|group| group.name.clone()).collect();
     round.describe(Step { prompts, ..numbers }, &prompt_tokens, session.samples())
 }

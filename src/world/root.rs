@@ -6,7 +6,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::World;
+use super::{Axis, World};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Rank, as_index, from_index};
 
@@ -29,7 +29,7 @@ impl World {
         T: Serialize + DeserializeOwned,
     {
         let own = self.on_root(work)?;
-        Ok(self.broadcast(own))
+        Ok(broadcast(&self.all, own))
     }
 
     /// [`World::from_root`] for work that takes long: the other ranks sleep meanwhile. `work` must end by itself, since no
@@ -42,7 +42,33 @@ impl World {
         T: Serialize + DeserializeOwned,
     {
         let own = self.on_root_long(|| work().map(Some))?;
-        Ok(self.broadcast(own))
+        Ok(broadcast(&self.all, own))
+    }
+
+    /// Runs `work` on the first rank of each machine and gives its value to the machine's other ranks, which sleep meanwhile.
+    /// `machine` is [`World::machine`]. `work` calls [`crate::runtime::liveness::Tracker::report_alive`] every few seconds; it
+    /// must end by itself.
+    ///
+    /// # Errors
+    /// On every rank of the world, when `work` failed on any machine.
+    pub fn from_first_of_machine<T>(
+        &self,
+        machine: &Axis,
+        work: impl FnOnce() -> Result<T, Failure>,
+    ) -> Result<T, Failure>
+    where
+        T: Serialize + DeserializeOwned,
+    {
+        let own = if machine.rank() == Rank(0) {
+            let outcome = work();
+            machine.wake();
+            outcome.map(Some)
+        } else {
+            // A stop is noticed by the first update.
+            machine.sleep(|| self.tracker().report_alive(), || false);
+            Ok(None)
+        };
+        Ok(broadcast(machine, self.agree(own)?))
     }
 
     /// Rank 0's answer on every rank; the others' do not count. For decisions by a clock, which differs from rank to rank.
@@ -58,15 +84,15 @@ impl World {
     pub fn gather<T: Serialize + DeserializeOwned>(&self, own: &T) -> Vec<T> {
         self.all.gather_texts(&to_wire(own)).iter().map(|text| from_wire(text.as_bytes())).collect()
     }
+}
 
-    /// Rank 0's value on every rank; the other ranks' are not read.
-    fn broadcast<T: Serialize + DeserializeOwned>(&self, own: Option<T>) -> T {
-        let mut bytes = own.as_ref().map(to_wire).unwrap_or_default().into_bytes();
-        let length = self.all.gather_numbers(from_index(bytes.len()))[0];
-        bytes.resize(as_index(length), 0);
-        self.all.broadcast(&mut bytes);
-        own.unwrap_or_else(|| from_wire(&bytes))
-    }
+/// The value of the axis's rank 0 on each of its ranks; the others' are not read.
+fn broadcast<T: Serialize + DeserializeOwned>(axis: &Axis, own: Option<T>) -> T {
+    let mut bytes = own.as_ref().map(to_wire).unwrap_or_default().into_bytes();
+    let length = axis.gather_numbers(from_index(bytes.len()))[0];
+    bytes.resize(as_index(length), 0);
+    axis.broadcast(&mut bytes);
+    own.unwrap_or_else(|| from_wire(&bytes))
 }
 
 fn to_wire<T: Serialize>(value: &T) -> String {

@@ -245,3 +245,57 @@ fn a_full_disk_under_a_log_or_the_output_is_said_and_the_run_goes_on() {
     let said = room.run(&super::room::Call { ranks: 0, program: &script, arguments: &[], variables: &[] });
     said.ended(0, &["cannot write standard output: No space left on device"]);
 }
+
+/// Records of a data set whose text is long enough for its token ids to be kept in a file.
+fn large(prompts: [usize; 3]) -> String {
+    let filler = "x".repeat(2 << 20);
+    lines(&prompts.map(|prompt| {
+        let mut record = record(prompt, [3, 1, 2]);
+        record["reward_data"] = json!({"filler": filler});
+        record
+    }))
+}
+
+#[test]
+fn a_large_data_set_is_tokenised_once_for_a_machine_and_read_again_by_the_next_start() {
+    let draft = draft();
+    let room = Room::with(&[("config.toml", &config(draft.path()))]);
+    room.write("data/train.jsonl", large([96, 61, 5]));
+    room.write("small.jsonl", lines(&[record(96, [3, 1, 2]), record(61, [3, 1, 2]), record(5, [3, 1, 2])]));
+    let train = |run_dir: &str, data: &str, further: &[&str]| {
+        let data = format!("data.path={data}");
+        let first = ["train", "--run-dir", run_dir, "--set", &data, "--set", "checkpoint.every=1"];
+        room.ranks(3, &first.into_iter().chain(further.iter().copied()).collect::<Vec<_>>())
+    };
+    let note = "data.path: the ranks of a machine read the token ids from ";
+    train("large", "data/train.jsonl", &[]).ended(0, &[note, "data/.train.jsonl."]);
+    assert_eq!(room.files("data").len(), 2, "{:?}", room.files("data"));
+    let made = |run_dir: &str, words: &str| {
+        (0..3).filter(|rank| room.read(&format!("{run_dir}/logs/rank_{rank}.log")).contains(words)).count()
+    };
+    assert_eq!((made("large", "were made in "), made("large", "were found in ")), (1, 0));
+    // The numbers are those of a data set that every rank holds in memory.
+    let said = train("small", "small.jsonl", &[]);
+    said.ended(0, &[]);
+    assert!(!said.err.contains(note), "{said}");
+    let losses = |run_dir: &str| -> Vec<Value> {
+        let metrics = room.read(&format!("{run_dir}/metrics.jsonl"));
+        metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].clone()).collect()
+    };
+    assert_eq!(losses("large"), losses("small"));
+    // The next start finds the file, also to go on.
+    train("large", "data/train.jsonl", &["--resume", "--set", "run.steps=4"]).ended(0, &["going on from"]);
+    assert_eq!((made("large", "were made in "), made("large", "were found in ")), (1, 1));
+    assert_eq!(losses("large").len(), 4);
+}
+
+#[test]
+fn a_bad_record_of_a_large_data_set_is_refused_on_all_ranks_and_leaves_no_tokens() {
+    let draft = draft();
+    let room = Room::with(&[("config.toml", &config(draft.path())), ("train.jsonl", &large([96, 61, 5]))]);
+    let text = room.read("train.jsonl");
+    let broken = text.replacen("\"ids\":[", "\"ids\":[999,", 1);
+    room.write("train.jsonl", broken);
+    room.ranks(2, &["train"]).refused(3, &["train.jsonl, line 1, answers[0].ids: token 0 has id 999"]);
+    assert!(room.files("").iter().all(|file| !file.contains(".tokens")), "{:?}", room.files(""));
+}

@@ -52,18 +52,72 @@ fn drawn_answers_are_the_same_at_one_two_and_four_ranks_and_the_ratio_is_one() {
 
 #[test]
 fn prompt_groups_side_by_side_draw_and_learn_as_one_with_its_groups_accumulated() {
-    let room = room("");
-    let sets = ["model.dtype=float64", "run.steps=2"];
-    train(&room, "side", &[], &[&sets[..], &["parallel.cp_size=1"]].concat()).ended(0, &[]);
-    train(&room, "one", &[], &[&sets[..], &["optimizer.grad_accum=2"]].concat()).ended(0, &[]);
-    let norm = |run: &str| -> Vec<f64> {
-        numbers(&room, run).iter().map(|step| step["grad_norm"].as_f64().unwrap()).collect()
-    };
+    side_by_side_equals_accumulated(&room(""), &["model.dtype=float64", "run.steps=2"]);
+}
+
+/// Two prompt groups of ranks, and one that accumulates two groups, have the same loss and gradient norm.
+fn side_by_side_equals_accumulated(room: &Room, sets: &[&str]) {
+    train(room, "side", &[], &[sets, &["parallel.cp_size=1"]].concat()).ended(0, &[]);
+    train(room, "one", &[], &[sets, &["optimizer.grad_accum=2"]].concat()).ended(0, &[]);
+    let norm =
+        |run: &str| -> Vec<f64> { numbers(room, run).iter().map(|step| step["grad_norm"].as_f64().unwrap()).collect() };
     let loss =
-        |run: &str| -> Vec<f64> { numbers(&room, run).iter().map(|step| step["loss"].as_f64().unwrap()).collect() };
+        |run: &str| -> Vec<f64> { numbers(room, run).iter().map(|step| step["loss"].as_f64().unwrap()).collect() };
     for (one, other) in norm("side").iter().zip(norm("one")).chain(loss("side").iter().zip(loss("one"))) {
         assert!((one - other).abs() <= 1e-10 * one.abs().max(1e-3), "{one} and {other}");
     }
+}
+
+/// Groups whose rewards differ by 1 and by 0.01.
+fn rooms_of_unlike_rewards() -> Room {
+    let record = |length: usize, rewards: [f64; 3]| {
+        let mut record = super::training::record(length, [4, 2, 3]);
+        for (answer, reward) in record["answers"].as_array_mut().unwrap().iter_mut().zip(rewards) {
+            answer["reward"] = reward.into();
+        }
+        record
+    };
+    let data = lines(&[record(61, [0.0, 1.0, 0.0]), record(33, [0.50, 0.51, 0.50])]);
+    Room::with(&[("config.toml", &config(&case("qwen3"))), ("train.jsonl", &data)])
+}
+
+#[test]
+fn a_batch_has_one_deviation_over_all_its_groups_and_ranks() {
+    let room = rooms_of_unlike_rewards();
+    let sets = ["model.dtype=float64", "run.steps=2", "grpo.scale_rewards=batch"];
+    side_by_side_equals_accumulated(&room, &sets);
+    // The population deviation of 0, 1, 0, 0.5, 0.51, 0.5.
+    let rewards = [0.0, 1.0, 0.0, 0.50, 0.51, 0.50];
+    let mean = rewards.iter().sum::<f64>() / 6.0;
+    let deviation = (rewards.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>() / 6.0).sqrt();
+    for run in ["side", "one"] {
+        for step in numbers(&room, run) {
+            assert!((step["advantage_scale"].as_f64().unwrap() - deviation).abs() < 1e-12, "{step}");
+        }
+    }
+    // The same gradient as without scaling, divided by the deviation.
+    let accumulated = ["model.dtype=float64", "run.steps=2", "optimizer.grad_accum=2"];
+    train(&room, "none", &[], &[&accumulated[..], &["grpo.scale_rewards=none"]].concat()).ended(0, &[]);
+    let norm = |run: &str| numbers(&room, run)[0]["grad_norm"].as_f64().unwrap();
+    assert!((norm("none") / deviation / norm("one") - 1.0).abs() < 1e-12);
+    let advantages = |run: &str| room.read_json(&format!("{run}/receipt.json"))["advantages"][1].as_f64().unwrap();
+    assert!((advantages("none") / deviation - advantages("one")).abs() < 1e-12, "the receipt has what was trained");
+    let said = train(&room, "kl", &[], &[&sets[..], &["grpo.kl_coef=0.1"]].concat());
+    said.refused(2, &["grpo.kl_coef should be 0 with grpo.scale_rewards = \"batch\""]);
+}
+
+#[test]
+fn a_floor_of_the_deviation_keeps_noise_small() {
+    let room = rooms_of_unlike_rewards();
+    let advantage = |run: &str, sets: &[&str]| {
+        let sets = [&["run.steps=1", "optimizer.grad_accum=2", "data.shuffle=false"], sets].concat();
+        train(&room, run, &[], &sets).ended(0, &["objective: reward data"]);
+        room.read_json(&format!("{run}/receipt.json"))["advantages"][1].as_f64().unwrap()
+    };
+    assert!((advantage("free", &[]) - 2.0_f64.sqrt()).abs() < 1e-9, "noise of 0.01 at full size");
+    assert!((advantage("floored", &["grpo.std_min=0.1"]) - 0.01 * 2.0 / 3.0 / 0.1).abs() < 1e-9);
+    train(&room, "none", &[], &["grpo.scale_rewards=none", "grpo.std_min=0.1"])
+        .refused(2, &["grpo.std_min should be 0: grpo.scale_rewards = \"none\" divides by no deviation"]);
 }
 
 #[test]

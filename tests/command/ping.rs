@@ -112,6 +112,76 @@ fn an_incomplete_answer_is_requested_again() {
 }
 
 #[test]
+fn an_error_in_a_success_counts_as_its_type_says() {
+    let error =
+        |kind: &str| json(200, &format!(r#"{{"type": "error", "error": {{"type": "{kind}", "message": "so"}}}}"#));
+    for kind in ["overloaded_error", "rate_limit_error", "api_error", "an_error_that_nobody_has_documented"] {
+        let (said, heard) = answered(vec![error(kind), models(), error(kind), reply()]);
+        said.ended(0, &[]);
+        assert_eq!(heard.len(), 4, "{kind}");
+    }
+    for (kind, words) in [
+        ("authentication_error", "refuses the key (HTTP 200: so)"),
+        ("permission_error", "refuses the key (HTTP 200: so)"),
+        ("invalid_request_error", "rejects the request (HTTP 200: so)"),
+    ] {
+        let (said, heard) = answered(vec![models(), error(kind)]);
+        said.refused(7, &[words]);
+        assert_eq!(heard.len(), 2, "{kind}: no further attempt would change it");
+    }
+    let (said, _) = answered(vec![models(), json(200, r#"{"error": {"type": "overloaded_error", "message": "so"}}"#)]);
+    said.refused(7, &["overloaded or out of order (HTTP 200: so)", "3 attempts"]);
+}
+
+#[test]
+fn an_empty_success_is_requested_again() {
+    let (said, heard) = answered(vec![json(200, ""), models(), json(200, " \r\n"), reply()]);
+    said.ended(0, &[]);
+    assert_eq!(heard.len(), 4);
+    answered(vec![json(200, "")]).0.refused(7, &["the answer is empty (HTTP 200)", "3 attempts"]);
+}
+
+/// `{"data": [{"id": "judge-large"}], "has_more": false}`, by gzip.
+const MODELS_GZIP: &[u8] = &[
+    0x1f, 0x8b, 0x08, 0x00, 0x00, 0x00, 0x00, 0x00, 0x02, 0xff, 0xab, 0x56, 0x4a, 0x49, 0x2c, 0x49, 0x54, 0xb2, 0x52,
+    0x88, 0xae, 0x56, 0xca, 0x4c, 0x01, 0xd2, 0x4a, 0x59, 0xa5, 0x29, 0xe9, 0xa9, 0xba, 0x39, 0x89, 0x45, 0xe9, 0xa9,
+    0x4a, 0xb5, 0xb1, 0x3a, 0x0a, 0x4a, 0x19, 0x89, 0xc5, 0xf1, 0xb9, 0xf9, 0x45, 0xa9, 0x40, 0xc9, 0xb4, 0xc4, 0x9c,
+    0xe2, 0xd4, 0x5a, 0x00, 0x2b, 0x73, 0x79, 0x14, 0x34, 0x00, 0x00, 0x00,
+];
+/// `{"content": [{"type": "text", "text": "ready"}], "stop_reason": "end_turn"}`, by gzip.
+const REPLY_GZIP: &[u8] = &[
+    0x1f, 0x8b, 0x08, 0x00, 0x00, 0x00, 0x00, 0x00, 0x02, 0xff, 0xab, 0x56, 0x4a, 0xce, 0xcf, 0x2b, 0x49, 0xcd, 0x2b,
+    0x51, 0xb2, 0x52, 0x88, 0xae, 0x56, 0x2a, 0xa9, 0x2c, 0x48, 0x05, 0xb2, 0x94, 0x4a, 0x52, 0x2b, 0x4a, 0x94, 0x74,
+    0xa0, 0x34, 0x90, 0x5f, 0x94, 0x9a, 0x98, 0x52, 0xa9, 0x54, 0x1b, 0x0b, 0x14, 0x2a, 0x2e, 0xc9, 0x2f, 0x88, 0x07,
+    0xf2, 0x8b, 0xf3, 0xf3, 0x40, 0x32, 0xa9, 0x79, 0x29, 0xf1, 0x25, 0xa5, 0x45, 0x79, 0x4a, 0xb5, 0x00, 0xa0, 0x1e,
+    0xc4, 0x53, 0x4b, 0x00, 0x00, 0x00,
+];
+
+#[test]
+fn a_compressed_answer_is_read_and_half_of_one_is_requested_again() {
+    let half = Turn::Gzip(&REPLY_GZIP[..40]);
+    let (said, heard) = answered(vec![Turn::Gzip(MODELS_GZIP), half, Turn::Gzip(REPLY_GZIP)]);
+    said.ended(0, &[]);
+    assert!(said.out.contains("1 listed"), "{said}");
+    assert_eq!(heard.len(), 3);
+    assert!(heard.iter().all(|request| request.to_lowercase().contains("accept-encoding: gzip")), "{heard:?}");
+}
+
+/// The service got the blame, and its address.
+#[test]
+fn a_proxy_that_is_not_there_is_named_and_not_the_service() {
+    let proxy = nobody();
+    let host = proxy.strip_prefix("http://").unwrap();
+    let variables = [("TAOTOKEN_API_KEY", SENTINEL), ("HTTPS_PROXY", proxy.as_str())];
+    let said = ping_with("https://service.example", &[], &variables);
+    said.refused(7, &[&format!("the proxy {host}, which the variables HTTPS_PROXY"), "NO_PROXY", "3 attempts"]);
+    assert!(!said.err.contains("most likely endpoint.api_base"), "{said}");
+    let secret = format!("http://me:{SENTINEL}@{host}");
+    let variables = [("TAOTOKEN_API_KEY", SENTINEL), ("HTTPS_PROXY", secret.as_str())];
+    ping_with("https://service.example", &[], &variables).refused(7, &[&format!("the proxy {host}, ")]);
+}
+
+#[test]
 fn a_refused_key_is_reported_at_once_and_never_shown() {
     for status in [401, 403] {
         let body =
@@ -201,6 +271,10 @@ fn a_missing_key_is_named_by_its_variable_and_nothing_is_sent() {
 fn a_base_address_with_path_or_query_is_refused_with_the_right_one() {
     for (base, clean) in [
         ("http://127.0.0.1:9/api/v1", "endpoint.api_base should be http://127.0.0.1:9/api: the path /v1/messages"),
+        ("http://127.0.0.1:9/v1/messages", "endpoint.api_base should be http://127.0.0.1:9: the path /v1/messages"),
+        ("https://a.example/v1/models/", "endpoint.api_base should be https://a.example: the path /v1/models"),
+        ("localhost:8000", "endpoint.api_base should be http://localhost:8000: it has no scheme"),
+        ("api.example.com", "endpoint.api_base should be an address that begins with https://"),
         (
             "http://127.0.0.1:9/api/?key=sk-sentinel-3141592653",
             "endpoint.api_base should be http://127.0.0.1:9/api: paths",

@@ -68,6 +68,22 @@ fn the_sums_of_three_shapes_are_the_arithmetic_of_their_configs() {
     }
 }
 
+/// Without a config.toml a plan was that of the laptop run: an 8B model in float32.
+#[test]
+fn without_a_file_a_plan_asks_for_lengths_and_counts_the_documented_dtype() {
+    let empty = Room::new();
+    let said = plan(&empty, "qwen3-8b", &[]);
+    said.refused(2, &["context.prompt_len is missing and has no default", "grpo.group_size is missing"]);
+    let lengths = ["context.max_seq_len=4096", "context.prompt_len=4032", "context.answer_len=64", "grpo.group_size=2"];
+    let flags: Vec<&str> = lengths.iter().flat_map(|set| ["--set", *set]).collect();
+    let found = plan(&empty, "qwen3-8b", &[&flags[..], &["--json"]].concat()).ended(0, &[]).json();
+    assert_eq!(bytes(&found, "weights"), 8_190_735_360 * 2);
+    // The gates bring their own lengths.
+    let said = plan(&empty, "qwen3-8b", &["--gates", "--ranks", "8"]);
+    said.ended(0, &[]);
+    assert!(said.out.contains("gate3_2m") && !said.err.contains("laptop"), "{said}");
+}
+
 #[test]
 fn a_hybrid_keeps_a_state_at_each_border_and_pages_of_its_attention_layers_only() {
     let room = room();

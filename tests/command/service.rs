@@ -15,8 +15,8 @@ pub(crate) enum Turn {
     Hang,
     /// Only the beginning of an answer.
     Cut,
-    /// JSON after a while.
-    Late(Duration, String),
+    /// JSON that is compressed.
+    Gzip(&'static [u8]),
     /// Depends on the request.
     By(fn(&str) -> Turn),
 }
@@ -124,9 +124,12 @@ fn serve(mut stream: TcpStream, turn: &Turn, log: &Log) {
         Turn::Say(status, headers, body) => {
             format!("HTTP/1.1 {status} X\r\n{headers}content-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
         }
-        Turn::Late(time, body) => {
-            std::thread::sleep(*time);
-            format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
+        Turn::Gzip(body) => {
+            let head = "content-type: application/json\r\ncontent-encoding: gzip\r\nconnection: close";
+            let head = format!("HTTP/1.1 200 OK\r\n{head}\r\ncontent-length: {}\r\n\r\n", body.len());
+            log.under_way.fetch_sub(1, Ordering::SeqCst);
+            let _ = stream.write_all(&[head.as_bytes(), body].concat());
+            return;
         }
         Turn::Hang => {
             let _ = stream.set_read_timeout(Some(Duration::from_secs(30)));

@@ -1,25 +1,34 @@
 //! The judge's scores, from services on this machine that answer well, badly or not at all: what becomes of an answer
 //! in each case, and how many requests it took.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use longstraw::config::{Environment, RewardFn, RewardName, RunConfig};
+use longstraw::config::{Environment, RewardFn, RewardName, RunConfig, SentTemperature};
 use longstraw::reward::{Candidate, Rewarded, Scorer};
 use longstraw::runtime::failure::{Exit, Failure};
 use serde_json::{Value, json};
 
 use super::service::{self, Service, Turn, message, nobody, replied};
 
+/// An error with the status of a success.
+const OVERLOADED: &str = r#"{"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}"#;
 const SENTINEL: &str = "sk-sentinel-2718281828";
 
 /// A judge at `base`: a second for each of two attempts, short waits, three requests at one time.
 fn judge(base: &str) -> Scorer {
+    judge_with(base, |_| {})
+}
+
+/// The same with a change of its configuration.
+fn judge_with(base: &str, change: impl FnOnce(&mut RunConfig)) -> Scorer {
     let mut config = RunConfig::laptop();
     config.grpo.reward_fn = Some(RewardFn::only(RewardName::Judge));
     config.endpoint.api_base = Some(base.to_owned());
     config.endpoint.default_model = Some("judge-large".to_owned());
     (config.endpoint.timeout_sec, config.endpoint.max_retries, config.endpoint.retry_backoff) = (1, 1, 0.02);
     config.reward.judge_parallel = 3;
+    change(&mut config);
     Scorer::open(&config, &Environment::of([("TAOTOKEN_API_KEY", SENTINEL)])).unwrap()
 }
 
@@ -27,11 +36,13 @@ fn judge(base: &str) -> Scorer {
 fn score(scorer: &Scorer, answers: usize) -> (Result<Vec<Rewarded>, Failure>, usize) {
     let data = json!({ "question": "Where is it?", "expected": "Rome" });
     let reward_data = data.as_object().unwrap();
+    // Each says something else: answers that are equal would share a score.
+    let texts: Vec<String> = (0..answers).map(|answer| format!("It is in Rome.{}", " ".repeat(answer))).collect();
     let asked: Vec<Candidate<'_>> = (0..answers)
         .map(|answer| Candidate {
             prompt: "the-record",
             answer,
-            text: "It is in Rome.",
+            text: &texts[answer],
             tokens: 5,
             tokens_max: 8,
             truncated: false,
@@ -118,6 +129,15 @@ fn a_service_that_misbehaves_costs_a_reward_and_never_invents_one() {
         (vec![Turn::Hang, good()], Ok(0), 2),
         (vec![Turn::Hang], Err("time_out"), 2),
         (vec![Turn::Cut, good()], Ok(0), 2),
+        (vec![service::json(200, OVERLOADED), good()], Ok(0), 2),
+        (vec![service::json(200, OVERLOADED)], Err("busy"), 2),
+        (vec![service::json(200, " \n"), good()], Ok(0), 2),
+        (vec![service::json(200, "")], Err("empty"), 2),
+        (
+            vec![service::json(200, r#"{"type": "error", "error": {"type": "invalid_request_error"}}"#)],
+            Err("rejected"),
+            1,
+        ),
         (vec![Turn::Cut], Err("cut"), 2),
         (vec![html()], Err("web_page"), 1),
         (vec![service::json(200, "7/10")], Err("no_json"), 1),
@@ -136,6 +156,7 @@ fn a_fault_of_every_request_ends_the_run() {
         (service::json(403, &format!("{{\"error\": \"not {SENTINEL}\"}}")), "refuses the key (HTTP 403: not [secret])"),
         (service::json(404, "{}"), "nothing is there (HTTP 404"),
         (service::json(404, model), "the service knows no model judge-large"),
+        (service::json(200, r#"{"error": {"type": "authentication_error"}}"#), "refuses the key (HTTP 200"),
         (Turn::Say(302, "location: http://127.0.0.1:9/\r\n", String::new()), "redirects are not followed"),
     ] {
         let service = Service::of(vec![replied("{\"score\": 7}"), turn]);
@@ -148,46 +169,123 @@ fn a_fault_of_every_request_ends_the_run() {
     }
 }
 
+/// The number of requests that have come in, of the test below.
+static ARRIVED: AtomicUsize = AtomicUsize::new(0);
+
+/// Three requests are answered together, once all three are there; one that came alone would wait until its time is up.
+fn in_threes(_: &str) -> Turn {
+    let number = ARRIVED.fetch_add(1, Ordering::SeqCst);
+    while ARRIVED.load(Ordering::SeqCst) < (number / 3 + 1) * 3 {
+        std::thread::yield_now();
+    }
+    replied("{\"score\": 5}")
+}
+
 #[test]
 fn answers_are_judged_in_parallel_up_to_the_limit() {
-    let late = Turn::Late(Duration::from_millis(150), message("{\"score\": 5}", "end_turn"));
-    let service = Service::of(vec![late]);
-    let scorer = judge(&service.base());
-    let start = Instant::now();
-    let (scored, alive) = score(&scorer, 9);
+    let service = Service::of(vec![Turn::By(in_threes)]);
+    let (scored, alive) = score(&judge_with(&service.base(), |config| config.endpoint.timeout_sec = 60), 9);
     let scored = scored.unwrap();
     assert!(scored.iter().all(|rewarded| rewarded.value == Some(0.5)), "{scored:?}");
-    assert_eq!((scored.len(), service.heard().len()), (9, 9));
+    assert_eq!((scored.len(), service.heard().len(), service.under_way_max()), (9, 9, 3));
     assert!(alive >= 9, "{alive}");
-    assert!((2..=3).contains(&service.under_way_max()), "{} at one time", service.under_way_max());
-    assert!(start.elapsed() >= Duration::from_millis(450), "three rounds of three: {:?}", start.elapsed());
     // Two requests for each answer, two attempts for each request, and the longest wait between them.
     let each = Duration::from_secs(2 * (2 + 300));
+    let scorer = judge(&service.base());
     assert_eq!((scorer.longest(1), scorer.longest(9)), (each, 3 * each));
+}
+
+/// Answers that were scored, of the test below.
+static SCORED: AtomicUsize = AtomicUsize::new(0);
+
+/// The first answer is put off until all the others have their score.
+fn first_answer_last(request: &str) -> Turn {
+    if request.contains("answer 0\\nEND") && SCORED.load(Ordering::SeqCst) < 7 {
+        return Turn::Say(429, "retry-after: 1\r\n", "{}".into());
+    }
+    SCORED.fetch_add(1, Ordering::SeqCst);
+    replied("{\"score\": 5}")
 }
 
 #[test]
 fn an_answer_that_waits_for_retry_after_delays_no_other() {
-    let limit = Turn::Say(429, "retry-after: 1\r\n", "{}".into());
-    let service = Service::of(vec![limit, replied("{\"score\": 5}")]);
-    let scorer = judge(&service.base());
+    let service = Service::of(vec![Turn::By(first_answer_last)]);
+    let scorer = judge_with(&service.base(), |config| {
+        (config.endpoint.max_retries, config.endpoint.timeout_sec) = (60, 60);
+    });
     let data = json!({});
     let reward_data = data.as_object().unwrap();
-    let asked = |answer| Candidate {
+    let texts: Vec<String> = (0..8).map(|answer| format!("answer {answer}")).collect();
+    let asked = |answer: usize| Candidate {
         prompt: "one",
         answer,
-        text: "",
+        text: &texts[answer],
         tokens: 0,
         tokens_max: 8,
         truncated: false,
         reward_data,
         given: None,
     };
-    let (start, mut times) = (Instant::now(), Vec::new());
-    let scored = scorer.score(&(0..8).map(asked).collect::<Vec<_>>(), &mut || times.push(start.elapsed())).unwrap();
+    let scored = scorer.score(&(0..8).map(asked).collect::<Vec<_>>(), &mut || {}).unwrap();
+    // If it held up the others, it would be put off until its attempts are spent.
     assert!(scored.iter().all(|rewarded| rewarded.value == Some(0.5)), "{scored:?}");
-    assert_eq!((times.len(), service.heard().len()), (8, 9));
-    assert!(times[6] < Duration::from_secs(1) && times[7] >= Duration::from_secs(1), "{times:?}");
+    assert!(service.heard().len() > 8, "the first answer was put off: {}", service.heard().len());
+}
+
+/// Judged apart, equal answers got different rewards, and the difference was normalised to full size.
+#[test]
+fn equal_answers_share_one_request_and_one_score() {
+    let service = Service::of([4, 9, 6].map(|score| replied(&format!("{{\"score\": {score}}}"))).to_vec());
+    let scorer = judge_with(&service.base(), |config| config.reward.judge_parallel = 1);
+    let (rome, paris) = (json!({ "question": "Where?" }), json!({ "question": "Where else?" }));
+    let asked = |answer, text, truncated, data: &'static str| Candidate {
+        prompt: data,
+        answer,
+        text,
+        tokens: 1,
+        tokens_max: 8,
+        truncated,
+        reward_data: if data == "rome" { rome.as_object().unwrap() } else { paris.as_object().unwrap() },
+        given: None,
+    };
+    let all = [
+        asked(0, "in Rome", false, "rome"),
+        asked(1, "in Rome", true, "rome"),
+        asked(2, "in Rome", false, "rome"),
+        asked(0, "in Rome", false, "paris"),
+        asked(3, "in Rome", false, "rome"),
+    ];
+    let scored = scorer.score(&all, &mut || {}).unwrap();
+    let values: Vec<Option<f64>> = scored.iter().map(|rewarded| rewarded.value).collect();
+    assert_eq!(values, [0.4, 0.9, 0.4, 0.6, 0.4].map(Some), "an answer that was cut off is judged as such");
+    assert_eq!(service.heard().len(), 3);
+    let silent = Service::of(vec![replied("hm")]);
+    let scored = judge_with(&silent.base(), |config| config.reward.judge_parallel = 1).score(&all[..3], &mut || {});
+    assert!(scored.unwrap().iter().all(|rewarded| rewarded.failure().unwrap().kind() == "reply_unclear"));
+}
+
+#[test]
+fn a_request_to_the_judge_states_its_temperature_or_none() {
+    for (temperature, stated) in [
+        (SentTemperature::Sent(0.0), Some(0.0)),
+        (SentTemperature::Sent(0.5), Some(0.5)),
+        (SentTemperature::LeftOut, None),
+    ] {
+        let service = Service::of(vec![replied("{\"score\": 5}")]);
+        let scorer = judge_with(&service.base(), |config| config.reward.judge_temperature = temperature);
+        scorer.probe().unwrap();
+        score(&scorer, 1).0.unwrap();
+        for heard in service.heard() {
+            let body: Value = serde_json::from_str(heard.split_once("\r\n\r\n").unwrap().1).unwrap();
+            assert_eq!(body.get("temperature").and_then(Value::as_f64), stated, "{body}");
+        }
+        assert_eq!(service.heard().len(), 2);
+    }
+    let refusal = r#"{"error": {"type": "invalid_request_error", "message": "temperature: not supported"}}"#;
+    let service = Service::of(vec![service::json(400, refusal)]);
+    let failure = judge(&service.base()).probe().unwrap_err();
+    assert_eq!(failure.exit(), Exit::Endpoint);
+    assert!(failure.to_string().contains("set reward.judge_temperature = \"none\""), "{failure}");
 }
 
 #[test]

@@ -93,6 +93,7 @@ impl Case {
         let answer = |(ids, advantage): (&Vec<i64>, f64)| TrainedAnswer {
             ids: ids.clone(),
             mask: None,
+            given: None,
             advantage: Some(advantage),
             weight: WEIGHT,
         };

@@ -101,9 +101,10 @@ fn opened() -> String {
     DEFAULT_TOML.lines().map(open).collect::<Vec<_>>().join("\n")
 }
 
-/// The same as a configuration: two of its examples do not go with a default.
+/// The same as a configuration: three of its examples do not go with a default.
 fn whole() -> String {
-    opened().replace("\nconstant_divisor", "\n#constant_divisor").replace("\nschedule_steps", "\n#schedule_steps")
+    let keys = ["constant_divisor", "schedule_steps", "importance_max"];
+    keys.iter().fold(opened(), |text, key| text.replace(&format!("\n{key}"), &format!("\n#{key}")))
 }
 
 /// Dotted paths of all keys.

@@ -117,6 +117,7 @@ impl Group {
         let trained = |index: usize| TrainedAnswer {
             ids: self.answers[index].clone(),
             mask: self.masks[index].clone(),
+            given: None,
             advantage: self.advantages[index],
             weight: batch.weight(OBJECTIVE.aggregation, from_index(self.answers[index].len())),
         };
@@ -179,7 +180,7 @@ pub(crate) fn step(world: &World, model: &Model, group: &Group, how: How, batch:
             .map(|one| Logprobs { rows: &one.rows + by, first: one.first.as_ref().map(|first| first + by) });
         Scores(logprobs.collect())
     };
-    let scores = Rc::new(FrozenScores { old: shifted(OLD), reference: Some(shifted(REFERENCE)) });
+    let scores = Rc::new(FrozenScores { old: shifted(OLD), reference: Some(shifted(REFERENCE)), importance: None });
     let answers = group.trained(batch);
     let captured = Some(scored.captured);
     let done = run(transaction.train(&group.prompt_ids, captured, &answers, Some(scores), &mut observer));

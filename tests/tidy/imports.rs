@@ -12,6 +12,7 @@ const TABLE: [(u8, &[&str]); 29] = [
             "runtime::units",
             "runtime::digest",
             "runtime::file_lock",
+            "runtime::file_state",
             "runtime::names",
             "runtime::random",
             "runtime::reading",

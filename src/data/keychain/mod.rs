@@ -189,7 +189,7 @@ mod tests {
             assert_eq!(data.len(), count);
             for (index, record) in records(file).iter().enumerate() {
                 let group = data.group(index);
-                assert_eq!(group.prompt_ids.len(), 2_100);
+                assert_eq!(group.prompt_tokens, Tokens(2_100));
                 let prompt = record["prompt"].as_str().unwrap();
                 let place = queried_place(prompt);
                 for (answer, text) in group.answers.iter().zip(record["answers"].as_array().unwrap()) {

@@ -18,10 +18,11 @@ use tch::{Device, Kind, Tensor};
 
 pub use self::error::{AllZero, Error, NotFinite};
 use self::random::fill_random;
-use super::digests::{self, FileState, TensorDigests};
+use super::digests::{self, TensorDigests};
 use super::shards::Checkpoint;
 use super::spec::{EMBEDDING, Expected, HEAD, NormForm, Spec};
 use crate::runtime::digest::{hex, sha256_hex};
+use crate::runtime::file_state::FileState;
 use crate::runtime::random::split_mix;
 use crate::runtime::units::{Bytes, as_dim, from_dim, from_index};
 use crate::tensor::boundary::storage_bytes;
@@ -372,7 +373,7 @@ impl Loader {
         let bounds = [least, largest].map(|bound| bound.double_value(&[]));
         if bounds.iter().any(|bound| !bound.is_finite()) {
             self.not_finite.push(find_not_finite(tensor, &expected.name, file)?);
-        } else if bounds == [0.0; 2] && must_not_be_zero(&expected, self.norm) {
+        } else if bounds.iter().all(|bound| bound.abs() < f64::MIN_POSITIVE) && must_not_be_zero(&expected, self.norm) {
             self.all_zero.push(AllZero { name: expected.name, file: file.to_owned(), shape: expected.shape });
         }
         Ok(())

@@ -30,7 +30,7 @@ use crate::runtime::liveness::Tracker;
 use crate::runtime::units::{Bytes, Rank, Tokens, as_index, float, from_index};
 use crate::step::conventional::{self, Target};
 use crate::step::finalize;
-use crate::step::objective::{self, Objective};
+use crate::step::objective::{self, Objective, Scaling};
 use crate::step::observer::Observer;
 use crate::step::replay::TrainedAnswer;
 use crate::step::transaction::Transaction;
@@ -134,15 +134,16 @@ impl<'a> Case<'a> {
         let (whole, weights) = (session.spec(), session.weights());
         let kind = weights.kind();
         let group = session.first_group();
+        let prompt_ids = session.first_prompt_ids()?;
         let shortened = |ids: &Vec<i64>| ids.iter().copied().take(ANSWER_TOKENS_MAX).collect();
         let answer_ids: Vec<Vec<i64>> = group.answers.iter().map(|answer| shortened(&answer.ids)).collect();
         let answer = answer_ids.iter().map(Vec::len).max().unwrap_or(0);
-        let extent = Extent { layers: 0, of_layers: whole.layers, prompt: group.prompt_ids.len(), answer };
+        let extent = Extent { layers: 0, of_layers: whole.layers, prompt: prompt_ids.len(), answer };
         let layers = agreed_layers(session, extent, world)?;
         let spec = whole.first_layers(layers);
         let rewards: Vec<Option<f64>> =
             (0..answer_ids.len()).map(|index| Some(if index % 2 == 0 { 0.0 } else { 1.0 })).collect();
-        let advantages = objective::advantages(&rewards, true);
+        let advantages = objective::advantages(&rewards, Scaling::Group { std_min: 0.0 });
         let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
         let lora = &config.lora;
         let linears = spec.adapted(lora.targets.as_deref())?;
@@ -161,7 +162,7 @@ impl<'a> Case<'a> {
             kind,
             decoder: spec.decoder(Rc::new(weights.part(&spec, kind)), kind),
             adapters: random.sample(linears),
-            prompt_ids: group.prompt_ids.clone(),
+            prompt_ids,
             answers: TrainedAnswer::whole_batch(&answer_ids, &advantages, Objective::DEFAULT.aggregation),
             answer_ids,
             head: Head { rows_max: config.memory.head_block.dim(), temperature: config.grpo.temperature },

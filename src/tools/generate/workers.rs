@@ -114,6 +114,7 @@ impl Workers<'_> {
                 return false;
             }
             let message = Message {
+                temperature: None,
                 model: self.model,
                 max_tokens: self.spec.reply_tokens_max(),
                 system: Some(SYSTEM),

@@ -122,7 +122,7 @@ impl Case {
             Loss::GrpoKl => self.about.kl_beta,
         };
         let clip = self.about.clip;
-        Objective { clip_low: clip, clip_high: clip, kl_coef, aggregation: Aggregation::SequenceMean }
+        Objective { clip_low: clip, clip_high: clip, kl_coef, ..Objective::DEFAULT }
     }
 
     /// The answers with advantage and weight.
@@ -163,7 +163,7 @@ impl Case {
             });
             Ok(Scores(answers.collect::<Result<_, Error>>()?))
         };
-        Ok(FrozenScores { old: scores("old")?, reference: Some(scores("ref")?) })
+        Ok(FrozenScores { old: scores("old")?, reference: Some(scores("ref")?), importance: None })
     }
 
     pub(super) fn adapters(&self, spec: &Spec, acc: Kind, device: Device) -> Adapters {

@@ -158,7 +158,8 @@ pub fn summarize(
     let limits = limits.within(Some(Duration::from_secs(config.endpoint.timeout_sec)));
     let endpoint = limits.open(config, environment)?;
     let records = numbers::records(dir, config, ended)?;
-    let message = Message { model, max_tokens: limits.reply_tokens_max, system: Some(SUMMARY_SYSTEM), user: &records };
+    let max_tokens = limits.reply_tokens_max;
+    let message = Message { model, max_tokens, temperature: None, system: Some(SUMMARY_SYSTEM), user: &records };
     let Answered { value: reply, .. } = endpoint.message(&message)?;
     let text = printable(&reply.text);
     if text.is_empty() {
@@ -205,7 +206,8 @@ pub fn diagnose(
     let request = |answer: &Sampled| {
         let text = answer.message(with_question);
         let max_tokens = limits.reply_tokens_max;
-        diagnosis(&endpoint, &Message { model, max_tokens, system: Some(DIAGNOSIS_SYSTEM), user: &text })
+        let system = Some(DIAGNOSIS_SYSTEM);
+        diagnosis(&endpoint, &Message { model, max_tokens, temperature: None, system, user: &text })
     };
     let next = AtomicUsize::new(0);
     let results: Vec<OnceLock<Result<String, String>>> = answers.iter().map(|_| OnceLock::new()).collect();
