@@ -70,6 +70,13 @@ pub fn say(text: &str) {
     let _ = writeln!(err, "{}", visible(text)).and_then(|()| err.flush());
 }
 
+/// Writes a text of the program's own to standard error from a signal handler: without a lock, which the interrupted code may
+/// hold, and without memory of its own.
+pub fn say_in_handler(text: &'static str) {
+    // If standard error is closed, nobody reads.
+    let _ = rustix::io::write(rustix::stdio::stderr(), text.as_bytes());
+}
+
 /// Whether standard error is a terminal.
 #[must_use]
 pub fn is_terminal() -> bool {

@@ -12,6 +12,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::low_level;
 
 use super::error::Error;
+use crate::runtime::terminal::say_in_handler;
 
 /// Time from SIGTERM or SIGUSR2 to the end of the process: what batch systems and service managers leave before they
 /// kill.
@@ -81,8 +82,7 @@ fn handle(signal: i32) {
     }
     let first = note(if signal == SIGUSR1 { &REQUEST_MS } else { &URGENT_REQUEST_MS });
     if first && signal == SIGINT {
-        // Not through the standard library's stream, whose lock the interrupted code may hold.
-        let _ = rustix::io::write(rustix::stdio::stderr(), INTERRUPTED.as_bytes());
+        say_in_handler(INTERRUPTED);
     }
 }
 

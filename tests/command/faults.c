@@ -5,6 +5,7 @@
  *                 goes on if the process does
  *   FAULT_PATH    the text
  *   FAULT_RANK    the rank that meets the fault (absent: all)
+ *   FAULT_SKIP    so many of the calls succeed first (absent: none)
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -23,11 +24,13 @@
 #include <unistd.h>
 
 static int meets(const char *call, const char *path) {
-    static atomic_int signalled;
+    static atomic_int signalled, met;
     const char *wanted = getenv("FAULT_CALL"), *text = getenv("FAULT_PATH"), *rank = getenv("FAULT_RANK");
     const char *own = getenv("OMPI_COMM_WORLD_RANK");
     if (!wanted || !text || !path || strcmp(wanted, call) || !strstr(path, text)) return 0;
     if (rank && (!own || strcmp(rank, own))) return 0;
+    const char *skip = getenv("FAULT_SKIP");
+    if (atomic_fetch_add(&met, 1) < (skip ? atoi(skip) : 0)) return 0;
     int number = atoi(getenv("FAULT_ERRNO"));
     if (number < 0) {
         if (!atomic_exchange(&signalled, 1)) kill(getpid(), -number);

@@ -19,6 +19,8 @@ pub(crate) struct Fault {
     pub(crate) path: &'static str,
     /// The rank that meets it; `None` for all.
     pub(crate) rank: Option<usize>,
+    /// So many of the calls succeed first.
+    pub(crate) skip: u32,
 }
 
 /// The preloaded library that makes calls fail, built in `room`.
@@ -39,6 +41,7 @@ pub(crate) fn variables(room: &Room, fault: Fault) -> Vec<(&'static str, String)
         ("FAULT_CALL", fault.call.to_owned()),
         ("FAULT_ERRNO", fault.errno.to_string()),
         ("FAULT_PATH", fault.path.to_owned()),
+        ("FAULT_SKIP", fault.skip.to_string()),
     ];
     variables.extend(fault.rank.map(|rank| ("FAULT_RANK", rank.to_string())));
     variables
@@ -57,7 +60,7 @@ pub(crate) fn train_under(room: &Room, fault: Fault, run_dir: &str, flags: &[&st
 fn a_file_system_without_locks_is_a_warning_of_a_run_and_of_doctor() {
     let room = quick();
     for (number, errno) in [libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOLCK].into_iter().enumerate() {
-        let fault = Fault { call: "flock", errno, path: "/", rank: None };
+        let fault = Fault { call: "flock", errno, path: "/", rank: None, skip: 0 };
         let flag: &[&str] = if number == 0 { &[] } else { &["--anew"] };
         let said = train_under(&room, fault, "run", flag, &["run.steps=1"]);
         said.ended(0, &["longstraw: the file system of run has no file locks (", "a second run in the same folder"]);
@@ -70,7 +73,7 @@ fn a_file_system_without_locks_is_a_warning_of_a_run_and_of_doctor() {
         let line = said.out.lines().find(|line| line.contains("run directory")).unwrap();
         assert!(line.starts_with("warn") && line.contains("has no file locks"), "{said}");
     }
-    let other = Fault { call: "flock", errno: libc::EIO, path: "/run/.lock", rank: None };
+    let other = Fault { call: "flock", errno: libc::EIO, path: "/run/.lock", rank: None, skip: 0 };
     train_under(&room, other, "run", &["--anew"], &[]).refused(3, &["cannot write run/.lock: Input/output error"]);
 }
 
@@ -84,7 +87,7 @@ fn a_checkpoint_that_does_not_read_ends_the_start_and_is_gone_on_from_once_it_do
         for path in ["step_2/masters.safetensors", "step_2/state.json", "run/latest"] {
             let said = train_under(
                 &room,
-                Fault { call: "read", errno, path, rank: None },
+                Fault { call: "read", errno, path, rank: None, skip: 0 },
                 "run",
                 &["--resume"],
                 &["run.steps=3"],
@@ -103,7 +106,7 @@ fn a_disk_that_is_full_for_the_metrics_ends_the_run_with_what_was_learnt_saved()
     train(&room, "whole", &[], &["run.steps=5"]).ended(0, &[]);
     // The first update finds room, the second does not.
     train(&room, "run", &[], &["run.steps=1"]).ended(0, &[]);
-    let fault = Fault { call: "write", errno: libc::ENOSPC, path: "run/metrics.jsonl", rank: None };
+    let fault = Fault { call: "write", errno: libc::ENOSPC, path: "run/metrics.jsonl", rank: None, skip: 0 };
     let said = train_under(&room, fault, "run", &["--resume"], &["run.steps=5"]);
     said.refused(3, &["cannot write run/metrics.jsonl: No space left on device", "saved after update 2; "]);
     assert_eq!(checkpoints(&room, "run"), ["step_1", "step_2"]);
@@ -123,8 +126,8 @@ fn a_rank_that_fails_alone_after_an_update_saves_it_before_the_job_ends() {
     train(&room, "whole", &[], &["run.steps=4"]).ended(0, &[]);
     for rank in [1, 0] {
         let run_dir = format!("run_{rank}");
-        // The trace is written after each update, by each rank for itself.
-        let fault = Fault { call: "write", errno: libc::ENOSPC, path: "/trace/", rank: Some(rank) };
+        // The trace is written before the first update and after each, by each rank for itself.
+        let fault = Fault { call: "write", errno: libc::ENOSPC, path: "/trace/", rank: Some(rank), skip: 1 };
         let said = train_under(&room, fault, &run_dir, &[], &["run.steps=4", "run.trace=true"]);
         said.ended(3, &[&format!("rank {rank}, "), "No space left on device", "saved after update 1; "]);
         assert_eq!(checkpoints(&room, &run_dir), ["step_1"]);
@@ -137,7 +140,7 @@ fn a_rank_that_fails_alone_after_an_update_saves_it_before_the_job_ends() {
 #[test]
 fn a_run_directory_that_cannot_be_written_is_refused_before_weights_are_loaded() {
     let room = quick();
-    let fault = Fault { call: "create", errno: libc::EROFS, path: "run", rank: None };
+    let fault = Fault { call: "create", errno: libc::EROFS, path: "run", rank: None, skip: 0 };
     let said = train_under(&room, fault, "run", &[], &[]);
     said.refused(3, &["cannot write run: Read-only file system", "--run-dir"]);
     train(&room, "run", &[], &["run.steps=1"]).ended(0, &[]);

@@ -9,6 +9,7 @@ training_passes_on_eight_ranks_with_either_launcher_and_on_two_nodes() {
     for site in "${SITES[@]}"; do
         read -r launcher nodes gpus <<<"$site"
         use_longstraw "$launcher" "$nodes" "$gpus" 2
+        rm -rf "$here/runs/train" # a finished run would not run again
         expect_pass train
         expect_equal "$(receipt "$here/runs/train" passed ranks steps)" "True 8 2" "receipt on $site"
         # Neither the launcher nor the number of nodes changes a number.
@@ -45,6 +46,29 @@ an_interrupted_step_runs_again_and_the_adapter_is_that_of_an_uninterrupted_run()
     start_requeued "$id"
     expect_same_training "$id" 4
     grep -q 'is dropped .* s into it: .* its prompts run again' "$here/runs/slurm/train-$id.out"
+}
+
+a_training_that_has_finished_passes_again_without_an_update() {
+    local before
+    use_longstraw srun 1 8 2
+    expect_pass train
+    before=$(cksum <"$here/runs/train/receipt.json")
+    expect_pass train
+    expect_equal "$(cksum <"$here/runs/train/receipt.json")" "$before" "receipt after the second job"
+    expect_equal "$(wc -l <"$here/runs/train/metrics.jsonl")" 2 "updates in the metrics"
+}
+
+a_second_job_in_the_same_folder_is_refused_and_the_first_one_is_requeued_all_the_same() {
+    local first second
+    use_longstraw srun 1 8 1000000
+    first=$(slurm/submit train)
+    wait_until yes 300 has_lines "$here/runs/train/metrics.jsonl"
+    second=$(slurm/submit train)
+    expect_end "$second" "FAILED 2:0"
+    grep -q 'another run is writing to' "$here/runs/slurm/train-$second.out"
+    signal "$first" USR1
+    wait_for_requeue "$first"
+    scancel "$first"
 }
 
 one_command_runs_every_gate() {
