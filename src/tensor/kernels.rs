@@ -156,7 +156,7 @@ impl Kernel {
                 Ok(done) => return Some(done),
                 Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
                 Err(error) => {
-                    tracing::warn!("{kernel:?} attention refused a rectangle, the next kernel computes it: {error}")
+                    tracing::warn!("{kernel:?} attention refused a rectangle, the next kernel computes it: {error}");
                 }
             }
         }

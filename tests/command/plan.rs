@@ -1,5 +1,6 @@
 //! Plans of the published shapes: sums of every family, several nodes, seconds, and the table of the gates.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
@@ -379,4 +380,49 @@ fn a_gate_that_does_not_fit_is_named_with_its_knob_and_the_table_is_still_printe
     said.refused(2, &["model.path is not set"]);
     let room = room();
     plan(&room, "qwen3-8b", &["--gradient", "exact"]).ended(2, &["--gates"]);
+}
+
+/// Peaks that runs on one H200 measured, at several shapes, lengths and gradient modes (docs/benchmarks.md).
+const MEASURED: &str = include_str!("../../docs/benchmarks/2026-12-01-h200-plan.jsonl");
+
+#[test]
+fn the_plan_is_within_five_percent_of_what_an_h200_measured() {
+    let room = Room::new();
+    let rows: Vec<Value> = MEASURED.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let mut lengths: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
+    for row in &rows {
+        let (name, prompt, answer) =
+            (row["shape"].as_str().unwrap(), row["prompt"].as_u64().unwrap(), row["answer"].as_u64().unwrap());
+        let mut config: Value = serde_json::from_slice(&std::fs::read(shape(name) + "/config.json").unwrap()).unwrap();
+        config["num_hidden_layers"] = row["layers"].clone();
+        room.write("model/config.json", config.to_string());
+        let sets = [
+            format!("context.prompt_len={prompt}"),
+            format!("context.answer_len={answer}"),
+            format!("context.max_seq_len={}", prompt + answer),
+            format!("grpo.gradient={}", row["gradient"]),
+            format!("grpo.group_size={}", row["group"]),
+            format!("model.dtype={}", row["dtype"]),
+            format!("memory.inputs_every={}", row["keeping"]["every"]),
+            format!("memory.keep_attention={}", row["keeping"]["attention"]),
+            "grpo.reward_fn=synthetic".to_owned(),
+        ];
+        let mut arguments = vec!["plan", "--ranks", "1", "--model", "model", "--json"];
+        arguments.extend(sets.iter().flat_map(|set| ["--set", set.as_str()]));
+        let plan = room.alone(&arguments).ended(0, &[]).json();
+        let addends = plan["addends"].as_array().unwrap();
+        let sum = |place: &str, phase: &Value| -> u64 {
+            let here = |addend: &&Value| addend["place"] == place && addend["phase"] == *phase;
+            addends.iter().filter(here).map(|addend| addend["bytes"].as_u64().unwrap()).sum()
+        };
+        let largest = |place: &str| {
+            let phases = addends.iter().map(|addend| &addend["phase"]).filter(|phase| !phase.is_null());
+            sum(place, &Value::Null) + phases.map(|phase| sum(place, phase)).max().unwrap_or(0)
+        };
+        for (place, key) in [("device", "device_bytes"), ("host", "host_bytes")] {
+            near(float(row[key].as_u64().unwrap()), float(largest(place)), 0.05, &format!("{place} of {row}"));
+        }
+        lengths.entry(format!("{name}, {} layers", row["layers"])).or_default().insert(prompt + answer);
+    }
+    assert!(lengths.len() >= 5 && rows.len() >= 20, "{lengths:?}");
 }
