@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -155,9 +156,24 @@ impl Room {
         let mut command = call.command();
         command.current_dir(self.path()).stdin(Stdio::null());
         command.stdout(File::create(&out).unwrap()).stderr(File::create(&err).unwrap());
+        heed_signals(&mut command);
         let child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
         Running { child, out, err, end: None }
     }
+}
+
+/// A shell lets what it starts in the background ignore SIGINT, and `nohup` SIGHUP: a test must not depend on that.
+#[expect(unsafe_code, reason = "sets signals in the child, between fork and exec")]
+fn heed_signals(command: &mut Command) {
+    let heed = || {
+        for signal in [libc::SIGINT, libc::SIGHUP] {
+            // SAFETY: the call may be made between fork and exec, and touches no memory.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
+        Ok(())
+    };
+    // SAFETY: the closure makes nothing but calls that are allowed there.
+    unsafe { command.pre_exec(heed) };
 }
 
 /// Program, arguments and variables of a run.
@@ -254,6 +270,14 @@ impl Drop for Running {
         if !self.has_ended() {
             // mpirun ends its ranks on SIGTERM; on SIGKILL it could not.
             let _ = Command::new("kill").arg(self.child.id().to_string()).status();
+            // A process on its own may be held by what the test has made.
+            for _ in 0..500 {
+                if self.has_ended() {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let _ = self.child.kill();
             let _ = self.child.wait();
         }
     }
