@@ -5,13 +5,16 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::{Map, Value};
+use tch::{Device, Kind};
 
 use super::config_reader::Problem;
 use super::problems::Problems;
-use super::rope::RopeSpec;
+use super::rope::{Rope, RopeSpec};
+use crate::runtime::digest::sha256_hex;
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::units::{LayerIndex, Tokens};
 use crate::runtime::{names, reading};
+use crate::tensor::views;
 
 /// Why a config gives no spec.
 #[derive(Debug, thiserror::Error)]
@@ -329,6 +332,15 @@ impl Spec {
     #[must_use]
     pub fn canonical(&self) -> String {
         serde_json::to_string(self).expect("plain fields have a JSON form")
+    }
+
+    /// SHA-256 in hexadecimal of the rotary frequencies in the accumulation dtype `acc`. Ranks must agree on it: in float32 the
+    /// frequencies come from the machine's own power function.
+    #[must_use]
+    pub fn rotary_digest(&self, acc: Kind) -> String {
+        let ropes = [Some(&self.rope), self.sliding_rope.as_ref()].into_iter().flatten();
+        let frequencies = ropes.map(|rope| Rope::new(rope).frequencies(acc, Device::Cpu));
+        sha256_hex(frequencies.flat_map(|tensor| views::view(&tensor).to_vec()).collect::<Vec<u8>>())
     }
 
     /// A sentence for the user when `positions` lie beyond what the checkpoint was made for, else nothing.

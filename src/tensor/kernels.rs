@@ -6,6 +6,7 @@
 
 use std::ffi::{c_char, c_int};
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -13,6 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::Error;
 use super::ffi::{call, raw, torch_tensor};
 use crate::runtime::failure::out_of_memory;
+use crate::runtime::terminal::say;
 
 // SAFETY: these are the functions of gpu.cpp, compiled by build.rs, with the same parameter types.
 unsafe extern "C" {
@@ -59,6 +61,9 @@ pub enum Kernel {
     /// Matrix products, anywhere.
     Plain,
 }
+
+/// Whether this process has said that cuDNN's kernel, or flash attention, has refused a rectangle: it would say so in every layer.
+static REFUSED: [AtomicBool; 2] = [AtomicBool::new(false), AtomicBool::new(false)];
 
 /// Queries and keys of a rectangle on which a kernel is tried.
 #[derive(Debug)]
@@ -145,7 +150,7 @@ impl Kernel {
     }
 
     /// What `attempt` returns with this fused kernel, or with flash attention if this one refuses; `None` if both refuse, and
-    /// matrix products are left. A refusal is logged.
+    /// matrix products are left, which take more memory than planned. The first refusal of a kernel is said on the screen.
     ///
     /// # Panics
     /// When memory runs out: another kernel would not mend that.
@@ -156,7 +161,15 @@ impl Kernel {
                 Ok(done) => return Some(done),
                 Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
                 Err(error) => {
-                    tracing::warn!("{kernel:?} attention refused a rectangle, the next kernel computes it: {error}");
+                    let words = format!(
+                        "warning: {} attention refuses a rectangle, another kernel computes it: {error}",
+                        kernel.name()
+                    );
+                    if REFUSED[usize::from(kernel == Kernel::Flash)].swap(true, Ordering::Relaxed) {
+                        tracing::debug!("{words}");
+                    } else {
+                        say(&words);
+                    }
                 }
             }
         }

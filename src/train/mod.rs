@@ -69,6 +69,6 @@ pub fn run(loaded: &Loaded, begin: Begin, world: &mut World) -> Result<Ended, Fa
     if learnt {
         Ok(Ended::Ran(Box::new(receipt)))
     } else {
-        Err(signal::NothingTrained { updates: receipt.steps }.into())
+        world.agree(Err(signal::NothingTrained { updates: receipt.steps }.into()))
     }
 }

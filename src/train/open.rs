@@ -168,6 +168,8 @@ fn open_model(loaded: &Loaded, world: &World, spec: Spec, device: Device) -> Res
     let held = world.ledger().hold(Purpose::Weights, MemorySpace::Device, weights.bytes());
     let digest = weights.digest().to_owned();
     world.require_equal("the checkpoint (digest)", &digest)?;
+    // Each rank forms them with its own machine's power function.
+    world.require_equal("the rotary frequencies (digest)", &spec.rotary_digest(accumulation(kind)))?;
     let decoder = spec.decoder(weights.clone(), kind);
     let kernel = decoder.kernel().name();
     world.require_equal("the attention kernel", kernel)?;

@@ -187,6 +187,7 @@ impl Session {
         };
         let mut notes = self.loaded.notes();
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
+        notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));
         notes.extend(plan::context_note(self.config(), self.spec()));
         notes.extend(self.model.weights.notes().iter().cloned());

@@ -153,6 +153,20 @@ pub(super) fn objective_line(config: &RunConfig, is_named: bool) -> String {
     )
 }
 
+/// A warning where the data have rewards that a validation reward, which somebody named, takes the place of.
+pub(super) fn unused_rewards_line(config: &RunConfig, train: &Dataset) -> Option<String> {
+    let path = config.data.path.as_ref().filter(|_| !config.rollout.sample)?;
+    let validation = |name| config.grpo.has_only(name);
+    let word = [RewardName::Synthetic, RewardName::One].into_iter().find(|&name| validation(name))?.word();
+    let has_rewards = |index| train.group(index).answers.iter().any(|answer| answer.reward.is_some());
+    (0..train.len()).any(has_rewards).then(|| {
+        format!(
+            "warning: the rewards in {} are not used: grpo.reward_fn is {word:?}, which is for validation runs; \"data\" takes them",
+            path.display()
+        )
+    })
+}
+
 fn advantage_words(config: &RunConfig) -> String {
     let grpo = &config.grpo;
     if grpo.has_only(RewardName::One) {

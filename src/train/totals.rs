@@ -6,7 +6,7 @@ use super::round::FrozenGroup;
 use super::session::Session;
 use crate::plan::Place;
 use crate::report::{HeldOut, Receipt, Seconds, Step};
-use crate::runtime::units::{Bytes, Pages};
+use crate::runtime::units::{Bytes, Pages, from_index};
 use crate::step::observer::OwnPages;
 use crate::world::World;
 
@@ -43,9 +43,12 @@ pub(super) struct RunEnd {
 }
 
 impl RunTotals {
-    /// Totals after `updates` updates of an earlier run; `steps` are the lines of its metrics.jsonl, on rank 0.
-    pub(super) fn resume(updates: u64, steps: Vec<Step>) -> RunTotals {
-        let mut totals = RunTotals::default();
+    /// Totals after `updates` updates of an earlier run; `steps` are the lines of its metrics.jsonl, on rank 0 only. An update
+    /// whose line is lost counts as one that trained: nothing says otherwise.
+    pub(super) fn resume(updates: u64, steps: Option<Vec<Step>>) -> RunTotals {
+        let Some(steps) = steps else { return RunTotals { updates, ..RunTotals::default() } };
+        let lost = updates.saturating_sub(from_index(steps.len()));
+        let mut totals = RunTotals { updates_with_gradient: lost, updates_trained: lost, ..RunTotals::default() };
         for step in steps {
             totals.add_step(step);
         }

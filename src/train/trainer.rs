@@ -68,7 +68,8 @@ impl Trainer {
         let Loaded { run: config, rank, .. } = &session.loaded;
         let anew = options.keeps_progress && !start.resumed;
         let aside = world.on_root(|| if anew { Ok(set_aside(&rank.dir)?) } else { Ok(None) })?.flatten();
-        let opened = Reporter::open(&rank.dir, world.all.rank() == Rank(0), &config.to_toml(), start.updates);
+        let is_root = world.all.rank() == Rank(0);
+        let opened = Reporter::open(&rank.dir, is_root, &config.to_toml(), start.updates);
         let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
         session.notes().iter().chain(&start.notes).for_each(|note| reporter.line(note));
         if let Some(place) = aside {
@@ -78,7 +79,7 @@ impl Trainer {
             records: Records::open(&session, world, reporter.phases())?,
             observer: Observer::new(world.tracker(), session.model.decoder.device()),
             stop: StopPolicy::open(&session.loaded, world),
-            totals: RunTotals::resume(start.updates, earlier),
+            totals: RunTotals::resume(start.updates, is_root.then_some(earlier)),
             held_out_before: start.held_out_before,
             whole: WholeUpdate { cursor: session.data.cursor.clone(), round: Value::Null },
             session,

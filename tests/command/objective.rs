@@ -66,8 +66,28 @@ fn a_reward_that_nobody_can_know_is_asked_for_with_the_choices() {
 fn a_reward_for_validation_that_is_named_is_taken_and_announced() {
     let room = unnamed(&[rewarded([json!(1), json!(0), json!(1)])]);
     train(&room, "run", &["grpo.reward_fn=synthetic", "run.steps=1"])
-        .ended(0, &["objective: reward synthetic (0 and 1 in turn, whatever the answers say)"]);
+        .ended(0, &["objective: reward synthetic (0 and 1 in turn, whatever the answers say)"])
+        .ended(0, &["warning: the rewards in train.jsonl are not used: grpo.reward_fn is \"synthetic\""]);
     assert_eq!(room.read_json("run/receipt.json")["rewards"], json!([0.0, 1.0, 0.0]));
+}
+
+#[test]
+fn a_run_whose_reward_nobody_named_goes_on_and_lines_that_are_lost_do_not_make_it_untrained() {
+    let room = unnamed(&[rewarded([json!(1), json!(0), json!(1)])]);
+    train(&room, "run", &["run.steps=2"]).ended(0, &[]);
+    let resume = |sets: &[&str]| {
+        let mut arguments = vec!["train", "--run-dir", "run", "--resume"];
+        arguments.extend(sets.iter().flat_map(|set| ["--set", *set]));
+        room.alone(&arguments)
+    };
+    resume(&["run.steps=3"]).ended(0, &["update 3 is next"]);
+    resume(&["run.steps=4", "grpo.reward_fn=data"]).ended(0, &["update 4 is next"]);
+    resume(&["run.steps=5", "grpo.reward_fn=synthetic"]).refused(2, &["grpo.reward_fn was \"data\""]);
+    std::fs::remove_file(room.path().join("run/metrics.jsonl")).unwrap();
+    std::fs::remove_file(room.path().join("run/receipt.json")).unwrap();
+    resume(&["run.steps=4"]).ended(0, &[]);
+    let receipt = room.read_json("run/receipt.json");
+    assert_eq!((&receipt["passed"], &receipt["updates_with_gradient"]), (&json!(true), &json!(4)), "{receipt}");
 }
 
 #[test]
@@ -94,6 +114,9 @@ fn a_run_in_which_nothing_was_trained_has_not_passed() {
     let receipt = room.read_json("run/receipt.json");
     assert_eq!((&receipt["passed"], &receipt["updates_with_gradient"]), (&json!(false), &json!(0)));
     assert!(numbers(&room, "run").iter().all(|step| step["grad_norm"] == 0.0));
+    let mut arguments = vec!["train", "--run-dir", "two"];
+    arguments.extend(sets.iter().flat_map(|set| ["--set", *set]));
+    room.ranks(2, &arguments).refused(3, &["nothing was trained: the gradient of all 2 updates was 0"]);
     train(&room, "frozen", &["grpo.reward_fn=data", "optimizer.lr=0", "run.steps=1"]).ended(0, &["optimizer.lr = 0"]);
     let receipt = room.read_json("frozen/receipt.json");
     assert_eq!((&receipt["passed"], &receipt["updates_with_gradient"]), (&json!(false), &json!(1)));
