@@ -96,7 +96,7 @@ fn pages_of_all_layers_are_on_the_device_if_they_fit_and_staged_layer_by_layer_i
 #[test]
 fn pages_forced_onto_a_device_without_room_are_refused_with_the_key() {
     let said = sampled(&["--set", "rollout.pages_on_device=true", "--device-gib", "48"]);
-    said.refused(5, &["one rank needs 53.15 GiB of device memory and 48.00 GiB are there", "pages of all layers"]);
+    said.refused(5, &["one rank needs 53.21 GiB of device memory and 48.00 GiB are there", "pages of all layers"]);
     said.ended(5, &["set rollout.pages_on_device = false, or use more ranks (parallel.cp_size)"]);
 }
 
