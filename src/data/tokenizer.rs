@@ -47,12 +47,17 @@ impl Tokenizer {
         Ok(Tokenizer { file, digest: sha256_hex(&text), backend, template: Template::open(folder) })
     }
 
+    /// Whether the chat template may write today's date, so that a conversation has other ids tomorrow.
+    #[must_use]
+    pub fn writes_the_date(&self) -> bool {
+        self.template.as_ref().is_ok_and(Template::reads_the_date)
+    }
+
     /// A digest of everything that decides the ids of a text or a conversation: 64 hexadecimal digits. Of a template that
     /// writes the date, the day is a part.
     pub(super) fn identity(&self) -> String {
         let template = self.template.as_ref().ok();
-        let today = template.filter(|template| template.reads_the_date());
-        let today = today.map(|_| chrono::Local::now().format("%Y-%m-%d").to_string());
+        let today = self.writes_the_date().then(|| chrono::Local::now().format("%Y-%m-%d").to_string());
         sha256_hex(serde_json::json!([self.digest, template.map(Template::identity), today]).to_string())
     }
 

@@ -180,6 +180,11 @@ impl Session {
              eos_token of tokenizer_config.json): every answer runs to its longest length"
                 .to_owned()
         });
+        let dated = self.data.tokenizer.as_ref().filter(|tokenizer| tokenizer.writes_the_date()).map(|_| {
+            "the chat template writes today's date: records without a date in \"chat_template_kwargs\" are other data tomorrow, \
+             and --resume refuses other data (docs/data.md)"
+                .to_owned()
+        });
         let cuts = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
         let kept = |key: &str, data: &Dataset| {
             let (file, bytes) = data.kept_in()?;
@@ -196,6 +201,7 @@ impl Session {
         notes.extend(cuts("data.path", &self.data.train));
         notes.extend(self.data.held_out.as_ref().and_then(|data| cuts("data.held_out", data)));
         notes.extend(endless);
+        notes.extend(dated);
         notes
     }
 

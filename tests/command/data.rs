@@ -137,6 +137,22 @@ fn tools_that_the_template_would_leave_out_are_refused_and_its_own_template_for_
 }
 
 #[test]
+fn a_template_that_writes_the_date_is_announced_since_its_prompts_are_others_tomorrow() {
+    let draft = draft();
+    let room = Room::with(&[("config.toml", &config(draft.path()))]);
+    let mut record = record(9, [1, 2, 3]);
+    record.as_object_mut().unwrap().remove("prompt_ids");
+    record["messages"] = json!([{"role": "user", "content": "hi"}]);
+    room.write("train.jsonl", lines(&[record]));
+    let start = |run_dir: &str| room.alone(&["train", "--set", "run.steps=1", "--run-dir", run_dir]);
+    let words = "the chat template writes today's date";
+    assert!(!start("without").ended(0, &[]).err.contains(words));
+    let dated = format!("{{{{ strftime_now('%d') }}}}{TEMPLATE}");
+    std::fs::write(draft.path().join("chat_template.jinja"), dated).unwrap();
+    start("with").ended(0, &[words, "--resume refuses other data"]);
+}
+
+#[test]
 fn a_byte_order_mark_is_passed_over_in_every_file_that_is_read() {
     let draft = Draft::of("qwen3");
     let index = draft.write_shards(2);
