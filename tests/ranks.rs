@@ -30,6 +30,7 @@ const CLAIMS: &[Claim] = &[
     ("collectives_move_the_same_bytes_in_many_small_rounds", wire::small_rounds),
     ("one_rank_works_alone_while_the_others_sleep", wire::alone),
     ("what_rank_0_does_all_ranks_know_of", wire::root),
+    ("a_panic_while_a_ring_moves_comes_out_as_itself_once_the_buffers_are_free", wire::panic_in_ring),
     ("a_ring_shows_every_run_and_holds_at_most_two_foreign_ones", wire::ring),
     ("the_sum_over_ranks_is_the_sum_in_rank_order_on_every_rank", wire::sum),
     ("reference_cases_hold_in_every_gradient_mode", cases::hold),

@@ -1,10 +1,11 @@
 //! The checkpoints of a run directory: written whole, found by their digests, removed by age. Only a checkpoint that newer
-//! whole ones follow is ever removed; whatever else is in the way is renamed.
+//! ones follow which look whole is ever removed; whatever else is in the way is renamed.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use safetensors::{SafeTensors, serialize_to_file};
 use serde_json::error::Category;
@@ -17,7 +18,7 @@ use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
 use crate::model::lora::Adapters;
 use crate::prompt::handoff::Moments;
 use crate::runtime::digest::{hex, sha256_hex};
-use crate::runtime::units::{as_index, from_dim};
+use crate::runtime::units::{Rank, as_index, from_dim, from_index};
 use crate::tensor::bytes::{fill_from_bytes, map_file};
 use crate::tensor::stored::{StoredTensor, kind_of};
 
@@ -27,6 +28,8 @@ const MASTERS: &str = "masters.safetensors";
 const LISTED: [&str; 3] = [MASTERS, VALUES, CONFIG];
 const FOLDER: &str = "checkpoints";
 const LATEST: &str = "latest";
+/// Name of `latest` while it is written; one rank that writes alone appends its own suffix.
+const LATEST_PARTIAL: &str = ".latest.partial";
 /// First parts of the tensors' names; a dot and the adapter's name follow.
 const PARTS: [&str; 3] = ["master", "mean", "square"];
 
@@ -120,13 +123,15 @@ impl Store {
         written
     }
 
-    /// As [`Store::write`], by one rank after a failure that the others may not know of: touches nothing that another rank
-    /// may be writing, and writes nothing where a checkpoint of as many updates stands.
+    /// As [`Store::write`], by the rank `writer` after a failure that the others may not know of: touches nothing that
+    /// another rank may be writing, and writes nothing where a checkpoint of as many updates stands. Its own unfinished files
+    /// have names that no other rank uses.
     ///
     /// # Errors
     /// When something cannot be written. Whole checkpoints stay as they were.
     pub fn write_alone(
         &self,
+        writer: Rank,
         state: State,
         adapters: &Adapters,
         moments: &Moments,
@@ -137,11 +142,15 @@ impl Store {
             return Ok(());
         }
         fs::create_dir_all(&folder).map_err(|source| Error::Write { file: folder.clone(), source })?;
-        let partial = unfinished(&folder, state.updates, &format!("partial_{}", std::process::id()));
+        let own = own_suffix(writer);
+        let partial = unfinished(&folder, state.updates, &format!("partial_{own}"));
         let written = fill(&partial, state, adapters, moments, shape).and_then(|updates| {
             // A folder with files is no place to rename to, so the first of several ranks wins.
             let settled = self.settle_at(&partial, updates);
-            if self.place(updates).exists() { self.point(updates) } else { settled }
+            if !self.place(updates).exists() {
+                return settled;
+            }
+            self.point_from(&format!("{LATEST_PARTIAL}_{own}"), updates)
         });
         let _ = fs::remove_dir_all(&partial);
         written
@@ -159,23 +168,37 @@ impl Store {
     /// # Errors
     /// When `latest` cannot be replaced; it then names the checkpoint before.
     pub fn point(&self, updates: u64) -> Result<(), Error> {
+        self.point_from(LATEST_PARTIAL, updates)
+    }
+
+    /// As [`Store::point`]; `partial` is the file's name while it is written.
+    fn point_from(&self, partial: &str, updates: u64) -> Result<(), Error> {
         let file = self.run_dir.join(LATEST);
-        let partial = self.run_dir.join(".latest.partial");
+        let partial = self.run_dir.join(partial);
         let written = durable(&partial, format!("{FOLDER}/step_{updates}\n").as_bytes())
             .and_then(|()| fs::rename(&partial, &file))
             .and_then(|()| settle(&self.run_dir));
+        if written.is_err() {
+            // The first failure is the one to report.
+            let _ = fs::remove_file(&partial);
+        }
         written.map_err(|source| Error::Write { file, source })
     }
 
-    /// Removes all but `keep` checkpoints: the one after `updates` updates, which `latest` names, and the nearest before it
-    /// stay. Later ones stay too.
+    /// Removes what is older than `keep` checkpoints that are whole as far as [`Store::looks_whole`] sees: the one after
+    /// `updates` updates, which `latest` names, and the nearest such ones before it. What lies between them stays, and so do
+    /// later ones.
     ///
     /// # Errors
     /// When one cannot be removed.
     pub fn trim(&self, updates: u64, keep: u64) -> Result<(), Error> {
         let before = self.all()?.into_iter().filter(|&step| step < updates);
-        let older = before.rev().skip(as_index(keep.saturating_sub(1)));
-        for step in older {
+        let mut kept = 1;
+        for step in before.rev() {
+            if kept < keep {
+                kept += u64::from(self.looks_whole(step));
+                continue;
+            }
             // Renamed first, so that a half removed folder is never taken for a checkpoint.
             let removed = unfinished(&self.folder(), step, "removed");
             match fs::rename(self.place(step), &removed) {
@@ -240,6 +263,14 @@ impl Store {
     /// When it cannot be renamed.
     pub fn keep_aside(&self, updates: u64) -> Result<Option<PathBuf>, Error> {
         self.rename_aside(updates, "passed_over")
+    }
+
+    /// Whether the state's digest matches, all files are there, and the files of tensors are as long as their headers say.
+    /// Unlike [`Store::verify`] it reads no tensor, so that a save stays short: a changed byte in a tensor is not found.
+    fn looks_whole(&self, updates: u64) -> bool {
+        let place = self.place(updates);
+        let tensors = |name: &str| map_file(&place.join(name)).is_ok_and(|map| SafeTensors::deserialize(&map).is_ok());
+        self.sealed(updates).is_ok() && place.join(CONFIG).is_file() && tensors(MASTERS) && tensors(VALUES)
     }
 
     fn verify(&self, updates: u64) -> Result<(), Error> {
@@ -317,8 +348,11 @@ impl Store {
     /// Removes what an interrupted save or removal has left.
     fn sweep(&self) -> Result<(), Error> {
         let folder = self.folder();
-        let names = names(&folder).map_err(|source| Error::Read { file: folder.clone(), source })?;
-        names.iter().filter(|name| name.starts_with(".step_")).try_for_each(|name| remove(&folder.join(name)))
+        for (folder, start) in [(&folder, ".step_"), (&self.run_dir, LATEST_PARTIAL)] {
+            let names = names(folder).map_err(|source| Error::Read { file: folder.clone(), source })?;
+            names.iter().filter(|name| name.starts_with(start)).try_for_each(|name| remove(&folder.join(name)))?;
+        }
+        Ok(())
     }
 }
 
@@ -384,6 +418,12 @@ fn sizes(tensor: &Tensor) -> Vec<usize> {
 /// A name that is no checkpoint's, for a folder that is being written or removed.
 fn unfinished(folder: &Path, updates: u64, why: &str) -> PathBuf {
     folder.join(format!(".step_{updates}.{why}"))
+}
+
+/// A suffix that no other rank and no other start uses: process numbers repeat over machines and containers.
+fn own_suffix(writer: Rank) -> String {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    format!("{}_{}_{}", from_index(writer.0), std::process::id(), now.as_nanos())
 }
 
 /// Names in a folder; none without the folder.
@@ -501,6 +541,28 @@ mod tests {
     }
 
     #[test]
+    fn a_damaged_checkpoint_does_not_count_among_those_that_are_kept() {
+        let damages: [fn(&Path); 3] = [
+            |place| fs::File::options().write(true).open(place.join(MASTERS)).unwrap().set_len(40).unwrap(),
+            |place| fs::remove_file(place.join(VALUES)).unwrap(),
+            |place| fs::write(place.join(STATE), "{").unwrap(),
+        ];
+        for damage in damages {
+            let folder = tempfile::tempdir().unwrap();
+            let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
+            for updates in [4, 5, 10, 15] {
+                write(&store, updates, &adapters, &moments(&adapters));
+            }
+            damage(&store.place(10));
+            store.trim(15, 2).unwrap();
+            assert_eq!(store.all().unwrap(), [5, 10, 15], "5 is the second that is whole");
+            write(&store, 20, &adapters, &moments(&adapters));
+            store.trim(20, 2).unwrap();
+            assert_eq!(store.all().unwrap(), [15, 20]);
+        }
+    }
+
+    #[test]
     fn a_save_where_a_checkpoint_stands_renames_it_and_a_save_after_a_failure_leaves_it() {
         let folder = tempfile::tempdir().unwrap();
         let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
@@ -514,9 +576,15 @@ mod tests {
         let state = store.state(5).unwrap();
         let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
         let alone = |updates| State { updates, adapter_version: 77, ..state.clone() };
-        store.write_alone(alone(5), &adapters, &moments, &shape).unwrap();
+        store.write_alone(Rank(1), alone(5), &adapters, &moments, &shape).unwrap();
         assert_eq!(store.state(5).unwrap().adapter_version, 5);
-        store.write_alone(alone(6), &adapters, &moments, &shape).unwrap();
+        // What a rank with the same process number on another machine is writing at this moment.
+        let other = unfinished(&store.folder(), 6, &format!("partial_{}", std::process::id()));
+        fs::create_dir(&other).unwrap();
+        fs::create_dir(folder.path().join(".latest.partial")).unwrap();
+        store.write_alone(Rank(1), alone(6), &adapters, &moments, &shape).unwrap();
+        assert!(other.is_dir(), "the files of the other rank stay");
+        assert_ne!(own_suffix(Rank(1)), own_suffix(Rank(2)));
         let newest = store.newest().unwrap();
         assert_eq!((newest.updates, newest.latest.as_deref()), (Some(6), Some("checkpoints/step_6")));
         assert_eq!(store.all().unwrap(), [5, 6]);

@@ -21,7 +21,7 @@ mod trace;
 
 pub use crate::runtime::terminal::{print_result, say};
 pub use answers::AnswerLine;
-pub use earlier::set_aside;
+pub use earlier::{finish_set_aside, set_aside};
 pub use error::Error;
 pub use log::open_log;
 pub use receipt::{AdapterForm, Check, HeldOut, KindBytes, PhaseMemory, Receipt, Seconds, write_receipt};

@@ -4,6 +4,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
 use super::answers::AnswerLine;
 use super::error::Error;
 use super::events::Events;
@@ -46,13 +48,28 @@ impl Files {
         let events = Events::open(folder, made)?;
         let file = folder.join("config.resolved.toml");
         fs::write(&file, config_toml).map_err(write(file))?;
-        let file = folder.join("receipt.json");
-        match fs::remove_file(&file) {
-            Err(source) if source.kind() != ErrorKind::NotFound => return Err(write(file)(source)),
-            _ => {}
-        }
+        keep_receipt(folder).map_err(write(folder.join("receipt.json")))?;
         Ok((Files { metrics, answers, events }, earlier))
     }
+}
+
+/// Renames the receipt of an earlier start to `receipt.step_N.json`, after its updates, or to `receipt.earlier.json` where it
+/// does not say so many. A number is appended where that name is taken.
+fn keep_receipt(folder: &Path) -> io::Result<()> {
+    let file = folder.join("receipt.json");
+    let text = match fs::read(&file) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        read => read.unwrap_or_default(),
+    };
+    let receipt = serde_json::from_slice::<Value>(&text).unwrap_or_default();
+    let which = receipt["steps"].as_u64().map_or("earlier".to_owned(), |steps| format!("step_{steps}"));
+    let mut kept = folder.join(format!("receipt.{which}.json"));
+    let mut number = 1_u64;
+    while kept.exists() {
+        number += 1;
+        kept = folder.join(format!("receipt.{which}_{number}.json"));
+    }
+    fs::rename(&file, kept)
 }
 
 /// The answers of an earlier run, if there are some; a run that samples none has no such file.
@@ -66,9 +83,10 @@ fn reopen_answers(file: &Path, made: u64) -> io::Result<Option<File>> {
 }
 
 impl Reporter {
-    /// Opens `folder` on rank 0 (`first`), whose [`RunLock`](super::RunLock) this run holds. The receipt of an earlier run is
-    /// removed, since it must not pass for this run's. Metrics and answers are cut to the first `made` updates (0 for a new
-    /// run), and the metrics of those are returned; lines of later updates move to files beside.
+    /// Opens `folder` on rank 0 (`first`), whose [`RunLock`](super::RunLock) this run holds. The receipt of an earlier start is
+    /// renamed to `receipt.step_N.json`, since it must not pass for this one's. Metrics and answers are cut to the
+    /// first `made` updates (0 for a new run), and the metrics of those are returned; lines of later updates move to files
+    /// beside.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -167,5 +185,31 @@ impl Reporter {
     pub fn table(&mut self, receipt: &Receipt) {
         self.progress.end();
         self.show(&summary::table(receipt, &self.folder));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_receipt_of_an_earlier_start_is_renamed_and_none_is_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path();
+        keep_receipt(run).unwrap();
+        let kept = [
+            ("receipt.step_7.json", r#"{"steps": 7, "passed": true}"#),
+            ("receipt.step_7_2.json", r#"{"steps": 7}"#),
+            ("receipt.earlier.json", "torn"),
+            ("receipt.earlier_2.json", ""),
+        ];
+        for (_, text) in kept {
+            fs::write(run.join("receipt.json"), text).unwrap();
+            keep_receipt(run).unwrap();
+            assert!(!run.join("receipt.json").exists());
+        }
+        for (name, text) in kept {
+            assert_eq!(fs::read_to_string(run.join(name)).unwrap(), text, "{name}");
+        }
     }
 }

@@ -202,8 +202,17 @@ impl Checkpoints {
         let policy = &session.policy;
         let state =
             State { cursor: whole.cursor.clone(), ..state(session, world, held_out_before, whole.round.clone()) };
-        reporter.settle()?;
-        Ok(Store::of(run_dir).write_alone(state, &policy.adapters, policy.optimizer.moments(), &policy.shape)?)
+        if let Err(error) = reporter.settle() {
+            reporter.line(&format!("{error}; the checkpoint is written all the same"));
+        }
+        let writer = world.all.rank();
+        Ok(Store::of(run_dir).write_alone(
+            writer,
+            state,
+            &policy.adapters,
+            policy.optimizer.moments(),
+            &policy.shape,
+        )?)
     }
 
     /// Writes the adapters into the run directory, for other programs.

@@ -14,7 +14,8 @@ use crate::runtime::failure::{Exit, Failure};
 use crate::runtime::units::Rank;
 use crate::world::World;
 
-/// The longest time that a save may take while a failed rank keeps the others waiting.
+/// The longest time that a save may take while a failed rank keeps the others waiting; less where `run.stall_sec` is less, since
+/// the watchdog would end it.
 const SAVE_MAX: Duration = Duration::from_mins(2);
 
 impl Trainer {
@@ -48,7 +49,10 @@ impl Trainer {
             return;
         }
         if !first && !self.folder.is_visible() {
-            tracing::warn!("nothing is saved: rank 0's run directory is not on this machine");
+            let rank = world.all.rank();
+            tell(&format!(
+                "rank {rank} saves nothing after update {updates}: rank 0's run directory is not on its machine"
+            ));
             return;
         }
         let save = || {
@@ -56,7 +60,14 @@ impl Trainer {
             let (session, reporter) = (&self.session, &self.reporter);
             Checkpoints::save_alone(run_dir, session, world, reporter, self.held_out_before, &self.whole)
         };
-        match world.last_work(failure, SAVE_MAX, save) {
+        let limit = match self.session.loaded.rank.stall_sec {
+            // The limits that are computed are minutes more.
+            0 => SAVE_MAX,
+            stall_sec => SAVE_MAX.min(Duration::from_secs(stall_sec) * 3 / 4),
+        };
+        // The watchdog counts from here. The site stays that of the failure, which the message names.
+        world.tracker().report_alive();
+        match world.last_work(failure, limit, save) {
             Some(Ok(())) => tell(&format!(
                 "saved after update {updates}; once the cause is gone, go on with `longstraw train --resume` in the same way"
             )),

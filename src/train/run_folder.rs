@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::report::RunLock;
+use crate::report::{RunLock, finish_set_aside};
 use crate::runtime::failure::Failure;
 use crate::world::World;
 
@@ -31,14 +31,25 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Locks rank 0's `dir` before anything in it is touched, and makes it where it is absent. Every rank takes part. A file
-    /// system without locks is a warning.
+    /// Locks rank 0's `dir` before anything in it is touched, and makes it where it is absent. A move of an
+    /// earlier run that was interrupted is finished, with a line. Every rank takes part. A file system without locks is a
+    /// warning.
     ///
     /// # Errors
     /// When another run holds the lock, or the directory cannot be written.
     pub fn take(dir: &Path, world: &World) -> Result<RunFolder, Failure> {
         let job = world.job_number();
-        let lock = world.on_root(|| Ok(RunLock::take(dir, job)?))?;
+        let taken = world.on_root(|| {
+            let lock = RunLock::take(dir, job)?;
+            Ok((lock, finish_set_aside(dir)?))
+        })?;
+        let (lock, finished) = taken.unzip();
+        if let Some(place) = finished.flatten() {
+            let (dir, place) = (dir.display(), place.display());
+            world.warn_user(&format!(
+                "a start that began anew in {dir} was interrupted; the rest of what an earlier run left is now in {place}, too"
+            ));
+        }
         if let Some(warning) = lock.as_ref().and_then(|lock| lock.warning(dir)) {
             world.warn_user(&warning);
         }

@@ -118,7 +118,7 @@ impl Trainer {
                 }
                 Ok(Outcome::NoRewards { failure }) | Err(failure) => return Err(failure),
             }
-            if self.checkpoints.is_due(self.session.config(), step, world) {
+            if self.options.keeps_progress && self.checkpoints.is_due(self.session.config(), step, world) {
                 self.save(world)?;
             }
         }

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::cell::{Cell, OnceCell};
+use std::panic::{self, AssertUnwindSafe};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -222,7 +223,8 @@ impl Axis {
     }
 
     /// One step of a ring: sends the buffers of `send` to the next rank and fills those of `receive` from the previous
-    /// rank while `work` runs. Both sides know all sizes.
+    /// rank while `work` runs. Both sides know all sizes. A panic of `work` goes on once everything has been sent and received:
+    /// until then MPI uses the buffers, and a request that is dropped before its end is a second panic.
     pub fn ring_step<T>(&self, send: &[&[u8]], receive: Vec<&mut [u8]>, work: impl FnOnce() -> T) -> T {
         let size = i32::try_from(self.size()).unwrap_or(1);
         let rank = self.communicator.rank();
@@ -239,7 +241,7 @@ impl Axis {
                 .flat_map(|buffer| buffer.chunks(limit))
                 .map(|part| self.communicator.process_at_rank(next).immediate_send(scope, part))
                 .collect();
-            let result = work();
+            let result = panic::catch_unwind(AssertUnwindSafe(work));
             let _waiting = self.site.begin_wait();
             for request in arriving {
                 request.wait();
@@ -247,7 +249,7 @@ impl Axis {
             for request in leaving {
                 request.wait();
             }
-            result
+            result.unwrap_or_else(|payload| panic::resume_unwind(payload))
         })
     }
 

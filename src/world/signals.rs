@@ -1,5 +1,5 @@
 //! Signals that request a stop: SIGUSR1 early, with a configured time to leave; SIGUSR2, SIGTERM, SIGINT and SIGHUP shortly
-//! before the end. A second SIGTERM or SIGINT ends the process at once.
+//! before the end. The second of SIGTERM and SIGINT, in either order, ends the process at once.
 
 #![expect(unsafe_code, reason = "a signal handler may only do what is safe in one")]
 
@@ -20,7 +20,7 @@ const URGENT_GRACE: Duration = Duration::from_secs(30);
 /// A second signal within this time is the first one again: `timeout` and some shells signal a process and then its group.
 const SAME_SIGNAL_MS: u64 = 1000;
 /// What SIGINT prints, since a terminal shows nothing of an ordered stop for a while.
-const INTERRUPTED: &str = "\nlongstraw: stopping in order, with everything saved; Ctrl-C again ends it at once\n";
+const INTERRUPTED: &str = "\nlongstraw: stopping in order; Ctrl-C again, or SIGTERM, ends it at once\n";
 
 /// Zero of the times below.
 static START: OnceLock<Instant> = OnceLock::new();
@@ -29,9 +29,8 @@ static START: OnceLock<Instant> = OnceLock::new();
 static REQUEST_MS: AtomicU64 = AtomicU64::new(0);
 /// The same for the other signals.
 static URGENT_REQUEST_MS: AtomicU64 = AtomicU64::new(0);
-/// The same for SIGINT, and for SIGTERM, which end the process the second time.
-static INTERRUPT_MS: AtomicU64 = AtomicU64::new(0);
-static TERMINATE_MS: AtomicU64 = AtomicU64::new(0);
+/// The same for SIGINT and SIGTERM together: the second of them ends the process.
+static END_MS: AtomicU64 = AtomicU64::new(0);
 /// Whether the signals end the process again.
 static LEAVING: AtomicBool = AtomicBool::new(false);
 
@@ -73,8 +72,7 @@ pub fn install_signal_handlers() -> Result<(), Error> {
 
 fn handle(signal: i32) {
     let again = match signal {
-        SIGINT => is_repeated(&INTERRUPT_MS),
-        SIGTERM => is_repeated(&TERMINATE_MS),
+        SIGINT | SIGTERM => is_repeated(&END_MS),
         _ => false,
     };
     if again || LEAVING.load(Ordering::Relaxed) {

@@ -1,10 +1,11 @@
 /* Faults of a file system for tests. Preloaded into a program, this lets calls fail on files whose path contains a text:
  *
- *   FAULT_CALL    flock, read, write or create
+ *   FAULT_CALL    flock, read, write, create, or disk: write and fdatasync
  *   FAULT_ERRNO   the number of the error. A negative one is a signal: the first such call sends it to its own process, and
  *                 goes on if the process does
  *   FAULT_PATH    the text
  *   FAULT_RANK    the rank that meets the fault (absent: all)
+ *   FAULT_HIDDEN  a text: the same rank cannot read files whose path contains it (absent: none)
  *   FAULT_SKIP    so many of the calls succeed first (absent: none)
  */
 #define _GNU_SOURCE
@@ -50,6 +51,19 @@ static int meets_open(const char *call, int descriptor) {
     return meets(call, path);
 }
 
+static int hidden(int descriptor) {
+    const char *text = getenv("FAULT_HIDDEN"), *rank = getenv("FAULT_RANK"), *own = getenv("OMPI_COMM_WORLD_RANK");
+    if (!text || (rank && (!own || strcmp(rank, own)))) return 0;
+    char name[64], path[4096];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", descriptor);
+    ssize_t length = readlink(name, path, sizeof path - 1);
+    if (length < 0) return 0;
+    path[length] = 0;
+    if (!strstr(path, text)) return 0;
+    errno = EIO;
+    return 1;
+}
+
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 int flock(int descriptor, int operation) {
@@ -58,18 +72,23 @@ int flock(int descriptor, int operation) {
 }
 
 ssize_t read(int descriptor, void *bytes, size_t count) {
-    if (meets_open("read", descriptor)) return -1;
+    if (meets_open("read", descriptor) || hidden(descriptor)) return -1;
     return REAL(read)(descriptor, bytes, count);
 }
 
 ssize_t write(int descriptor, const void *bytes, size_t count) {
-    if (meets_open("write", descriptor)) return -1;
+    if (meets_open("write", descriptor) || meets_open("disk", descriptor)) return -1;
     return REAL(write)(descriptor, bytes, count);
 }
 
 ssize_t writev(int descriptor, const struct iovec *parts, int count) {
     if (meets_open("write", descriptor)) return -1;
     return REAL(writev)(descriptor, parts, count);
+}
+
+int fdatasync(int descriptor) {
+    if (meets_open("disk", descriptor)) return -1;
+    return REAL(fdatasync)(descriptor);
 }
 
 int open64(const char *path, int flags, ...) {

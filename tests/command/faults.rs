@@ -12,7 +12,7 @@ use super::training::{ids, lines};
 /// A call of the system that fails, with which error, on paths that contain a text.
 #[derive(Clone, Copy)]
 pub(crate) struct Fault {
-    /// `flock`, `read`, `write` or `create`; faults.c has the functions.
+    /// `flock`, `read`, `write`, `create` or `disk`; faults.c has the functions.
     pub(crate) call: &'static str,
     /// A negative number is a signal, sent once.
     pub(crate) errno: libc::c_int,
@@ -121,6 +121,19 @@ fn a_disk_that_is_full_for_the_metrics_ends_the_run_with_what_was_learnt_saved()
 }
 
 #[test]
+fn metrics_that_cannot_be_brought_to_the_disk_do_not_stop_a_save_after_a_failure() {
+    let room = quick();
+    train(&room, "run", &[], &["run.steps=1"]).ended(0, &[]);
+    let fault = Fault { call: "disk", errno: libc::EIO, path: "run/metrics.jsonl", rank: None, skip: 0 };
+    let said = train_under(&room, fault, "run", &["--resume"], &["run.steps=5"]);
+    let words =
+        ["run/metrics.jsonl: Input/output error", "the checkpoint is written all the same", "saved after update 2; "];
+    said.refused(3, &words);
+    assert_eq!(checkpoints(&room, "run"), ["step_1", "step_2"]);
+    train(&room, "run", &["--resume"], &["run.steps=3"]).ended(0, &["step_2: update 3 is next"]);
+}
+
+#[test]
 fn a_rank_that_fails_alone_after_an_update_saves_it_before_the_job_ends() {
     let room = quick();
     train(&room, "whole", &[], &["run.steps=4"]).ended(0, &[]);
@@ -135,6 +148,19 @@ fn a_rank_that_fails_alone_after_an_update_saves_it_before_the_job_ends() {
         train(&room, &run_dir, &["--resume"], &["run.steps=4"]).ended(0, &["step_1: update 2 is next"]);
         assert_eq!(complete(&room, &run_dir, 4), complete(&room, "whole", 4));
     }
+}
+
+#[test]
+fn a_rank_that_fails_alone_and_does_not_see_the_run_directory_says_that_it_saves_nothing() {
+    let room = quick();
+    let fault = Fault { call: "write", errno: libc::ENOSPC, path: "/trace/", rank: Some(1), skip: 1 };
+    let mut variables = variables(&room, fault);
+    variables.push(("FAULT_HIDDEN", "run/.lock".into()));
+    let variables: Vec<(&str, &str)> = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    let call = arguments("run", &[], &["run.steps=4", "run.trace=true"]);
+    let said = room.run(&Call { ranks: 2, program: LONGSTRAW, arguments: &call, variables: &variables });
+    said.ended(3, &["rank 1 saves nothing after update 1: rank 0's run directory is not on its machine"]);
+    assert!(!room.path().join("run/latest").exists());
 }
 
 #[test]

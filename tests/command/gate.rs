@@ -114,6 +114,18 @@ fn another_thing_is_refused(room: &Room) {
 }
 
 #[test]
+fn a_gate_that_is_told_to_save_saves_nothing_and_runs_again_beside_earlier_checkpoints() {
+    let room = room();
+    let sets = [&SHORT[..], &["checkpoint.every=1"]].concat();
+    gate(&room, "gate3_128k", &["--force"], &sets).ended(0, &["gate3_128k has passed"]);
+    assert!(!room.path().join("runs/gates/gate3_128k/checkpoints").exists());
+    let left = "runs/gates/gate3_128k/checkpoints/step_1/state.json";
+    room.write(left, "of another version");
+    gate(&room, "gate3_128k", &["--force"], &sets).ended(0, &["gate3_128k has passed"]);
+    assert_eq!(room.read(left), "of another version");
+}
+
+#[test]
 fn a_forced_gate_reports_that_and_what_it_could_not_compare() {
     let room = room();
     gate(&room, "gate3_128k", &["--force"], &SHORT)

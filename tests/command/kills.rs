@@ -14,9 +14,10 @@ use super::room::{Call, LONGSTRAW, Room, Said};
 
 const RANKS: usize = 3;
 const PHASES: [&str; 7] = ["capture", "score", "replay", "sweep", "finalize", "update", "save"];
-/// The patience of these jobs, and what the launcher needs to end one on a busy machine.
-const STALL: &str = "run.stall_sec=4";
-const END: Duration = Duration::from_secs(14);
+/// The patience of these jobs: a healthy rank on a busy machine has to stay below it.
+const STALL: &str = "run.stall_sec=10";
+/// A job that lives longer hangs; no claim is about the time itself.
+const END: Duration = Duration::from_mins(15);
 /// Some phases last milliseconds, so that a signal may come after them; it is then sent anew, to another job.
 const AIMS_MAX: usize = 5;
 

@@ -161,34 +161,42 @@ fn an_interrupt_or_a_hang_up_stops_a_run_in_order_with_a_launcher_and_without() 
         signal(&room, &mut running, "alone", 1 + updates(&room, "alone"), 0, name);
         let said = running.end();
         said.ended(0, &["stopped after update "]);
-        assert_eq!(said.err.contains("Ctrl-C again ends it at once"), number == 0, "{said}");
+        assert_eq!(
+            said.err.contains("stopping in order; Ctrl-C again, or SIGTERM, ends it at once"),
+            number == 0,
+            "{said}"
+        );
         let made = updates(&room, "alone");
         assert_eq!(room.read("alone/latest"), format!("checkpoints/step_{made}\n"), "nothing is lost");
     }
 }
 
 #[test]
-fn a_second_interrupt_ends_a_process_at_once_and_an_ignored_hang_up_stays_ignored() {
+fn an_interrupt_and_a_sigterm_end_a_process_at_once_in_either_order_and_an_ignored_hang_up_stays_ignored() {
     let room = slow();
-    // A write to a full pipe blocks, as a write to a disk that is gone does: the first request to stop is not met.
-    let metrics = room.path().join("run/metrics.jsonl");
-    room.write("run/keep", "");
-    assert!(Command::new("mkfifo").arg(&metrics).status().unwrap().success());
-    let mut pipe = fs::OpenOptions::new().read(true).write(true).open(&metrics).unwrap();
-    pipe.write_all(&vec![b' '; 65_536]).unwrap();
-    let call = arguments("run", &[], &[]);
-    let mut running = room.start(&Call { ranks: 0, program: LONGSTRAW, arguments: &call, variables: &[] });
-    running.until("the write", || room.try_read("run/logs/rank_0.log").ok().filter(|log| log.contains("step 1/")));
-    // The first ones ask for a stop, a later one ends the process.
-    let mut sent = 0;
-    while !running.has_ended() {
-        running.signal(libc::SIGINT);
-        sent += 1;
-        std::thread::sleep(std::time::Duration::from_millis(300));
-        assert!(sent < 300, "it does not end");
+    for (number, (first, second)) in
+        [(libc::SIGINT, libc::SIGINT), (libc::SIGTERM, libc::SIGINT), (libc::SIGINT, libc::SIGTERM)]
+            .into_iter()
+            .enumerate()
+    {
+        // A write to a full pipe blocks, as a write to a disk that is gone does: the first request to stop is not met.
+        let run_dir = format!("run_{number}");
+        let metrics = room.path().join(&run_dir).join("metrics.jsonl");
+        room.write(&format!("{run_dir}/keep"), "");
+        assert!(Command::new("mkfifo").arg(&metrics).status().unwrap().success());
+        let mut pipe = fs::OpenOptions::new().read(true).write(true).open(&metrics).unwrap();
+        pipe.write_all(&vec![b' '; 65_536]).unwrap();
+        let call = arguments(&run_dir, &[], &[]);
+        let mut running = room.start(&Call { ranks: 0, program: LONGSTRAW, arguments: &call, variables: &[] });
+        let log = format!("{run_dir}/logs/rank_0.log");
+        running.until("the write", || room.try_read(&log).ok().filter(|log| log.contains("step 1/")));
+        running.signal(first);
+        // Another one within a second is taken for the first again.
+        std::thread::sleep(std::time::Duration::from_millis(1500));
+        assert!(!running.has_ended(), "one alone ends nothing");
+        running.signal(second);
+        assert_eq!(running.end().code, -1, "by the signal itself, without a code");
     }
-    assert!(sent > 1, "one alone ends nothing");
-    assert_eq!(running.end().code, -1, "by the signal itself, without a code");
     let script = room.script("ignore", &format!("trap '' HUP\nexec {LONGSTRAW} \"$@\""));
     let call = arguments("ignoring", &[], &["run.steps=3"]);
     let mut running = room.start(&Call { ranks: 0, program: &script, arguments: &call, variables: &[] });
@@ -427,6 +435,7 @@ fn a_finished_run_started_again_does_nothing_and_a_higher_number_of_steps_goes_o
     assert_eq!(said.json(), room.read_json("run/receipt.json"));
     assert!(kept == content(&room, "run"));
     train(&room, "run", &["--resume"], &["run.steps=4"]).ended(0, &["step_2: update 3 is next"]);
+    assert_eq!(room.read_json("run/receipt.step_2.json"), said.json(), "the receipt of the end before is kept");
     train(&room, "whole", &[], &["run.steps=4"]).ended(0, &[]);
     assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
     assert_eq!(numbers(&room, "run"), numbers(&room, "whole"));
@@ -527,6 +536,36 @@ fn saves_by_time_change_no_number() {
     train(&room, "run", &[], &["run.steps=4", "checkpoint.every_sec=1"]).ended(0, &[]);
     assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
     assert_eq!(numbers(&room, "run"), numbers(&room, "whole"));
+}
+
+#[test]
+fn a_run_that_saves_by_time_and_is_killed_goes_on_from_what_it_saved() {
+    let (room, sets) = (quick(), ["run.steps=1000000", "checkpoint.every_sec=1"]);
+    let mut running = start(&room, "run", &[], &sets);
+    running.until("a save by time", || room.path().join("run/latest").exists().then_some(()));
+    signal(&room, &mut running, "run", 1, 1, "-9");
+    assert_ne!(running.end().code, 0);
+    let made = updates(&room, "run") as u64;
+    let said = train(&room, "run", &["--resume"], &[&format!("run.steps={}", made + 1), "checkpoint.every_sec=1"]);
+    said.ended(0, &["going on from run/checkpoints/step_"]);
+    let next = said.err.lines().find_map(|line| line.split_once(": update ")?.1.split_once(" is next")?.0.parse().ok());
+    assert!(next.is_some_and(|next: u64| next > 1 && next <= made + 1), "{next:?} of {made}\n{said}");
+    complete(&room, "run", made + 1);
+}
+
+#[test]
+fn a_start_anew_that_was_interrupted_is_finished_by_the_next_start_with_a_line() {
+    let room = quick();
+    train(&room, "run", &[], &["run.steps=2"]).ended(0, &[]);
+    // As a kill between two moves leaves it.
+    room.write("run/earlier/1/.moving", "");
+    fs::rename(room.path().join("run/metrics.jsonl"), room.path().join("run/earlier/1/metrics.jsonl")).unwrap();
+    let said = train(&room, "run", &["--resume"], &["run.steps=1"]);
+    said.ended(0, &["a start that began anew in run was interrupted", "is now in run/earlier/1", "starting anew"]);
+    complete(&room, "run", 1);
+    assert!(room.path().join("run/earlier/1/checkpoints/step_2").is_dir());
+    assert!(!room.path().join("run/earlier/1/.moving").exists());
+    assert_eq!(room.read("run/earlier/1/metrics.jsonl").lines().count(), 2);
 }
 
 #[test]

@@ -40,6 +40,25 @@ pub(crate) fn small_rounds(world: &mut World) {
     axis.set_round_bytes(whole);
 }
 
+/// Memory that runs out while a ring moves must lead to exit 5 and leave time to save.
+pub(crate) fn panic_in_ring(world: &mut World) {
+    let axis = &world.all;
+    let (me, size) = (axis.rank().0, axis.size());
+    let byte = |rank: usize| u8::try_from(rank % 251).expect("below 251");
+    let sent = vec![byte(me); 1 << 20];
+    let mut received = vec![255u8; 1 << 20];
+    let caught = world.catch_panic(|| {
+        axis.ring_step(&[&sent], vec![&mut received], || {
+            assert_eq!(me, usize::MAX, "can't allocate memory: this rank and no other has asked for too much");
+        });
+    });
+    let exit = Failure::from(caught.expect_err("the panic comes out")).exit();
+    assert_eq!(exit, Exit::DoesNotFit, "the first panic is the one that counts");
+    let previous = (me + size - 1) % size;
+    assert!(received.iter().all(|&value| value == byte(previous)), "the buffers are no longer in use");
+    axis.barrier();
+}
+
 pub(crate) fn ring(world: &mut World) {
     let axis = &world.all;
     for (prompt, page) in [(1, 3), (50, 7), (130, 3)] {

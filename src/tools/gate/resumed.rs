@@ -30,7 +30,8 @@ pub(super) fn stopped_and_resumed(attempt: &mut Attempt<'_>, world: &mut World) 
         let removed = if world.all.rank() == Rank(0) { without_checkpoints(&loaded.rank.dir) } else { Ok(()) };
         world.agree(removed.map_err(Failure::from))?;
     }
-    let run = Run::open(&whole, RunOptions::default(), world)?;
+    let through = RunOptions { begin: Begin::New, stop_after: None, keeps_progress: true };
+    let run = Run::open(&whole, through, world)?;
     attempt.admit(Some(&run), world)?;
     let mut finished = run.train(world)?;
     finished.write(world)?;
@@ -38,9 +39,8 @@ pub(super) fn stopped_and_resumed(attempt: &mut Attempt<'_>, world: &mut World) 
     let expected = attempt.expected(session.spec());
     drop(session);
     let stop_after = whole.run.run.steps / 2;
-    let first =
-        ran(&parted, RunOptions { begin: Begin::New, stop_after: Some(stop_after), keeps_progress: true }, world)?;
-    let second = ran(&parted, RunOptions { begin: Begin::Resume, stop_after: None, keeps_progress: true }, world)?;
+    let first = ran(&parted, RunOptions { stop_after: Some(stop_after), ..through }, world)?;
+    let second = ran(&parted, RunOptions { begin: Begin::Resume, ..through }, world)?;
     let of_whole = checks::of_run(&receipt, &expected).into_iter().chain(memory::against_plan(&receipt));
     let mut all: Vec<Check> = of_whole.map(|check| checks::prefixed("whole", check)).collect();
     all.extend(checks::of_run(&second, &expected).into_iter().map(|check| checks::prefixed("resumed", check)));

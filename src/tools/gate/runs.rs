@@ -12,8 +12,11 @@ use crate::config::{Gate, Gradient, Growth, Runs};
 use crate::report::{Check, Receipt, say};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::Rank;
-use crate::train::{Finished, Run, RunFolder, RunOptions};
+use crate::train::{Begin, Finished, Run, RunFolder, RunOptions};
 use crate::world::World;
+
+/// A measurement: it saves nothing, and checkpoints that lie in its folder are no obstacle and stay as they are.
+const MEASURED: RunOptions = RunOptions { begin: Begin::Anew, stop_after: None, keeps_progress: false };
 
 /// One run in the gate's own folder, which comes back still locked.
 pub(super) fn once(
@@ -21,7 +24,7 @@ pub(super) fn once(
     folder: RunFolder,
     world: &mut World,
 ) -> Result<(Receipt, RunFolder), Failure> {
-    let run = Run::open_in(folder, attempt.loaded, RunOptions::default(), world)?;
+    let run = Run::open_in(folder, attempt.loaded, MEASURED, world)?;
     attempt.admit(Some(&run), world)?;
     let Finished { mut receipt, session, folder, .. } = run.train(world)?;
     let mut checks = checks::of_run(&receipt, &attempt.expected(session.spec()));
@@ -39,7 +42,7 @@ pub(super) fn once(
 /// gates are compared with.
 pub(super) fn both_gradients(attempt: &mut Attempt<'_>, world: &mut World) -> Result<Receipt, Failure> {
     let loaded = attempt.within("response", Gradient::Response);
-    let run = Run::open(&loaded, RunOptions::default(), world)?;
+    let run = Run::open(&loaded, MEASURED, world)?;
     attempt.admit(Some(&run), world)?;
     let mut response = run.train(world)?;
     response.write(world)?;
@@ -47,7 +50,7 @@ pub(super) fn both_gradients(attempt: &mut Attempt<'_>, world: &mut World) -> Re
     let expected = attempt.expected(session.spec());
     drop(session);
     let loaded = attempt.within("exact", Gradient::Exact);
-    let mut exact = Run::open(&loaded, RunOptions::default(), world)?.train(world)?;
+    let mut exact = Run::open(&loaded, MEASURED, world)?.train(world)?;
     exact.write(world)?;
     let mut checks = Vec::new();
     for (mode, receipt) in [("response", &receipt), ("exact", &exact.receipt)] {
