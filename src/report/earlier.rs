@@ -12,6 +12,8 @@ const FOLDER: &str = "earlier";
 const PROGRESS: [&str; 4] = ["checkpoints", "metrics.jsonl", "answers.jsonl", "receipt.json"];
 /// Stands in the folder of an earlier run from before the first move until after the last one.
 const MOVING: &str = ".moving";
+/// First parts of the names of receipts of earlier starts.
+const RECEIPTS: [&str; 2] = ["receipt.step_", "receipt.earlier"];
 /// Everything that is moved, with the receipts of earlier starts.
 const MOVED: [&str; 14] = [
     "answers.dropped.jsonl",
@@ -77,7 +79,7 @@ fn move_all(folder: &Path, place: &Path) -> Result<(), Error> {
     let entries = fs::read_dir(folder).and_then(Iterator::collect::<io::Result<Vec<_>>>);
     let names = entries.map_err(write(folder.into()))?.into_iter().map(|entry| entry.file_name());
     let names = names.filter_map(|name| name.into_string().ok());
-    let receipts = names.filter(|name| name.starts_with("receipt.") && name.ends_with(".json"));
+    let receipts = names.filter(|name| RECEIPTS.iter().any(|start| name.starts_with(start)));
     for name in MOVED.into_iter().map(String::from).chain(receipts) {
         match fs::rename(folder.join(&name), place.join(&name)) {
             Err(source) if source.kind() != ErrorKind::NotFound => return Err(write(folder.join(name))(source)),
