@@ -37,8 +37,8 @@ pub enum Error {
     Write { file: PathBuf, source: io::Error },
     #[error("{file}: the kept tokens are damaged: {reason}; remove the file, and start again with --resume")]
     Kept { file: PathBuf, reason: String },
-    #[error("{file}, line {line}: not a record: {source}")]
-    Record { file: PathBuf, line: u64, source: serde_json::Error },
+    #[error("{file}, line {line}: not a record: {reason}")]
+    Record { file: PathBuf, line: u64, reason: String },
     #[error("{file}: holds no record; write at least one line {{\"prompt\": …, \"answers\": [ … ]}}")]
     Empty { file: PathBuf },
     #[error("{place}: give one of {names}; {found}")]

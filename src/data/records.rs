@@ -34,7 +34,7 @@ struct RawGroup {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an answer such as {\"text\": \"4\"}")]
 struct RawAnswer {
     text: Option<String>,
     ids: Option<Vec<i64>>,
@@ -45,11 +45,19 @@ struct RawAnswer {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a part such as {\"text\": \"4\"}")]
 struct RawPart {
     text: Option<String>,
     ids: Option<Vec<i64>>,
     train: Option<bool>,
+}
+
+/// A parser's reason in words of JSON instead of Rust's; the text is one line.
+fn json_reason(error: &serde_json::Error, text: &str) -> String {
+    let words = error.to_string().replace(" at line 1 column ", " at column ");
+    let words = words.replace("expected f64", "expected a number").replace("expected i64", "expected a whole number");
+    let has_nan = words.starts_with("expected value") && (text.contains("NaN") || text.contains("Infinity"));
+    if has_nan { format!("{words}; JSON has no NaN and no Infinity: write null") } else { words }
 }
 
 /// Reads and checks all records, one after another, and passes each with its prompt's token ids to `take`; skips blank lines.
@@ -107,7 +115,8 @@ impl Record<'_> {
         } else {
             serde_json::from_str(text)
         };
-        parsed.map_err(|source| Error::Record { file: self.path.to_owned(), line: self.line, source })
+        let reason = |error: serde_json::Error| json_reason(&error, text);
+        parsed.map_err(|error| Error::Record { file: self.path.to_owned(), line: self.line, reason: reason(error) })
     }
 
     /// The field that holds the prompt, and its token ids.
@@ -423,7 +432,15 @@ mod tests {
                 r#"{"prompt_ids": [1], "answers": [{"ids": [1], "rewards": 1}]}"#,
                 "not a record: unknown field `rewards`",
             ),
-            (r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": NaN}]}"#, "not a record: expected value"),
+            (
+                r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": NaN}]}"#,
+                "not a record: expected value at column 55; JSON has no NaN and no Infinity: write null",
+            ),
+            (
+                r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": "x"}]}"#,
+                "string \"x\", expected a number at column",
+            ),
+            (r#"{"prompt_ids": [1], "answers": ["4"]}"#, "string \"4\", expected an answer such as {\"text\": \"4\"}"),
             (r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": 1e999}]}"#, "not a record: number out of range"),
             (r#"{"answers": []}"#, r#"record: give one of "prompt", "prompt_ids" or "messages"; none is given"#),
             (r#"{"prompt": "a", "messages": [], "answers": []}"#, "; more than one is given"),

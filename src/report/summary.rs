@@ -70,10 +70,10 @@ pub(super) fn table(receipt: &Receipt, folder: &Path) -> String {
     if let [Some(before), Some(after)] = receipt.held_out {
         let prompts = after.prompts;
         if let (Some(first), Some(last)) = (before.reward, after.reward) {
-            row("held-out mean reward", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
+            row("held-out reward, sampled answers", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
         }
         if let (Some(first), Some(last)) = (before.greedy, after.greedy) {
-            row("held-out greedy reward", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
+            row("held-out reward, greedy answers", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
         }
         if let (Some(first), Some(last)) = (before.margin, after.margin) {
             row("held-out margin, right over wrong (nats)", format!("{first:.3} -> {last:.3} on {prompts} prompts"));

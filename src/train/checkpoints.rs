@@ -102,7 +102,9 @@ impl Checkpoints {
         notes.extend(world.from_root(|| Ok(self.keep_aside(&passed_over)?))?);
         let place = self.store.place(updates);
         let named = latest.filter(|_| passed_over.is_empty()).filter(|named| !place.ends_with(named));
-        notes.extend(named.map(|named| format!("latest names {named}, which is not the newest checkpoint")));
+        notes.extend(named.map(|named| {
+            format!("latest names {named}, which is not there as it was: the newest whole checkpoint is taken")
+        }));
         notes.push(format!("going on from {}: update {} is next", place.display(), updates + 1));
         let held_out_before = serde_json::from_value(held_out).unwrap_or_default();
         Ok(Start { updates, resumed: true, held_out_before, notes })
