@@ -434,7 +434,7 @@ mod tests {
             ),
             (
                 r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": NaN}]}"#,
-                "not a record: expected value at column 55; JSON has no NaN and no Infinity: write null",
+                "not a record: expected value at column 56; JSON has no NaN and no Infinity: write null",
             ),
             (
                 r#"{"prompt_ids": [1], "answers": [{"ids": [1], "reward": "x"}]}"#,
