@@ -120,13 +120,19 @@ fn template_refusals_and_missing_answers_name_file_and_line() {
     room.alone(&[]).refused(3, &["train.jsonl, line 1, answers: none is given", "set rollout.sample = true"]);
 }
 
+/// A record whose prompt is one turn of a conversation.
+fn conversation() -> Value {
+    let mut record = record(9, [1, 2, 3]);
+    record.as_object_mut().unwrap().remove("prompt_ids");
+    record["messages"] = json!([{"role": "user", "content": "hi"}]);
+    record
+}
+
 #[test]
 fn tools_that_the_template_would_leave_out_are_refused_and_its_own_template_for_tools_is_read() {
     let draft = draft();
     let room = Room::with(&[("config.toml", &config(draft.path()))]);
-    let mut record = record(9, [1, 2, 3]);
-    record.as_object_mut().unwrap().remove("prompt_ids");
-    record["messages"] = json!([{"role": "user", "content": "hi"}]);
+    let mut record = conversation();
     record["tools"] = json!([{"name": "add"}]);
     room.write("train.jsonl", lines(&[record]));
     room.alone(&[]).refused(3, &["train.jsonl, line 1, messages: the chat template of ", "it does not read \"tools\""]);
@@ -140,10 +146,7 @@ fn tools_that_the_template_would_leave_out_are_refused_and_its_own_template_for_
 fn a_template_that_writes_the_date_is_announced_since_its_prompts_are_others_tomorrow() {
     let draft = draft();
     let room = Room::with(&[("config.toml", &config(draft.path()))]);
-    let mut record = record(9, [1, 2, 3]);
-    record.as_object_mut().unwrap().remove("prompt_ids");
-    record["messages"] = json!([{"role": "user", "content": "hi"}]);
-    room.write("train.jsonl", lines(&[record]));
+    room.write("train.jsonl", lines(&[conversation()]));
     let start = |run_dir: &str| room.alone(&["train", "--set", "run.steps=1", "--run-dir", run_dir]);
     let words = "the chat template writes today's date";
     assert!(!start("without").ended(0, &[]).err.contains(words));
