@@ -10,6 +10,9 @@ const COUNT_MAX: u64 = 1 << 31;
 /// Most layers of a decoder; no published one comes near, and lists per layer stay small whatever a file states.
 const LAYERS_MAX: u64 = 1 << 14;
 
+/// The largest width or number of heads or experts of a family with experts: with it no sum of all layers comes near 2⁶⁴.
+pub const SIZE_MAX: u64 = 1 << 15;
+
 /// One thing that is wrong with a config, with its key and value.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what each is")]
@@ -118,6 +121,15 @@ impl<'a> ConfigReader<'a> {
             self.refuse(key, value, "a whole number from 1 to 2^31");
             1
         })
+    }
+
+    /// A width, or a number of heads or experts: a count of at most [`SIZE_MAX`]. Absent: `default`, or a problem.
+    pub fn size(&mut self, key: &str, default: Option<u64>) -> u64 {
+        let size = self.count(key, default);
+        if size > SIZE_MAX {
+            self.refuse(key, &Value::from(size), "a whole number from 1 to 32768");
+        }
+        size.min(SIZE_MAX)
     }
 
     /// A number of layers. Absent: a problem.

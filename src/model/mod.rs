@@ -17,6 +17,7 @@ pub mod lora;
 pub mod mixer;
 #[cfg(test)]
 mod mixer_sketches;
+pub mod parts;
 pub mod pass;
 pub mod past;
 pub mod planes;

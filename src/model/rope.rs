@@ -221,6 +221,19 @@ fn yarn_gain(rope: &mut ConfigReader<'_>, factor: f64) -> f64 {
     }
 }
 
+/// The factor that a stretched embedding puts on attention scores beside that on cosine and sine: (0.1 · `mscale_all_dim` · ln
+/// factor + 1)², in families that read `mscale_all_dim` so; `None` where there is none.
+#[must_use]
+pub fn yarn_score_gain(keys: &ConfigReader<'_>, replacement: Option<&Value>) -> Option<f64> {
+    let scaling = keys.value("rope_scaling").filter(|value| value.as_object().is_some_and(|table| !table.is_empty()));
+    let table = replacement.or(scaling).or_else(|| keys.value("rope_parameters"))?.as_object()?;
+    let kind = table.get("rope_type").or_else(|| table.get("type")).and_then(Value::as_str).unwrap_or("default");
+    let number = |key: &str| table.get(key).and_then(Value::as_f64);
+    let all_dims = number("mscale_all_dim").filter(|scale| *scale != 0.0)?;
+    let factor = number("factor").filter(|factor| *factor > 1.0 && kind != "default")?;
+    Some((0.1 * all_dims * factor.ln() + 1.0).powi(2))
+}
+
 /// Inverse frequencies and gain, ready to make tables.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
@@ -328,6 +341,26 @@ fn single_precision(spec: &RopeSpec) -> Tensor {
             interpolated_d * (1.0 - &extrapolated_d) + inverse_d * extrapolated_d
         }
     }
+}
+
+/// Rotates pairs (2j, 2j + 1) of the first 2n dimensions of each head; the rest pass unchanged. The first of all pairs come
+/// first in the result, then the second of all pairs: products of two rows that are rotated so do not depend on the order.
+///
+/// Shapes as in [`rotate_half_split`].
+///
+/// # Panics
+/// When `x_thd` has not three dimensions.
+pub fn rotate_interleaved(x_thd: &Tensor, cos_tn: &Tensor, sin_tn: &Tensor) -> Tensor {
+    let (_, _, head_dim) = x_thd.size3().expect("heads are laid out as [t, heads, d]");
+    let pairs = *cos_tn.size().last().expect("tables are laid out as [t, n]");
+    let (cos, sin) = (cos_tn.unsqueeze(1), sin_tn.unsqueeze(1));
+    let rotated = x_thd.narrow(2, 0, 2 * pairs);
+    let (first, second) = (rotated.slice(2, 0, None, 2), rotated.slice(2, 1, None, 2));
+    let mut parts = vec![&first * &cos - &second * &sin, &second * &cos + &first * &sin];
+    if head_dim > 2 * pairs {
+        parts.push(x_thd.narrow(2, 2 * pairs, head_dim - 2 * pairs));
+    }
+    Tensor::cat(&parts, 2)
 }
 
 /// Rotates pairs (j, j + n) of the first 2n dimensions of each head; the rest pass unchanged.

@@ -8,6 +8,8 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
 use super::config_reader::Problem;
+pub use super::parts::{Activation, Biases, BlockNorms, NormForm};
+use super::parts::{ExpertSpec, LatentSpec, Router};
 use super::problems::Problems;
 use super::rope::{Rope, RopeSpec};
 use crate::runtime::digest::sha256_hex;
@@ -44,69 +46,7 @@ impl Classified for Error {
     }
 }
 
-/// Which projections carry a bias.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
-#[expect(clippy::struct_excessive_bools, reason = "five independent facts of a checkpoint, not a state")]
-#[expect(missing_docs, reason = "the names say everything")]
-pub struct Biases {
-    pub q: bool,
-    pub k: bool,
-    pub v: bool,
-    pub o: bool,
-    pub mlp: bool,
-}
-
-/// Formula of a norm: x / √(mean(x²) + eps), then the weight.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum NormForm {
-    /// Cast to the model's dtype, then times w.
-    #[default]
-    Weight,
-    /// Times 1 + w in the accumulation dtype, then cast.
-    OnePlusWeight,
-}
-
-/// Norms around a block's two parts, attention and feed-forward.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum BlockNorms {
-    /// One before each part.
-    #[default]
-    Two,
-    /// One before and one after each part.
-    Four,
-}
-
-/// Activation of the gate in the feed-forward.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Activation {
-    /// z · sigmoid(z).
-    #[default]
-    Silu,
-    /// GELU by its tanh formula.
-    GeluTanh,
-}
-
-impl Activation {
-    /// The name in published configs.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        self.in_quotes().trim_matches('"')
-    }
-
-    /// The name in quotes, for messages.
-    #[must_use]
-    pub fn in_quotes(self) -> &'static str {
-        match self {
-            Activation::Silu => "\"silu\"",
-            Activation::GeluTanh => "\"gelu_pytorch_tanh\"",
-        }
-    }
-}
-
-/// A dense decoder. Sizes are counts of elements; every head has the same width.
+/// A decoder. Sizes are counts of elements; every head has the same width.
 ///
 /// Equality of two specs is equality of [`Spec::canonical`]. A field after `eos` stands in it only where it is not the
 /// default, so that a difference of one family changes no digest of another's models.
@@ -167,6 +107,12 @@ pub struct Spec {
     /// Logits z become cap · tanh(z / cap).
     #[serde(skip_serializing_if = "is_default")]
     pub logit_cap: Option<f64>,
+    /// Attention over latents; `None`: over keys and values of its own. With it `head_dim` is the width of a whole key.
+    #[serde(skip_serializing_if = "is_default")]
+    pub latent: Option<LatentSpec>,
+    /// Feed-forwards of experts; `None`: no layer has them.
+    #[serde(skip_serializing_if = "is_default")]
+    pub experts: Option<ExpertSpec>,
 }
 
 fn is_default<T: Default + PartialEq>(field: &T) -> bool {
@@ -211,6 +157,8 @@ impl Expected {
     }
 }
 
+/// Names that target lists use for the linear layers of experts.
+pub const EXPERT_PROJECTIONS: [&str; 3] = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"];
 /// Name of the embedding.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Name of the last norm.
@@ -222,44 +170,96 @@ impl Spec {
     /// Every linear layer that an adapter may target: layer by layer, within a layer in the order of the computation.
     #[must_use]
     pub fn linear_layers(&self) -> Vec<Linear> {
-        (0..self.layers).flat_map(|layer| self.linear_layers_of(LayerIndex(layer))).collect()
+        let of = |layer| [self.linear_layers_of(layer), self.expert_layers_of(layer)].concat();
+        (0..self.layers).map(LayerIndex).flat_map(of).collect()
     }
 
-    /// The seven linear layers of one layer, in the order of the computation.
+    /// The linear layers of one layer that every row passes, in the order of the computation.
     #[must_use]
     pub fn linear_layers_of(&self, layer: LayerIndex) -> Vec<Linear> {
-        let (query_width, kv_width) = (self.query_heads * self.head_dim, self.kv_heads * self.head_dim);
-        [
-            ("self_attn", "q_proj", self.width, query_width),
-            ("self_attn", "k_proj", self.width, kv_width),
-            ("self_attn", "v_proj", self.width, kv_width),
-            ("self_attn", "o_proj", query_width, self.width),
-            ("mlp", "gate_proj", self.width, self.ffn_width),
-            ("mlp", "up_proj", self.width, self.ffn_width),
-            ("mlp", "down_proj", self.ffn_width, self.width),
-        ]
-        .into_iter()
-        .map(|(part, projection, inputs, outputs)| {
+        let of = |part: &str, projection, inputs, outputs| {
             let module = format!("model.layers.{layer}.{part}.{projection}");
             Linear { layer, projection, module, inputs, outputs }
-        })
-        .collect()
+        };
+        let mut linears: Vec<Linear> = match &self.latent {
+            None => {
+                let (query_width, kv_width) = (self.query_heads * self.head_dim, self.kv_heads * self.head_dim);
+                vec![
+                    of("self_attn", "q_proj", self.width, query_width),
+                    of("self_attn", "k_proj", self.width, kv_width),
+                    of("self_attn", "v_proj", self.width, kv_width),
+                    of("self_attn", "o_proj", query_width, self.width),
+                ]
+            }
+            Some(latent) => vec![
+                of("self_attn", "q_a_proj", self.width, latent.query_rank),
+                of("self_attn", "q_b_proj", latent.query_rank, self.query_heads * self.head_dim),
+                of("self_attn", "kv_a_proj_with_mqa", self.width, latent.latent + latent.rotated),
+                of("self_attn", "kv_b_proj", latent.latent, self.query_heads * (latent.plain + latent.value_dim)),
+                of("self_attn", "o_proj", self.query_heads * latent.value_dim, self.width),
+            ],
+        };
+        match self.experts_of(layer) {
+            None => linears.extend(self.feed_forward(layer, "mlp", self.ffn_width)),
+            Some(experts) if experts.shared_width == 0 => {}
+            Some(experts) => linears.extend(self.feed_forward(layer, "mlp.shared_experts", experts.shared_width)),
+        }
+        linears
+    }
+
+    /// The linear layers of one layer's experts, expert by expert.
+    #[must_use]
+    pub fn expert_layers_of(&self, layer: LayerIndex) -> Vec<Linear> {
+        let Some(experts) = self.experts_of(layer) else { return Vec::new() };
+        let of = |expert: u64| {
+            let own = self.feed_forward(layer, &format!("mlp.experts.{expert}"), experts.width);
+            own.into_iter().zip(EXPERT_PROJECTIONS).map(|(linear, projection)| Linear { projection, ..linear })
+        };
+        (0..experts.count).flat_map(of).collect()
+    }
+
+    fn feed_forward(&self, layer: LayerIndex, part: &str, ffn_width: u64) -> [Linear; 3] {
+        [("gate_proj", self.width, ffn_width), ("up_proj", self.width, ffn_width), ("down_proj", ffn_width, self.width)]
+            .map(|(projection, inputs, outputs)| {
+                let module = format!("model.layers.{layer}.{part}.{projection}");
+                Linear { layer, projection, module, inputs, outputs }
+            })
+    }
+
+    /// What the layer's experts are; `None` where its feed-forward has none.
+    #[must_use]
+    pub fn experts_of(&self, layer: LayerIndex) -> Option<&ExpertSpec> {
+        self.experts.as_ref().filter(|experts| experts.sparse[layer.0])
     }
 
     /// The names that a list of adapter targets may hold, in the order of the computation.
     #[must_use]
     pub fn projections(&self) -> Vec<&'static str> {
-        self.linear_layers_of(LayerIndex(0)).into_iter().map(|linear| linear.projection).collect()
+        let mut names = Vec::new();
+        for linear in (0..self.layers).flat_map(|layer| self.linear_layers_of(LayerIndex(layer))) {
+            if !names.contains(&linear.projection) {
+                names.push(linear.projection);
+            }
+        }
+        if self.experts.is_some() {
+            names.extend(EXPERT_PROJECTIONS);
+        }
+        names
     }
 
-    /// The linear layers that `targets` name (all of them for `None`), in canonical order.
+    /// The linear layers that `targets` name, in canonical order; for `None` all but those of experts. A row trains only the
+    /// experts that it goes to, so their adapters see a fraction of the rows, and take as much memory for each expert as the
+    /// others take for a layer.
     ///
     /// # Errors
     /// When a target names no linear layer of the family, or the list is empty.
     pub fn adapted(&self, targets: Option<&[String]>) -> Result<Vec<Linear>, Error> {
-        let Some(targets) = targets else { return Ok(self.linear_layers()) };
-        check_targets(self.model_type, &self.projections(), Some(targets))?;
         let mut linears = self.linear_layers();
+        let Some(targets) = targets else {
+            linears.retain(|linear| !EXPERT_PROJECTIONS.contains(&linear.projection));
+            return Ok(linears);
+        };
+        check_targets(self.model_type, &self.projections(), Some(targets))?;
         linears.retain(|linear| targets.iter().any(|target| target == linear.projection));
         Ok(linears)
     }
@@ -270,6 +270,9 @@ impl Spec {
         let mut tensors = vec![Expected::new(EMBEDDING.to_owned(), &[self.vocabulary, self.width])];
         for layer in 0..self.layers {
             tensors.extend(self.tensors_of(LayerIndex(layer)));
+            let weight =
+                |linear: Linear| Expected::new(format!("{}.weight", linear.module), &[linear.outputs, linear.inputs]);
+            tensors.extend(self.expert_layers_of(LayerIndex(layer)).into_iter().map(weight));
         }
         tensors.push(Expected::new(FINAL_NORM.to_owned(), &[self.width]));
         if !self.tied_embeddings {
@@ -278,33 +281,33 @@ impl Spec {
         tensors
     }
 
-    /// The tensors of one layer, in the order of the computation.
+    /// The tensors of one layer without those of its experts, in the order of the computation.
     #[must_use]
     pub fn tensors_of(&self, layer: LayerIndex) -> Vec<Expected> {
         let norm = |name: &str, width: u64| Expected::new(format!("model.layers.{layer}.{name}.weight"), &[width]);
         let mut tensors = vec![norm("input_layernorm", self.width)];
+        let mut before_feed_forward = true;
         for linear in self.linear_layers_of(layer) {
-            let biased = match linear.projection {
-                "q_proj" => self.biases.q,
-                "k_proj" => self.biases.k,
-                "v_proj" => self.biases.v,
-                "o_proj" => self.biases.o,
-                _ => self.biases.mlp,
-            };
-            if linear.projection == "gate_proj" {
-                tensors.push(norm("post_attention_layernorm", self.width));
-                if self.block_norms == BlockNorms::Four {
-                    tensors.push(norm("pre_feedforward_layernorm", self.width));
-                }
+            if before_feed_forward && !linear.module.contains("self_attn") {
+                before_feed_forward = false;
+                tensors.extend(self.before_feed_forward(layer));
             }
             tensors.push(Expected::new(format!("{}.weight", linear.module), &[linear.outputs, linear.inputs]));
-            if biased {
+            if self.is_biased(linear.projection) {
                 tensors.push(Expected::new(format!("{}.bias", linear.module), &[linear.outputs]));
             }
             if self.qk_norm && linear.projection == "k_proj" {
                 tensors.push(norm("self_attn.q_norm", self.head_dim));
                 tensors.push(norm("self_attn.k_norm", self.head_dim));
             }
+            match (&self.latent, linear.projection) {
+                (Some(latent), "q_a_proj") => tensors.push(norm("self_attn.q_a_layernorm", latent.query_rank)),
+                (Some(latent), "kv_a_proj_with_mqa") => tensors.push(norm("self_attn.kv_a_layernorm", latent.latent)),
+                _ => {}
+            }
+        }
+        if before_feed_forward {
+            tensors.extend(self.before_feed_forward(layer));
         }
         if self.block_norms == BlockNorms::Four {
             tensors.push(norm("post_feedforward_layernorm", self.width));
@@ -312,17 +315,71 @@ impl Spec {
         tensors
     }
 
+    /// The tensors between attention and feed-forward: those of the index, of the norms and of the router.
+    fn before_feed_forward(&self, layer: LayerIndex) -> Vec<Expected> {
+        let named = |name: &str, shape: &[u64]| Expected::new(format!("model.layers.{layer}.{name}"), shape);
+        let mut tensors = self.index_tensors(layer);
+        tensors.push(named("post_attention_layernorm.weight", &[self.width]));
+        if self.block_norms == BlockNorms::Four {
+            tensors.push(named("pre_feedforward_layernorm.weight", &[self.width]));
+        }
+        if let Some(experts) = self.experts_of(layer) {
+            tensors.push(named("mlp.gate.weight", &[experts.count, self.width]));
+            if experts.router == Router::Sigmoid {
+                tensors.push(named("mlp.gate.e_score_correction_bias", &[experts.count]));
+            }
+        }
+        tensors
+    }
+
+    /// The tensors of a layer's index; none where it does not choose keys.
+    fn index_tensors(&self, layer: LayerIndex) -> Vec<Expected> {
+        let Some(latent) = self.latent.as_ref().filter(|latent| latent.index.owners[layer.0]) else {
+            return Vec::new();
+        };
+        let index = &latent.index;
+        let named =
+            |name: &str, shape: &[u64]| Expected::new(format!("model.layers.{layer}.self_attn.indexer.{name}"), shape);
+        vec![
+            named("wq_b.weight", &[index.heads * index.dim, latent.query_rank]),
+            named("wk.weight", &[index.dim, self.width]),
+            named("k_norm.weight", &[index.dim]),
+            named("k_norm.bias", &[index.dim]),
+            named("weights_proj.weight", &[index.heads, self.width]),
+        ]
+    }
+
+    fn is_biased(&self, projection: &str) -> bool {
+        match projection {
+            "q_proj" | "q_a_proj" => self.biases.q,
+            "k_proj" | "kv_a_proj_with_mqa" => self.biases.k,
+            "v_proj" => self.biases.v,
+            "o_proj" => self.biases.o,
+            "gate_proj" | "up_proj" | "down_proj" => self.biases.mlp,
+            _ => false,
+        }
+    }
+
     /// The same model with its first layers only.
     #[must_use]
     pub fn first_layers(&self, layers: usize) -> Spec {
         let layers = layers.min(self.layers);
-        Spec { layers, window: self.window[..layers].to_vec(), ..self.clone() }
+        let mut first = Spec { layers, ..self.clone() };
+        first.window.truncate(layers);
+        first.latent.iter_mut().for_each(|latent| latent.index.owners.truncate(layers));
+        first.experts.iter_mut().for_each(|experts| experts.sparse.truncate(layers));
+        first
     }
 
     /// Elements of all tensors; a tied head counts once.
     #[must_use]
     pub fn parameter_count(&self) -> u64 {
-        self.tensors().iter().map(Expected::elements).sum()
+        let ends = self.width * (1 + self.vocabulary * if self.tied_embeddings { 1 } else { 2 });
+        let layers = (0..self.layers).map(LayerIndex).map(|layer| {
+            let experts = self.experts_of(layer).map_or(0, |experts| 3 * experts.count * experts.width * self.width);
+            experts + self.tensors_of(layer).iter().map(Expected::elements).sum::<u64>()
+        });
+        ends + layers.sum::<u64>()
     }
 
     /// The spec as one line of JSON with fixed order: what digests of the model are taken over.

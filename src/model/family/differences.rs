@@ -30,6 +30,8 @@ pub struct Differences {
     pub ropes: RopeRule,
     /// Whether embedding rows are multiplied by √width.
     pub scaled_embeddings: bool,
+    /// Feed-forwards of experts, where the family has them.
+    pub experts: Option<ExpertDefaults>,
     /// Whether the config may cap logits (`final_logit_softcapping`); caps of attention scores are refused.
     pub soft_caps: bool,
     /// What stands in for absent keys.
@@ -81,6 +83,16 @@ pub enum RopeRule {
     ByLayerKind { full_theta: f64, sliding_theta: f64 },
 }
 
+/// What stands in for absent keys of a softmax mixture without shared experts.
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "the names say everything")]
+pub struct ExpertDefaults {
+    pub count: u64,
+    pub chosen: u64,
+    pub width: u64,
+    pub normalised: bool,
+}
+
 /// What stands in for a key that a config leaves out.
 #[derive(Debug)]
 pub struct Defaults {
@@ -119,6 +131,7 @@ impl Differences {
         ropes: RopeRule::One,
         scaled_embeddings: false,
         soft_caps: false,
+        experts: None,
         defaults: Defaults::PLAIN,
     };
 }

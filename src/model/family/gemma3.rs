@@ -16,6 +16,7 @@ pub(super) const GEMMA3: Differences = Differences {
     ropes: RopeRule::ByLayerKind { full_theta: 1_000_000.0, sliding_theta: 10_000.0 },
     scaled_embeddings: true,
     soft_caps: true,
+    experts: None,
     defaults: Defaults {
         vocabulary: Some(262_208),
         query_heads: Some(8),

@@ -2,10 +2,12 @@
 
 pub mod differences;
 mod gemma3;
+mod glm;
 mod llama;
 mod mistral;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod read;
 
 use std::path::Path;
@@ -19,14 +21,14 @@ use super::shape::planned;
 use super::spec::{Error, Spec, parsed};
 use crate::runtime::names;
 
-/// Every family that is built.
+/// Every family with keys and values by head.
 pub static FAMILIES: &[&Differences] =
-    &[&qwen3::QWEN3, &qwen2::QWEN2, &llama::LLAMA, &mistral::MISTRAL, &gemma3::GEMMA3];
+    &[&qwen3::QWEN3, &qwen2::QWEN2, &llama::LLAMA, &mistral::MISTRAL, &gemma3::GEMMA3, &qwen3_moe::QWEN3_MOE];
 
-/// All `model_type` values that are read, in the order of [`FAMILIES`].
+/// All `model_type` values that are read.
 #[must_use]
 pub fn model_types() -> Vec<&'static str> {
-    FAMILIES.iter().map(|family| family.model_type).collect()
+    FAMILIES.iter().map(|family| family.model_type).chain([glm::MODEL_TYPE]).collect()
 }
 
 impl Spec {
@@ -52,20 +54,34 @@ impl Spec {
         if let Some(value) = keys.value_here_or_outside("quantization_config") {
             keys.unsupported("quantization_config", value, "float32, float16, bfloat16 and float64 weights");
         }
-        let spec = read::read(&mut keys, rope_scaling, family);
+        let spec = match family {
+            Family::Grouped(own) => read::read(&mut keys, rope_scaling, own),
+            Family::Latent => glm::read(&mut keys, rope_scaling),
+        };
         if keys.problems.is_empty() { Ok(spec) } else { Err(refused(keys.problems)) }
     }
 }
 
+/// What reads a family's config.
+enum Family {
+    /// Keys and values by head: a row of the table of differences.
+    Grouped(&'static Differences),
+    /// Attention over latents.
+    Latent,
+}
+
 /// The family that the config names; else a problem.
-fn find(keys: &mut ConfigReader<'_>) -> Option<&'static Differences> {
+fn find(keys: &mut ConfigReader<'_>) -> Option<Family> {
     // A wrapper names the family outside where the text model's own table does not.
     let Some(outside) = keys.value_here_or_outside("model_type") else {
         keys.problems.push(Problem::Missing { key: keys.name("model_type") });
         return None;
     };
     let found = keys.word("model_type", "");
-    let family = FAMILIES.iter().copied().find(|family| family.model_type == found);
+    if found == glm::MODEL_TYPE {
+        return Some(Family::Latent);
+    }
+    let family = FAMILIES.iter().copied().find(|family| family.model_type == found).map(Family::Grouped);
     if family.is_some() || !keys.problems.is_empty() {
         return family;
     }

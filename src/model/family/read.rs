@@ -2,8 +2,9 @@
 
 use serde_json::Value;
 
-use super::differences::{BiasRule, Differences, RopeRule, ScoreScale, WindowRule};
+use super::differences::{BiasRule, Differences, ExpertDefaults, RopeRule, ScoreScale, WindowRule};
 use crate::model::config_reader::{ConfigReader, Problem};
+use crate::model::parts::{ExpertSpec, Router};
 use crate::model::rope::{RopeKeys, RopeSpec};
 use crate::model::spec::{Biases, Spec};
 use crate::runtime::units::from_index;
@@ -72,6 +73,37 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, ow
         sliding_rope,
         scaled_embeddings: own.scaled_embeddings,
         logit_cap: logit_cap(keys, own.soft_caps),
+        latent: None,
+        experts: own.experts.map(|defaults| experts(keys, &defaults, layers)),
+    }
+}
+
+/// A softmax mixture: every `decoder_sparse_step`-th layer has experts, but for those that `mlp_only_layers` lists.
+fn experts(keys: &mut ConfigReader<'_>, defaults: &ExpertDefaults, layers: usize) -> ExpertSpec {
+    // Published files name the first key, newer releases of transformers write the second.
+    let count_key = if keys.value("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    let count = keys.size(count_key, Some(defaults.count));
+    let chosen = keys.size("num_experts_per_tok", Some(defaults.chosen));
+    if chosen > count && keys.problems.is_empty() {
+        keys.refuse("num_experts_per_tok", &Value::from(chosen), "at most the number of experts");
+    }
+    let step = keys.count("decoder_sparse_step", Some(1));
+    let dense = keys.tokens("mlp_only_layers", &[]);
+    let is_sparse = |layer: usize| {
+        let layer = from_index(layer);
+        !dense.contains(&layer) && (layer + 1).is_multiple_of(step)
+    };
+    ExpertSpec {
+        count,
+        chosen,
+        width: keys.size("moe_intermediate_size", Some(defaults.width)),
+        shared_width: 0,
+        router: Router::Softmax,
+        normalised: keys.flag("norm_topk_prob", defaults.normalised),
+        scaling: 1.0,
+        groups: 1,
+        kept_groups: 1,
+        sparse: (0..layers).map(is_sparse).collect(),
     }
 }
 

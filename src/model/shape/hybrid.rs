@@ -1,6 +1,6 @@
 //! `qwen3_5` text models: a gated delta rule in most layers, gated attention in the others, dense feed-forwards.
 
-use super::layers::{Layer, Mix, Projection, Segment, Shape, feed_forward, size, weights};
+use super::layers::{Layer, Mix, Projection, Segment, Shape, feed_forward, weights};
 use crate::model::config_reader::ConfigReader;
 use crate::runtime::units::from_index;
 
@@ -23,16 +23,16 @@ pub(super) fn read(keys: &mut ConfigReader<'_>) -> Shape {
     let vocabulary = keys.count("vocab_size", None);
     let layers = keys.layers("num_hidden_layers");
     let sizes = Sizes {
-        width: size(keys, "hidden_size", None),
-        ffn_width: size(keys, "intermediate_size", None),
-        heads: size(keys, "num_attention_heads", Some(16)),
-        kv_heads: size(keys, "num_key_value_heads", Some(4)),
-        head_dim: size(keys, "head_dim", Some(256)),
-        key_heads: size(keys, "linear_num_key_heads", Some(16)),
-        value_heads: size(keys, "linear_num_value_heads", Some(32)),
-        key_dim: size(keys, "linear_key_head_dim", Some(128)),
-        value_dim: size(keys, "linear_value_head_dim", Some(128)),
-        taps: size(keys, "linear_conv_kernel_dim", Some(4)),
+        width: keys.size("hidden_size", None),
+        ffn_width: keys.size("intermediate_size", None),
+        heads: keys.size("num_attention_heads", Some(16)),
+        kv_heads: keys.size("num_key_value_heads", Some(4)),
+        head_dim: keys.size("head_dim", Some(256)),
+        key_heads: keys.size("linear_num_key_heads", Some(16)),
+        value_heads: keys.size("linear_num_value_heads", Some(32)),
+        key_dim: keys.size("linear_key_head_dim", Some(128)),
+        value_dim: keys.size("linear_value_head_dim", Some(128)),
+        taps: keys.size("linear_conv_kernel_dim", Some(4)),
     };
     let (known, wanted) = (["linear_attention", "full_attention"], "\"linear_attention\" and \"full_attention\"");
     let listed = keys.layer_words("layer_types", layers, &known, wanted);

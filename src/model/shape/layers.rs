@@ -1,6 +1,5 @@
 //! The parts of a shape: layers, their mixers and linear layers, as numbers.
 
-use crate::model::config_reader::ConfigReader;
 use crate::runtime::units::{float, from_index};
 
 /// The part of a layer in which positions meet. Counts of heads, widths in elements.
@@ -255,16 +254,4 @@ pub(super) fn feed_forward(width: u64, ffn_width: u64) -> [Projection; 3] {
 /// Elements of linear layers' weights.
 pub(super) fn weights(projections: &[Projection]) -> u64 {
     projections.iter().map(|projection| projection.inputs * projection.outputs).sum()
-}
-
-/// The largest width or number of heads or experts that is read: with it no sum of all layers comes near 2⁶⁴.
-pub(super) const SIZE_MAX: u64 = 1 << 15;
-
-/// A width, or a number of heads or experts.
-pub(super) fn size(keys: &mut ConfigReader<'_>, key: &str, default: Option<u64>) -> u64 {
-    let size = keys.count(key, default);
-    if size > SIZE_MAX {
-        keys.refuse(key, &serde_json::Value::from(size), "a whole number from 1 to 32768");
-    }
-    size.min(SIZE_MAX)
 }

@@ -1,7 +1,7 @@
 //! The families that are planned and not trained.
 
+use super::hybrid;
 use super::layers::Shape;
-use super::{hybrid, latent};
 use crate::model::config_reader::ConfigReader;
 
 /// A family that is planned and not trained.
@@ -12,10 +12,7 @@ pub struct Planned {
     pub read: fn(&mut ConfigReader<'_>) -> Shape,
 }
 
-const PLANNED: &[Planned] = &[
-    Planned { model_types: &["qwen3_5", "qwen3_5_text"], read: hybrid::read },
-    Planned { model_types: &["glm_moe_dsa"], read: latent::read },
-];
+const PLANNED: &[Planned] = &[Planned { model_types: &["qwen3_5", "qwen3_5_text"], read: hybrid::read }];
 
 /// The planned family of this name.
 #[must_use]
