@@ -20,6 +20,8 @@ use crate::world::Axis;
 pub struct CpGroup<'a> {
     /// Ranks that share the prompt.
     pub axis: &'a Axis,
+    /// Ranks that hold the experts of a layer together; part of `axis`.
+    pub ep: &'a Axis,
     /// Counts the bytes that the mixer holds.
     pub ledger: &'a Ledger,
 }

@@ -45,6 +45,9 @@ impl Prepared {
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let direct = open_transport(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
+        if spec.experts.is_some() {
+            link_experts(config, world, device)?;
+        }
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
         let plan = agree_on_plan(config, direct, world, &spec, device)?;
@@ -86,7 +89,7 @@ fn agree_on_config(loaded: &Loaded, world: &mut World) -> Result<(), Failure> {
     let problems = config.check(Some(ranks));
     let checked = if problems.is_empty() { Ok(()) } else { Err(config::Error::Refused { problems }.into()) };
     world.agree(checked)?;
-    world.cut(as_index(config.cp_size(ranks)))?;
+    world.cut(as_index(config.cp_size(ranks)), as_index(config.parallel.ep_size))?;
     world.agree(loaded.check_laptop_model().map_err(Failure::from))
 }
 
@@ -96,6 +99,14 @@ fn open_transport(config: &RunConfig, world: &World, device: Device) -> Result<b
     let open = wanted != When::Never && exchange::connect(&world.cp, device)?;
     let missed = wanted == When::Always && !open && device != Device::Cpu && world.cp.size() > 1;
     world.agree(if missed { Err(devices::Error::NoTransport.into()) } else { Ok(open) })
+}
+
+/// Opens the transport from GPU to GPU among the ranks that hold experts together, as [`open_transport`] does.
+fn link_experts(config: &RunConfig, world: &World, device: Device) -> Result<(), Failure> {
+    if config.run.direct != When::Never {
+        exchange::connect(&world.ep, device)?;
+    }
+    Ok(())
 }
 
 fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {

@@ -232,7 +232,7 @@ impl Session {
     /// What every group of an update goes through, under the run's settings.
     pub(super) fn transaction<'a>(&'a self, world: &'a World) -> Transaction<'a> {
         let config = self.config();
-        let cp_group = CpGroup { axis: &world.cp, ledger: world.ledger() };
+        let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: world.ledger() };
         let Policy { adapters, reference, .. } = &self.policy;
         let micro_block = config.memory.micro_block;
         Transaction {
