@@ -11,6 +11,7 @@ pub mod config_reader;
 pub mod decoder;
 pub mod dense;
 pub mod digests;
+pub mod experts;
 pub mod family;
 pub mod head;
 pub mod lora;

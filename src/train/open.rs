@@ -13,6 +13,7 @@ use crate::checkpoint;
 use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
 use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
+use crate::model::experts;
 use crate::model::lora::Adapters;
 use crate::model::spec::Spec;
 use crate::plan::{self, Plan, Room};
@@ -45,9 +46,7 @@ impl Prepared {
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let direct = open_transport(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
-        if spec.experts.is_some() {
-            link_experts(config, world, device)?;
-        }
+        link_experts(config, world, &spec, device)?;
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
         let plan = agree_on_plan(config, direct, world, &spec, device)?;
@@ -101,8 +100,11 @@ fn open_transport(config: &RunConfig, world: &World, device: Device) -> Result<b
     world.agree(if missed { Err(devices::Error::NoTransport.into()) } else { Ok(open) })
 }
 
-/// Opens the transport from GPU to GPU among the ranks that hold experts together, as [`open_transport`] does.
-fn link_experts(config: &RunConfig, world: &World, device: Device) -> Result<(), Failure> {
+/// Refuses experts that cannot be spread, and opens the transport from GPU to GPU among the ranks that hold them together.
+fn link_experts(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<(), Failure> {
+    let Some(experts) = &spec.experts else { return Ok(()) };
+    let spread = experts::check_spread(experts, spec.model_type, config.parallel.ep_size);
+    world.agree(spread.map_err(Failure::from))?;
     if config.run.direct != When::Never {
         exchange::connect(&world.ep, device)?;
     }
