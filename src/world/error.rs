@@ -20,7 +20,9 @@ pub enum Error {
     Alone { variable: &'static str, tasks: u64 },
     #[error("{ranks} ranks cannot be cut into context-parallel groups of {cp_size}: start a multiple of {cp_size}")]
     Uneven { ranks: u64, cp_size: u64 },
-    #[error("{cp_size} ranks that share a prompt cannot be cut into expert-parallel groups of {ep_size}: give a divisor of {cp_size}")]
+    #[error(
+        "{cp_size} ranks that share a prompt cannot be cut into expert-parallel groups of {ep_size}: give a divisor of {cp_size}"
+    )]
     UnevenExperts { cp_size: u64, ep_size: u64 },
     #[error(
         "ranks disagree about {what}: rank {first} has {first_value}, rank {other} has {other_value}; give all ranks the \

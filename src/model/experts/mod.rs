@@ -208,7 +208,8 @@ impl Experts {
         let number_tk = &routed.expert_tk - first;
         let is_elsewhere = number_tk.lt(0).logical_or(&number_tk.ge(count));
         // Pairs of other ranks come last and belong to no expert, so no product has rows of them.
-        let (number_p, order_p) = number_tk.masked_fill(&is_elsewhere, count).flatten(0, -1).sort_stable(true, 0, false);
+        let (number_p, order_p) =
+            number_tk.masked_fill(&is_elsewhere, count).flatten(0, -1).sort_stable(true, 0, false);
         let place_tk = inverse(&order_p).view_as(&routed.expert_tk);
         let x_pw = routed.x_tw.index_select(0, &order_p.divide_scalar_mode(routed.expert_tk.size()[1], "floor"));
         let y_pw = held.forward(&x_pw, &Segments::new(&number_p, count));

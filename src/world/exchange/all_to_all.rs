@@ -47,9 +47,10 @@ impl Traffic {
 
     /// Most rows that one rank sends to another.
     fn most(&self) -> Tokens {
-        let travelling = self.rows.iter().enumerate().flat_map(|(from, row)| {
-            row.iter().enumerate().filter(move |(to, _)| *to != from).map(|(_, &rows)| rows)
-        });
+        let travelling =
+            self.rows.iter().enumerate().flat_map(|(from, row)| {
+                row.iter().enumerate().filter(move |(to, _)| *to != from).map(|(_, &rows)| rows)
+            });
         travelling.max().unwrap_or(Tokens(0))
     }
 }
