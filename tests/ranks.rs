@@ -65,7 +65,7 @@ fn main() {
     fixture::choose_device(&world);
     claims::run(CLAIMS, &mut world, |claim, world| {
         claim(world);
-        world.cut(world.all.size()).expect("all ranks form one prompt group");
+        world.cut(world.all.size(), 1).expect("all ranks form one prompt group");
         Vec::new()
     });
 }

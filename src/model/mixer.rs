@@ -21,7 +21,7 @@ use crate::world::Axis;
 pub struct CpGroup<'a> {
     /// Ranks that share the prompt.
     pub axis: &'a Axis,
-    /// Ranks among them over which experts are spread.
+    /// Ranks that hold the experts of a layer together; part of `axis`.
     pub ep: &'a Axis,
     /// Counts the bytes that the mixer holds.
     pub ledger: &'a Ledger,

@@ -143,7 +143,6 @@ impl Plan {
     fn chosen(&self) -> OffloadChoice {
         OffloadChoice {
             keeping: self.keeping,
-            index_sets: self.index_sets.unwrap_or(false),
             all_pages: self.rollout.is_some_and(|rollout| rollout.pages_on_device),
         }
     }

@@ -13,6 +13,7 @@ use crate::checkpoint;
 use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
 use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
+use crate::model::experts;
 use crate::model::lora::Adapters;
 use crate::model::spec::Spec;
 use crate::plan::{self, Plan, Room};
@@ -45,6 +46,7 @@ impl Prepared {
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let direct = open_transport(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
+        link_experts(config, world, &spec, device)?;
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
         let plan = agree_on_plan(config, direct, world, &spec, device)?;
@@ -86,7 +88,7 @@ fn agree_on_config(loaded: &Loaded, world: &mut World) -> Result<(), Failure> {
     let problems = config.check(Some(ranks));
     let checked = if problems.is_empty() { Ok(()) } else { Err(config::Error::Refused { problems }.into()) };
     world.agree(checked)?;
-    world.cut(as_index(config.cp_size(ranks)))?;
+    world.cut(as_index(config.cp_size(ranks)), as_index(config.parallel.ep_size))?;
     world.agree(loaded.check_laptop_model().map_err(Failure::from))
 }
 
@@ -96,6 +98,17 @@ fn open_transport(config: &RunConfig, world: &World, device: Device) -> Result<b
     let open = wanted != When::Never && exchange::connect(&world.cp, device)?;
     let missed = wanted == When::Always && !open && device != Device::Cpu && world.cp.size() > 1;
     world.agree(if missed { Err(devices::Error::NoTransport.into()) } else { Ok(open) })
+}
+
+/// Refuses experts that cannot be spread, and opens the transport from GPU to GPU among the ranks that hold them together.
+fn link_experts(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<(), Failure> {
+    let Some(experts) = &spec.experts else { return Ok(()) };
+    let spread = experts::check_spread(experts, spec.model_type, config.parallel.ep_size);
+    world.agree(spread.map_err(Failure::from))?;
+    if config.run.direct != When::Never {
+        exchange::connect(&world.ep, device)?;
+    }
+    Ok(())
 }
 
 fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {

@@ -172,6 +172,13 @@ impl Session {
         Ok(self.data.train.prompt_ids(0)?.into_owned())
     }
 
+    /// Where `parallel.ep_size` is given and there are no experts to spread.
+    fn unused_ranks_line(&self) -> Option<String> {
+        let (ep, spec) = (self.config().parallel.ep_size, self.spec());
+        let unused = ep > 1 && spec.experts.is_none();
+        unused.then(|| format!("parallel.ep_size = {ep} has no effect: {} has no experts", spec.model_type))
+    }
+
     /// What a user should know before the first step.
     pub(super) fn notes(&self) -> Vec<String> {
         let endless = self.samples() && self.data.end_ids.is_empty();
@@ -194,6 +201,7 @@ impl Session {
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));
+        notes.extend(self.unused_ranks_line());
         notes.extend(plan::context_note(self.config(), self.spec()));
         notes.extend(self.model.weights.notes().iter().cloned());
         notes.extend(kept("data.path", &self.data.train));
@@ -232,7 +240,7 @@ impl Session {
     /// What every group of an update goes through, under the run's settings.
     pub(super) fn transaction<'a>(&'a self, world: &'a World) -> Transaction<'a> {
         let config = self.config();
-        let cp_group = CpGroup { axis: &world.cp, ledger: world.ledger() };
+        let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: world.ledger() };
         let Policy { adapters, reference, .. } = &self.policy;
         let micro_block = config.memory.micro_block;
         Transaction {

@@ -85,9 +85,9 @@ pub(crate) fn one_and_all(world: &mut World) {
             for gradient in GRADIENTS {
                 let options = options(gradient, kind, 3);
                 let all = report(world, &case, &options);
-                world.cut(1).expect("one rank a prompt");
+                world.cut(1, 1).expect("one rank a prompt");
                 let one = report(world, &case, &options);
-                world.cut(world.all.size()).expect("all ranks on one prompt");
+                world.cut(world.all.size(), 1).expect("all ranks on one prompt");
                 for ((name, all), (_, one)) in all.gradients.iter().zip(&one.gradients) {
                     let apart = relative(all, one);
                     assert!(apart <= limit, "{case} {} {kind:?} {name}: {apart:.1e}", options.gradient);

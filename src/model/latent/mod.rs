@@ -8,4 +8,4 @@ mod project;
 pub use attention::LatentAttention;
 pub(crate) use attention::QueryGradient;
 pub use index::{IndexProjected, IndexSet, Indexer, LentIndex};
-pub(crate) use project::LatentBlock;
+pub(in crate::model) use project::LatentBlock;

@@ -28,12 +28,12 @@ enum Half {
 }
 
 /// The projections of one block's attention over latents.
-pub(crate) struct LatentBlock<'a> {
-    pub(crate) formulas: &'a Formulas,
-    pub(crate) rotation: &'a Rotation,
-    pub(crate) latent: &'a LatentSpec,
-    pub(crate) layer: LayerIndex,
-    pub(crate) adapters: &'a Adapters,
+pub(in crate::model) struct LatentBlock<'a> {
+    pub(in crate::model) formulas: &'a Formulas,
+    pub(in crate::model) rotation: &'a Rotation,
+    pub(in crate::model) latent: &'a LatentSpec,
+    pub(in crate::model) layer: LayerIndex,
+    pub(in crate::model) adapters: &'a Adapters,
 }
 
 impl LatentBlock<'_> {
@@ -53,7 +53,7 @@ impl LatentBlock<'_> {
     }
 
     /// Absorbed queries with their rotated part, [t, h, c + r].
-    pub(crate) fn queries(&self, x_tw: &Tensor, positions: Range<i64>) -> Tensor {
+    pub(in crate::model) fn queries(&self, x_tw: &Tensor, positions: Range<i64>) -> Tensor {
         let rows = x_tw.size()[0];
         let compressed = self.compressed(&self.normed(x_tw));
         let q_tn = self.formulas.linear(&compressed, &self.name("q_b_proj"), self.adapters);
@@ -67,7 +67,7 @@ impl LatentBlock<'_> {
     }
 
     /// Keys of rows, [t, c + r]: the latent after its norm, and the rotated part.
-    pub(crate) fn keys(&self, x_tw: &Tensor, positions: Range<i64>) -> Tensor {
+    pub(in crate::model) fn keys(&self, x_tw: &Tensor, positions: Range<i64>) -> Tensor {
         let (latent, rotated) = (as_dim(self.latent.latent), as_dim(self.latent.rotated));
         let both = self.formulas.linear(&self.normed(x_tw), &self.name("kv_a_proj_with_mqa"), self.adapters);
         let latent_tc =
@@ -78,7 +78,7 @@ impl LatentBlock<'_> {
     }
 
     /// The heads' values, [t, h · `value_dim`], of attention's output over latents, [t, h, c].
-    pub(crate) fn values(&self, mixed_thc: &Tensor) -> Tensor {
+    pub(in crate::model) fn values(&self, mixed_thc: &Tensor) -> Tensor {
         self.by_head(mixed_thc, Half::Value).flatten(1, 2)
     }
 
@@ -124,7 +124,7 @@ impl LatentBlock<'_> {
     }
 
     /// What the index of this layer reads and leaves of rows; a constant of every gradient.
-    pub(crate) fn index(&self, x_tw: &Tensor, positions: Range<i64>) -> IndexProjected {
+    pub(in crate::model) fn index(&self, x_tw: &Tensor, positions: Range<i64>) -> IndexProjected {
         tch::no_grad(|| {
             let (kind, acc) = (self.formulas.kind, accumulation(self.formulas.kind));
             let index = &self.latent.index;

@@ -18,7 +18,7 @@ pub const MIXED_ROWS: u64 = 32_768;
 
 /// Rows that the mixer takes at one time: whole micro-blocks.
 #[derive(Debug)]
-pub struct MixerBlock {
+pub(super) struct MixerBlock {
     /// Positions of the rows.
     pub piece: Piece,
     /// Its micro-blocks, at least one.
@@ -27,7 +27,7 @@ pub struct MixerBlock {
 
 impl MixerBlock {
     /// Rows of a micro-block in a tensor of the mixer block's rows; a view.
-    pub fn rows_of(&self, x: &Tensor, micro: &MicroBlock) -> Tensor {
+    pub(super) fn rows_of(&self, x: &Tensor, micro: &MicroBlock) -> Tensor {
         x.narrow(0, micro.piece.start.since(self.piece.start).dim(), micro.piece.rows().dim())
     }
 }

@@ -388,7 +388,7 @@ impl Bench<'_> {
 
     fn paged(&self, decoder: &dyn Decoder, prompt: Tokens, answers: u64, gradient: Gradient) -> Result<Run, Failure> {
         let RandomGroup { prompt_ids, answer_ids, answers: trained } = self.group(prompt, answers);
-        let cp_group = CpGroup { axis: &self.world.cp, ledger: self.world.ledger() };
+        let cp_group = CpGroup { axis: &self.world.cp, ep: &self.world.ep, ledger: self.world.ledger() };
         let transaction = Transaction {
             policy: Pass { decoder, adapters: &self.adapters, cp_group, micro_block: self.options.micro_block },
             reference: None,

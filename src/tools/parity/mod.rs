@@ -115,7 +115,7 @@ impl Report {
 pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Failure> {
     let Opened { case, decoder, adapters } = world.agree(open(folder, options))?;
     let ledger = Ledger::default();
-    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+    let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: &ledger };
     let transaction = Transaction {
         policy: Pass { decoder: &*decoder, adapters: &adapters, cp_group, micro_block: options.micro_block },
         reference: None,
