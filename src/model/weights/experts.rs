@@ -1,4 +1,4 @@
-//! Which experts a rank holds, and where each of a checkpoint's tensors goes in memory.
+//! Where each of a checkpoint's tensors goes in memory.
 //!
 //! ```text
 //!   one by one, as the spec names them      in memory, of n experts from `range.start` on
@@ -8,40 +8,18 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+use super::share::ExpertShare;
 use crate::model::parts::ExpertSpec;
 use crate::model::spec::{Expected, Spec};
-use crate::runtime::units::{LayerIndex, as_dim, from_index};
+use crate::runtime::units::{LayerIndex, as_dim};
 use crate::tensor::accumulation;
 use crate::tensor::bytes;
 
 /// End of the name of the router's bias for the choice of experts.
 const CORRECTION_BIAS: &str = ".mlp.gate.e_score_correction_bias";
-
-/// The part of every layer's experts that one rank holds: consecutive ones, shares as equal as they can be.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct ExpertShare {
-    /// Ordinal of the rank among those that share the experts.
-    pub index: usize,
-    /// How many ranks share the experts.
-    pub of: usize,
-}
-
-impl ExpertShare {
-    /// All experts on one rank.
-    pub const ALL: ExpertShare = ExpertShare { index: 0, of: 1 };
-
-    /// Global numbers of the experts that this rank holds of `count`; empty where there are more ranks than experts.
-    #[must_use]
-    pub fn range(self, count: u64) -> Range<u64> {
-        let of = from_index(self.of.max(1));
-        let start = |index: usize| from_index(index) * count / of;
-        start(self.index)..start(self.index + 1)
-    }
-}
 
 /// The dtype in memory of the tensor `name` of a model of dtype `kind`: the router's correction bias decides between scores
 /// that lie close together, so it has the accumulation dtype.

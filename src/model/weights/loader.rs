@@ -2,8 +2,9 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::error::{AllZero, Error, NotFinite, failed};
 use super::experts::Held;
-use super::{AllZero, Error, NotFinite, Share, failed};
+use super::share::Share;
 use crate::model::digests::{self, TensorDigests};
 use crate::model::shards::{Checkpoint, Place};
 use crate::model::spec::{Expected, NormForm};

@@ -11,6 +11,7 @@ mod error;
 mod experts;
 mod loader;
 mod random;
+mod share;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,11 +19,12 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
+use self::error::failed;
 pub use self::error::{AllZero, Error, NotFinite};
-pub use self::experts::ExpertShare;
 use self::experts::{Held, joined, kind_of_tensor};
 use self::loader::Loader;
 use self::random::fill_random;
+pub use self::share::{ExpertShare, Share};
 use super::digests::{self, TensorDigests};
 use super::shards::Checkpoint;
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
@@ -31,7 +33,6 @@ use crate::runtime::file_state::FileState;
 use crate::runtime::random::split_mix;
 use crate::runtime::units::{Bytes, from_index};
 use crate::tensor::boundary::storage_bytes;
-use crate::tensor::bytes;
 
 /// Digests of smaller files are not kept: to read the file again takes less than a moment.
 pub const KEPT_FILE_BYTES_MIN: u64 = 64 << 20;
@@ -42,19 +43,6 @@ pub const KEPT_FILE_BYTES_MIN: u64 = 64 << 20;
 pub enum ZeroWeights {
     Refuse,
     Allow,
-}
-
-/// The share of a checkpoint's tensors whose digests one rank makes: every `ranks`-th one from `rank` on.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(missing_docs, reason = "the type's comment explains both")]
-pub struct Share {
-    pub rank: usize,
-    pub ranks: usize,
-}
-
-impl Share {
-    /// The share of a rank that is alone.
-    pub const ALL: Share = Share { rank: 0, ranks: 1 };
 }
 
 /// A checkpoint whose files are mapped and checked; nothing is loaded yet.
@@ -341,11 +329,6 @@ impl Weights {
         }
         Weights { tensors, digest, notes, kind, device }
     }
-}
-
-fn failed(expected: &Expected, kind: Kind, device: Device, source: bytes::Error) -> Error {
-    let (name, shape) = (expected.name.clone(), expected.shape.clone());
-    Error::Tensor { name, shape, kind, device, source: Box::new(source) }
 }
 
 /// A tied head in the file must be the embedding; it is then not loaded a second time.
