@@ -90,6 +90,9 @@ pub(super) struct BenchFlags {
     /// Keep the tail's attention outputs too, instead of recomputing them
     #[arg(long)]
     keep_attention: bool,
+    /// Do not keep the keys that indices chose for the prompt's rows: choose them again in the sweep
+    #[arg(long)]
+    choose_again: bool,
     /// Keep the tail's block inputs of every N-th layer, and recompute the others
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     inputs_every: u64,
@@ -177,6 +180,7 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
             tail: flags.tail,
             every: usize::try_from(flags.inputs_every).unwrap_or(usize::MAX),
             attention: flags.keep_attention,
+            index_sets: !flags.choose_again,
         },
         device,
     };

@@ -119,7 +119,7 @@ mod tests {
 
     use super::*;
     use crate::model::spec::Spec;
-    use crate::model::weights::Weights;
+    use crate::model::weights::{ExpertShare, Weights};
 
     /// SmolLM2's embedding and head over one layer, random float32 weights.
     fn decoder(folder: &Path) -> (Rc<Weights>, Box<dyn Decoder>, f64) {
@@ -128,7 +128,7 @@ mod tests {
         config["num_hidden_layers"] = 1.into();
         std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
         let spec = Spec::read(folder, None).unwrap();
-        let weights = Rc::new(Weights::random(&spec, 3, Kind::Float, Device::Cpu).unwrap());
+        let weights = Rc::new(Weights::random(&spec, 3, Kind::Float, Device::Cpu, ExpertShare::ALL).unwrap());
         (weights.clone(), spec.decoder(weights, Kind::Float), config["rms_norm_eps"].as_f64().unwrap())
     }
 

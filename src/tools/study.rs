@@ -22,7 +22,7 @@ use crate::model::lora::Adapters;
 use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
-use crate::model::weights::Weights;
+use crate::model::weights::{ExpertShare, Weights};
 use crate::prompt::handoff::{Keeping, Scores};
 use crate::report::say;
 use crate::runtime::failure::{Classified, Exit, Failure, Phase};
@@ -239,7 +239,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         world.require_equal("the study's adapters (digest)", &adapters.digest())?;
         policies.push((start.name(), adapters));
     }
-    let weights = Weights::load(&options.model, &spec, options.kind, options.device).map_err(Failure::from);
+    let weights =
+        Weights::load(&options.model, &spec, options.kind, options.device, ExpertShare::ALL).map_err(Failure::from);
     let weights = world.agree(weights)?;
     world.require_equal("the checkpoint (digest)", weights.digest())?;
     let decoder = spec.decoder(Rc::new(weights), options.kind);

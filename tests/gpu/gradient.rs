@@ -12,7 +12,7 @@ use longstraw::model::lora::Adapters;
 use longstraw::model::mixer::CpGroup;
 use longstraw::model::pass::Pass;
 use longstraw::model::spec::Spec;
-use longstraw::model::weights::Weights;
+use longstraw::model::weights::{ExpertShare, Weights};
 use longstraw::prompt::handoff::Keeping;
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Tokens, as_dim, from_index};
@@ -45,7 +45,9 @@ fn spec(shape: &str) -> Spec {
 
 pub(crate) fn random_weights(_world: &World, device: Device) -> Vec<Value> {
     let spec = Spec { layers: 1, window: vec![None], ..spec("smollm2-135m") };
-    let drawn = |device| Weights::random(&spec, 3, Kind::BFloat16, device).unwrap_or_else(|error| panic!("{error}"));
+    let drawn = |device| {
+        Weights::random(&spec, 3, Kind::BFloat16, device, ExpertShare::ALL).unwrap_or_else(|error| panic!("{error}"))
+    };
     let (here, there) = (drawn(device), drawn(Device::Cpu));
     for ((name, one), (_, two)) in here.iter().zip(there.iter()) {
         let (one, two) = (bytes_of(one).expect("copied"), bytes_of(two).expect("copied"));
@@ -72,7 +74,8 @@ struct Paged {
 impl Case {
     /// Weights of bfloat16 in either dtype, so that both compute with the same numbers.
     fn new(spec: &Spec, kind: Kind, prompt: u64, device: Device) -> Case {
-        let weights = Weights::random(spec, 5, Kind::BFloat16, device).unwrap_or_else(|error| panic!("{error}"));
+        let weights = Weights::random(spec, 5, Kind::BFloat16, device, ExpertShare::ALL)
+            .unwrap_or_else(|error| panic!("{error}"));
         let decoder = spec.decoder(Rc::new(weights.converted(kind)), kind);
         let random = RandomAdapters {
             rank: 16,

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use longstraw::model::spec::{Expected, Spec};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value, json};
@@ -67,6 +68,21 @@ impl Draft {
     pub(crate) fn of(family: &str) -> Draft {
         let config = serde_json::from_slice(&fs::read(case(family).join("config.json")).unwrap()).unwrap();
         let tensors = read(&case(family).join("model.safetensors"));
+        Draft { folder: tempfile::tempdir().unwrap(), config, tensors }
+    }
+
+    /// A checkpoint of `config` with values of its own in every place: small, none of them zero, dealt by name.
+    pub(crate) fn made_of(config: &Value) -> Draft {
+        let config = config.as_object().unwrap().clone();
+        let spec = Spec::from_config(&config, None, Path::new("config.json")).unwrap();
+        let stored = |expected: Expected| {
+            let shape: Vec<usize> = expected.shape.iter().map(|size| usize::try_from(*size).unwrap()).collect();
+            let first: u32 = expected.name.bytes().fold(7, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+            let count = u32::try_from(expected.elements()).unwrap();
+            let value = |i: u32| f32::from_bits(0x3e00_0000 | (first.wrapping_add(i).wrapping_mul(2_654_435_761) >> 9));
+            (expected.name, Stored::float(&shape, &(0..count).map(value).collect::<Vec<f32>>()))
+        };
+        let tensors = spec.tensors().into_iter().map(stored).collect();
         Draft { folder: tempfile::tempdir().unwrap(), config, tensors }
     }
 

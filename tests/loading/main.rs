@@ -3,5 +3,6 @@
 
 mod adapters;
 mod checkpoints;
+mod experts;
 mod specs;
 mod weights;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use longstraw::model::digests::TensorDigests;
 use longstraw::model::spec::Spec;
-use longstraw::model::weights::{Error, Opening, Share, Weights, ZeroWeights};
+use longstraw::model::weights::{Error, ExpertShare, Opening, Share, Weights, ZeroWeights};
 use longstraw::runtime::failure::{Classified, Exit};
 use longstraw::tensor::bytes::bytes_of;
 use safetensors::Dtype;
@@ -19,7 +19,7 @@ const Q0: &str = "model.layers.0.self_attn.q_proj.weight";
 
 fn load(folder: &Path, kind: Kind) -> Result<Weights, Error> {
     let spec = Spec::read(folder, None).unwrap();
-    Weights::load(folder, &spec, kind, Device::Cpu)
+    Weights::load(folder, &spec, kind, Device::Cpu, ExpertShare::ALL)
 }
 
 #[track_caller]
@@ -129,7 +129,7 @@ fn ranks_that_share_the_digests_get_the_digest_of_one_that_is_alone() {
     let spec = Spec::read(draft.path(), None).unwrap();
     let load = |share| {
         let opening = Opening::open(draft.path(), &spec, None).unwrap();
-        opening.load(&spec, Kind::Float, Device::Cpu, ZeroWeights::Refuse, share).unwrap()
+        opening.load(&spec, Kind::Float, Device::Cpu, ZeroWeights::Refuse, share, ExpertShare::ALL).unwrap()
     };
     let alone = load(Share::ALL);
     assert_eq!(alone.own_digests().len(), draft.tensors.len());
@@ -175,7 +175,7 @@ fn weights_that_are_all_zero_are_refused_and_biases_may_be() {
     );
     let spec = Spec::read(draft.path(), None).unwrap();
     let opening = Opening::open(draft.path(), &spec, None).unwrap();
-    assert!(opening.load(&spec, Kind::Float, Device::Cpu, ZeroWeights::Allow, Share::ALL).is_ok());
+    assert!(opening.load(&spec, Kind::Float, Device::Cpu, ZeroWeights::Allow, Share::ALL, ExpertShare::ALL).is_ok());
 }
 
 #[test]
@@ -413,7 +413,7 @@ fn a_folder_without_weights_says_what_it_holds_instead() {
 #[test]
 fn random_weights_are_the_same_for_a_seed_and_of_sensible_scale() {
     let spec = Spec::read(&case("qwen2"), None).unwrap();
-    let random = |seed, kind| Weights::random(&spec, seed, kind, Device::Cpu).unwrap();
+    let random = |seed, kind| Weights::random(&spec, seed, kind, Device::Cpu, ExpertShare::ALL).unwrap();
     let one = random(1, Kind::Float);
     assert!(same_bits(&one, &random(1, Kind::Float)));
     assert!(!same_bits(&one, &random(2, Kind::Float)));

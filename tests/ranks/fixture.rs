@@ -11,7 +11,7 @@ use longstraw::model::lora::Adapters;
 use longstraw::model::mixer::CpGroup;
 use longstraw::model::pass::Pass;
 use longstraw::model::spec::Spec;
-use longstraw::model::weights::Weights;
+use longstraw::model::weights::{ExpertShare, Weights};
 use longstraw::prompt::handoff::{Keeping, Logprobs, PlacedGroup, ReducedGrads, Scores};
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Tokens, as_dim, from_index};
@@ -70,7 +70,8 @@ impl Model {
     pub(crate) fn random(config: &Value, kind: Kind) -> Model {
         let table = config.as_object().expect("a config is an object");
         let spec = Spec::from_config(table, None, Path::new("config.json")).unwrap_or_else(|error| panic!("{error}"));
-        let weights = Weights::random(&spec, 7, kind, device()).unwrap_or_else(|error| panic!("{error}"));
+        let weights =
+            Weights::random(&spec, 7, kind, device(), ExpertShare::ALL).unwrap_or_else(|error| panic!("{error}"));
         let random = RandomAdapters {
             rank: 3,
             alpha: 6.0,

@@ -136,8 +136,7 @@ fn one_normalised_expert_has_its_full_weight_and_no_gradient() {
     let x_tw = Tensor::randn([5, 7], DOUBLE).set_requires_grad(true);
     let routed = route(&spec(Router::Softmax, 1, 1, 1), &x_tw, &Tensor::randn([12, 7], DOUBLE), None, None);
     assert!(routed.weight_tk.equal(&(routed.weight_tk.ones_like() * 2.5)));
-    backward(&[(&routed.weight_tk, &routed.weight_tk.ones_like())]).unwrap();
-    assert!(x_tw.grad().abs().max().double_value(&[]) == 0.0);
+    assert!(!routed.weight_tk.requires_grad());
 }
 
 /// The published router computes logits in the model's dtype and scores in float32.

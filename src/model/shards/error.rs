@@ -42,6 +42,16 @@ pub enum Problem {
          `tie_word_embeddings` to true"
     )]
     NoHead { shape: Vec<u64> },
+    #[error(
+        "layer {layer} chooses its keys, but {names} are missing; take the checkpoint that belongs to the config, or say in \
+         the config's `indexer_types` that the layer is \"shared\" (absent, `index_topk_pattern` or `index_topk_freq` say \
+         which layers choose)"
+    )]
+    NoIndex { layer: usize, names: String },
+    #[error(
+        "the experts of a layer stand twice: joined in {joined}, and one by one ({single} and so on); remove the one"
+    )]
+    ExpertsTwice { joined: String, single: String },
 }
 
 /// What is wrong inside one safetensors file.

@@ -1,6 +1,7 @@
 //! The files of a checkpoint: which tensors stand where, checked against what the spec expects, before anything is loaded.
 
 mod error;
+mod experts;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -97,6 +98,7 @@ impl Checkpoint {
             checkpoint.add_shard(folder, name, &listing, spec, &mut problems)?;
         }
         checkpoint.judge_layers_beyond(spec, &mut problems);
+        checkpoint.split_experts(spec, &mut problems);
         checkpoint.compare(&spec.tensors(), &mut problems);
         if problems.is_empty() { Ok(checkpoint) } else { Err(refused(problems)) }
     }
@@ -181,6 +183,10 @@ impl Checkpoint {
                 self.beyond.entry(layer).or_default().push((name.to_owned(), stripped));
                 continue;
             }
+            if index_layer_of(&stripped).is_some_and(|layer| borrows_index(spec, layer)) {
+                *self.unread.entry("indexers of layers that use another layer's choice".to_owned()).or_default() += 1;
+                continue;
+            }
             let shape = info.shape.iter().map(|size| from_index(*size)).collect();
             let place = Place { shard: number, shape, dtype: info.dtype, range: info.data_offsets };
             if let Some(first) = self.places.insert(stripped, place) {
@@ -211,13 +217,21 @@ impl Checkpoint {
     fn compare(&self, expected: &[Expected], problems: &mut Vec<Problem>) {
         let mut known: BTreeMap<&str, &[u64]> =
             expected.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
+        let mut index_lacks: BTreeMap<usize, Vec<String>> = BTreeMap::new();
         for tensor in expected {
-            if !self.places.contains_key(&tensor.name) {
+            if self.places.contains_key(&tensor.name) {
+                continue;
+            }
+            if let Some(layer) = index_layer_of(&tensor.name) {
+                index_lacks.entry(layer).or_default().push(tensor.name.clone());
+            } else {
                 let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
                 let is_head = name == HEAD;
                 problems.push(if is_head { Problem::NoHead { shape } } else { Problem::Missing { name, shape } });
             }
         }
+        problems
+            .extend(index_lacks.into_iter().map(|(layer, names)| Problem::NoIndex { layer, names: names.join(", ") }));
         if let Some(shape) = known.get(EMBEDDING).copied() {
             known.insert(HEAD, shape);
         }
@@ -329,6 +343,16 @@ fn is_rotary_buffer(name: &str) -> bool {
 
 fn layer_of(name: &str) -> Option<usize> {
     name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+}
+
+/// The layer whose choice of keys a tensor serves.
+fn index_layer_of(name: &str) -> Option<usize> {
+    layer_of(name).filter(|_| name.split('.').skip(3).take(2).eq(["self_attn", "indexer"]))
+}
+
+/// Whether the layer takes its keys as another layer has chosen them.
+fn borrows_index(spec: &Spec, layer: usize) -> bool {
+    spec.latent.as_ref().is_some_and(|latent| latent.index.owners.get(layer) == Some(&false))
 }
 
 /// Whether a tensor stands in layers of multi-token prediction only.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use tch::{Device, Kind};
 
 use crate::model::shards;
-use crate::model::spec::{EMBEDDING, HEAD};
+use crate::model::spec::{EMBEDDING, Expected, HEAD};
 use crate::runtime::failure::{Classified, Exit};
 use crate::tensor::bytes;
 
@@ -69,6 +69,12 @@ impl Classified for Error {
             Error::Tensor { source, .. } => source.exit(),
         }
     }
+}
+
+/// The error of a tensor that libtorch could not create or fill.
+pub(super) fn failed(expected: &Expected, kind: Kind, device: Device, source: bytes::Error) -> Error {
+    let (name, shape) = (expected.name.clone(), expected.shape.clone());
+    Error::Tensor { name, shape, kind, device, source: Box::new(source) }
 }
 
 fn list<T>(tensors: &[T], describe: impl Fn(&T) -> String) -> String {

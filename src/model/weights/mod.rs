@@ -8,7 +8,10 @@
 //! file that the system can take back at any time.
 
 mod error;
+mod experts;
+mod loader;
 mod random;
+mod share;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,24 +19,23 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
+use self::error::failed;
 pub use self::error::{AllZero, Error, NotFinite};
+use self::experts::{Held, joined, kind_of_tensor};
+use self::loader::Loader;
 use self::random::fill_random;
+pub use self::share::{ExpertShare, Share};
 use super::digests::{self, TensorDigests};
 use super::shards::Checkpoint;
-use super::spec::{EMBEDDING, Expected, HEAD, NormForm, Spec};
+use super::spec::{EMBEDDING, Expected, HEAD, Spec};
 use crate::runtime::digest::{hex, sha256_hex};
 use crate::runtime::file_state::FileState;
 use crate::runtime::random::split_mix;
-use crate::runtime::units::{Bytes, as_dim, from_dim, from_index};
+use crate::runtime::units::{Bytes, from_index};
 use crate::tensor::boundary::storage_bytes;
-use crate::tensor::bytes::{self, fill_from_bytes};
-use crate::tensor::stored::kind_of;
 
 /// Digests of smaller files are not kept: to read the file again takes less than a moment.
 pub const KEPT_FILE_BYTES_MIN: u64 = 64 << 20;
-
-/// Elements that are looked at together when one that is not finite is searched.
-const BLOCK_ELEMENTS: i64 = 1 << 20;
 
 /// What to do with weights that are all zero.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -41,19 +43,6 @@ const BLOCK_ELEMENTS: i64 = 1 << 20;
 pub enum ZeroWeights {
     Refuse,
     Allow,
-}
-
-/// The share of a checkpoint's tensors whose digests one rank makes: every `ranks`-th one from `rank` on.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(missing_docs, reason = "the type's comment explains both")]
-pub struct Share {
-    pub rank: usize,
-    pub ranks: usize,
-}
-
-impl Share {
-    /// The share of a rank that is alone.
-    pub const ALL: Share = Share { rank: 0, ranks: 1 };
 }
 
 /// A checkpoint whose files are mapped and checked; nothing is loaded yet.
@@ -105,7 +94,8 @@ impl Opening {
     }
 
     /// Loads the tensors as `kind` on `device`, and makes the digests of this rank's `share` while their bytes are read.
-    /// Kept digests are not made again.
+    /// Kept digests are not made again. Of experts only those of the share `experts` are loaded; bytes of the others are read
+    /// for digests alone.
     ///
     /// # Errors
     /// When values are not finite, weights are all zero, or memory does not suffice.
@@ -116,16 +106,11 @@ impl Opening {
         device: Device,
         zeros: ZeroWeights,
         share: Share,
+        experts: ExpertShare,
     ) -> Result<Loading, Error> {
-        let mut loader = Loader {
-            tensors: BTreeMap::new(),
-            digests: TensorDigests::new(),
-            not_finite: Vec::new(),
-            all_zero: Vec::new(),
-            norm: spec.norm,
-            kind,
-            device,
-        };
+        let held = Held::new(spec, experts, kind, device)
+            .map_err(|(expected, source)| failed(&expected, kind, device, source))?;
+        let mut loader = Loader::new(held, spec.norm, kind, device);
         for shard in 0..self.checkpoint.shards.len() {
             loader.load_shard(&self.checkpoint, shard, &self.kept, share)?;
             self.checkpoint.release(shard);
@@ -140,7 +125,7 @@ impl Opening {
         Ok(Loading {
             opening: self,
             spec: spec.canonical(),
-            tensors: loader.tensors,
+            tensors: loader.held.tensors,
             digests: loader.digests,
             kind,
             device,
@@ -199,7 +184,10 @@ impl Opening {
     }
 }
 
-/// The tensors of a model by name, all of one dtype on one device, none of them with a gradient.
+/// The tensors of a model by name, all on one device, none of them with a gradient. All are of one dtype, but for the
+/// correction bias of a router, which is of the accumulation dtype. Experts of a layer are two tensors,
+/// [`ExpertSpec::gate_up_name`](super::parts::ExpertSpec::gate_up_name) and
+/// [`ExpertSpec::down_name`](super::parts::ExpertSpec::down_name), of the experts that the rank holds.
 #[derive(Debug)]
 pub struct Weights {
     tensors: BTreeMap<String, Tensor>,
@@ -210,35 +198,47 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Loads the checkpoint in `folder` as `kind` on `device`; keeps no digest. A tied head shares the embedding's storage.
+    /// Loads the checkpoint in `folder` as `kind` on `device`, of experts those of the share `experts`; keeps no digest. A
+    /// tied head shares the embedding's storage.
     ///
     /// # Errors
     /// When files are absent or damaged, tensors do not match the spec, values are not finite, weights are all zero, or
     /// memory does not suffice.
-    pub fn load(folder: &Path, spec: &Spec, kind: Kind, device: Device) -> Result<Weights, Error> {
-        let loading = Opening::open(folder, spec, None)?.load(spec, kind, device, ZeroWeights::Refuse, Share::ALL)?;
+    pub fn load(
+        folder: &Path,
+        spec: &Spec,
+        kind: Kind,
+        device: Device,
+        experts: ExpertShare,
+    ) -> Result<Weights, Error> {
+        let opening = Opening::open(folder, spec, None)?;
+        let loading = opening.load(spec, kind, device, ZeroWeights::Refuse, Share::ALL, experts)?;
         Ok(loading.finish([], false))
     }
 
-    /// Random weights for measurements: the same numbers for the same seed, on every device and rank.
+    /// Random weights for measurements: the same numbers for the same seed, on every device and rank. Of experts those of
+    /// the share `experts`, whose numbers are the same in any share.
     ///
     /// Matrices are uniform with standard deviation 1/√inputs, norms keep their input's scale, biases are 0.
     ///
     /// # Errors
     /// When memory does not suffice.
-    pub fn random(spec: &Spec, seed: u64, kind: Kind, device: Device) -> Result<Weights, Error> {
-        let mut tensors = BTreeMap::new();
+    pub fn random(spec: &Spec, seed: u64, kind: Kind, device: Device, experts: ExpertShare) -> Result<Weights, Error> {
+        let refused = |expected: &Expected, source| failed(expected, kind, device, source);
+        let mut held =
+            Held::new(spec, experts, kind, device).map_err(|(expected, source)| refused(&expected, source))?;
+        // The ordinal counts the tensors of all experts, so the stream of one does not depend on the share.
         for (number, expected) in spec.tensors().iter().enumerate() {
             let stream = split_mix(seed ^ split_mix(from_index(number)));
-            let tensor = create(expected, kind, device)
-                .and_then(|mut tensor| fill_random(&mut tensor, expected, spec.norm, stream).map(|()| tensor))
-                .map_err(|source| failed(&expected.name, &expected.shape, kind, device, source))?;
-            tensors.insert(expected.name.clone(), tensor);
+            let target = held.target(expected).map_err(|source| refused(expected, source))?;
+            if let Some(mut target) = target {
+                fill_random(&mut target, expected, spec.norm, stream).map_err(|source| refused(expected, source))?;
+            }
         }
         let mut hash = Sha256::new();
         hash.update(spec.canonical());
         hash.update(format!("\nrandom {seed}\n"));
-        Ok(Weights::with_head(tensors, hex(hash), Vec::new(), kind, device))
+        Ok(Weights::with_head(held.tensors, hex(hash), Vec::new(), kind, device))
     }
 
     /// The tensor `name`.
@@ -263,7 +263,8 @@ impl Weights {
     /// The digest of the model, as 64 hexadecimal digits.
     ///
     /// A SHA-256 over the canonical spec and, by name, each tensor's name, dtype in the file, shape, and the BLAKE3 digest of
-    /// all its bytes in the file. It depends neither on how the checkpoint is cut into files nor on the dtype loaded into.
+    /// all its bytes in the file. It depends neither on how the checkpoint is cut into files, on whether a file joins the
+    /// experts of a layer, on the experts that this rank holds, nor on the dtype loaded into.
     #[must_use]
     pub fn digest(&self) -> &str {
         &self.digest
@@ -278,7 +279,8 @@ impl Weights {
     /// The same values in another dtype; those that it cannot hold are rounded. The digest stays.
     #[must_use]
     pub fn converted(&self, kind: Kind) -> Weights {
-        let tensors = self.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.to_kind(kind))).collect();
+        let convert = |(name, tensor): (&String, &Tensor)| (name.clone(), tensor.to_kind(kind_of_tensor(name, kind)));
+        let tensors = self.tensors.iter().map(convert).collect();
         Weights { tensors, digest: self.digest.clone(), notes: Vec::new(), kind, device: self.device }
     }
 
@@ -286,8 +288,11 @@ impl Weights {
     /// shared. The digest stays.
     #[must_use]
     pub fn part(&self, spec: &Spec, kind: Kind) -> Weights {
-        let named = spec.tensors().into_iter().map(|expected| expected.name);
-        let found = named.filter_map(|name| self.try_get(&name).map(|tensor| (name, tensor.to_kind(kind))));
+        let named = spec.tensors().into_iter().chain(joined(spec, ExpertShare::ALL)).map(|expected| expected.name);
+        let found = named.filter_map(|name| {
+            let tensor = self.try_get(&name)?.to_kind(kind_of_tensor(&name, kind));
+            Some((name, tensor))
+        });
         Weights::with_head(found.collect(), self.digest.clone(), Vec::new(), kind, self.device)
     }
 
@@ -299,7 +304,7 @@ impl Weights {
         each.into_values().sum()
     }
 
-    /// The dtype of all tensors.
+    /// The dtype of all tensors but the correction bias of a router.
     #[must_use]
     pub fn kind(&self) -> Kind {
         self.kind
@@ -326,78 +331,6 @@ impl Weights {
     }
 }
 
-struct Loader {
-    tensors: BTreeMap<String, Tensor>,
-    digests: TensorDigests,
-    not_finite: Vec<NotFinite>,
-    all_zero: Vec<AllZero>,
-    norm: NormForm,
-    kind: Kind,
-    device: Device,
-}
-
-impl Loader {
-    /// Loads the tensors of one shard in the order of their bytes, so that the file is read from front to back.
-    fn load_shard(
-        &mut self,
-        checkpoint: &Checkpoint,
-        shard: usize,
-        kept: &TensorDigests,
-        share: Share,
-    ) -> Result<(), Error> {
-        for (number, (name, place)) in checkpoint.in_file_order(shard).into_iter().enumerate() {
-            let bytes = checkpoint.bytes(place);
-            // All cores read the bytes that one of them then copies.
-            if number % share.ranks == share.rank && !kept.contains_key(name) {
-                self.digests.insert(name.to_owned(), digests::digest(bytes));
-            }
-            let source_kind = kind_of(place.dtype).expect("dtypes were checked when the checkpoint was opened");
-            let expected = Expected::new(name.to_owned(), &place.shape);
-            let file = &checkpoint.shards[shard].name;
-            let tensor = create(&expected, self.kind, self.device)
-                .and_then(|mut tensor| fill_from_bytes(&mut tensor, bytes, source_kind).map(|()| tensor))
-                .and_then(|tensor| self.judge(&tensor, expected, file).map(|()| tensor))
-                .map_err(|source| failed(name, &place.shape, self.kind, self.device, source))?;
-            self.tensors.insert(name.to_owned(), tensor);
-        }
-        Ok(())
-    }
-
-    /// Looks for values that cannot be right: the least and the largest value in one pass without a temporary of the
-    /// tensor's size, and block by block only where those tell of one that is not finite.
-    fn judge(&mut self, tensor: &Tensor, expected: Expected, file: &str) -> Result<(), bytes::Error> {
-        if tensor.numel() == 0 {
-            return Ok(());
-        }
-        let (least, largest) = tensor.f_aminmax(None, false)?;
-        let bounds = [least, largest].map(|bound| bound.double_value(&[]));
-        if bounds.iter().any(|bound| !bound.is_finite()) {
-            self.not_finite.push(find_not_finite(tensor, &expected.name, file)?);
-        } else if bounds.iter().all(|bound| bound.abs() < f64::MIN_POSITIVE) && must_not_be_zero(&expected, self.norm) {
-            self.all_zero.push(AllZero { name: expected.name, file: file.to_owned(), shape: expected.shape });
-        }
-        Ok(())
-    }
-}
-
-/// Whether a tensor of zeros leaves nothing of the signal: a matrix, and a norm whose weight is a factor. Biases, and norms
-/// that add 1 to their weight, may be zero.
-fn must_not_be_zero(expected: &Expected, norm: NormForm) -> bool {
-    match expected.shape.len() {
-        1 => norm == NormForm::Weight && expected.name.ends_with("norm.weight"),
-        _ => true,
-    }
-}
-
-fn failed(name: &str, shape: &[u64], kind: Kind, device: Device, source: bytes::Error) -> Error {
-    Error::Tensor { name: name.to_owned(), shape: shape.to_vec(), kind, device, source: Box::new(source) }
-}
-
-fn create(expected: &Expected, kind: Kind, device: Device) -> Result<Tensor, bytes::Error> {
-    let shape: Vec<i64> = expected.shape.iter().copied().map(as_dim).collect();
-    Ok(Tensor::f_empty(shape, (kind, device))?)
-}
-
 /// A tied head in the file must be the embedding; it is then not loaded a second time.
 fn drop_tied_head(checkpoint: &mut Checkpoint, folder: &Path, spec: &Spec) -> Result<(), Error> {
     if !spec.tied_embeddings {
@@ -408,44 +341,6 @@ fn drop_tied_head(checkpoint: &mut Checkpoint, folder: &Path, spec: &Spec) -> Re
         embedding.dtype == head.dtype && checkpoint.bytes(embedding) == checkpoint.bytes(&head)
     });
     if same { Ok(()) } else { Err(Error::HeadNotTied { folder: folder.to_owned() }) }
-}
-
-/// Counts NaN and infinite values block by block, and finds the first.
-fn find_not_finite(tensor: &Tensor, name: &str, file: &str) -> Result<NotFinite, bytes::Error> {
-    let elements = tensor.numel();
-    let flat = tensor.f_view([-1])?;
-    let (mut nan, mut infinite, mut first) = (0, 0, None);
-    let mut start = 0;
-    while start < as_dim(from_index(elements)) {
-        let block = flat.narrow(0, start, BLOCK_ELEMENTS.min(flat.size()[0] - start));
-        let (is_nan, is_infinite) = (block.f_isnan()?, block.f_isinf()?);
-        nan += from_dim(is_nan.sum(Kind::Int64).int64_value(&[]));
-        infinite += from_dim(is_infinite.sum(Kind::Int64).int64_value(&[]));
-        if first.is_none() && nan + infinite > 0 {
-            let here = is_nan.logical_or(&is_infinite).to_kind(Kind::Uint8).argmax(0, false).int64_value(&[]);
-            first = Some(from_dim(start + here));
-        }
-        start += BLOCK_ELEMENTS;
-    }
-    let shape: Vec<u64> = tensor.size().into_iter().map(from_dim).collect();
-    let first = unravel(first.unwrap_or(0), &shape);
-    let (name, file) = (name.to_owned(), file.to_owned());
-    Ok(NotFinite { name, file, nan, infinite, elements: from_index(elements), first })
-}
-
-/// The index per dimension of an element of a row-major tensor.
-fn unravel(mut element: u64, shape: &[u64]) -> Vec<u64> {
-    let mut index: Vec<u64> = shape
-        .iter()
-        .rev()
-        .map(|size| {
-            let here = element % size;
-            element /= size;
-            here
-        })
-        .collect();
-    index.reverse();
-    index
 }
 
 fn digest_of(spec: &str, checkpoint: &Checkpoint, digests: &TensorDigests) -> String {

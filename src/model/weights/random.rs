@@ -20,7 +20,7 @@ pub(super) fn fill_random(
     stream: u64,
 ) -> Result<(), bytes::Error> {
     let [_, inputs] = expected.shape[..] else {
-        let is_bias = expected.name.rsplit('.').next() == Some("bias");
+        let is_bias = expected.name.ends_with("bias");
         let constant = if is_bias || norm == NormForm::OnePlusWeight { 0.0 } else { 1.0 };
         let _itself = tensor.f_fill_(constant)?;
         return Ok(());

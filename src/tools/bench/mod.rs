@@ -20,7 +20,7 @@ use crate::model::lora::Adapters;
 use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
-use crate::model::weights::Weights;
+use crate::model::weights::{ExpertShare, Weights};
 use crate::prompt::handoff::Keeping;
 use crate::runtime::failure::{Classified, Exit, Failure, Phase};
 use crate::runtime::memory::{MemorySpace, Purpose};
@@ -245,7 +245,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         return world.agree(Err(Error::Ranks { ranks: world.all.size() }.into()));
     }
     let spec = world.agree(Spec::read(&options.model, None).map_err(Failure::from))?;
-    let weights = world.agree(Weights::random(&spec, 0, options.kind, options.device).map_err(Failure::from))?;
+    let weights = world
+        .agree(Weights::random(&spec, 0, options.kind, options.device, ExpertShare::ALL).map_err(Failure::from))?;
     let ledger = world.ledger();
     let held_weights = ledger.hold(Purpose::Weights, MemorySpace::Device, weights.bytes());
     world.tracker().set_layers(spec.layers);

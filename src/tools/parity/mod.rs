@@ -26,7 +26,7 @@ use crate::model::lora::Adapters;
 use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
-use crate::model::weights::Weights;
+use crate::model::weights::{ExpertShare, Weights};
 use crate::prompt::handoff::{Keeping, PlacedGroup, ReducedGrads, Scores};
 use crate::prompt::pages::Slot;
 use crate::runtime::failure::Failure;
@@ -171,7 +171,7 @@ fn open(folder: &Path, options: &Options) -> Result<Opened, Failure> {
         return Err(Error::Tail { last, prompt }.into());
     }
     let spec = Spec::read(folder, None)?;
-    let weights = Rc::new(Weights::load(folder, &spec, options.kind, options.device)?);
+    let weights = Rc::new(Weights::load(folder, &spec, options.kind, options.device, ExpertShare::ALL)?);
     let adapters = case.adapters(&spec, accumulation(options.kind), options.device);
     Ok(Opened { case, decoder: spec.decoder(weights, options.kind), adapters })
 }
