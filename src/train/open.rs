@@ -15,7 +15,7 @@ use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
 use crate::model::experts;
 use crate::model::lora::Adapters;
-use crate::model::spec::Spec;
+use crate::model::spec::{EXPERT_PROJECTIONS, Linear, Spec};
 use crate::plan::{self, Plan, Room};
 use crate::prompt::handoff::Keeping;
 use crate::report::open_log;
@@ -70,7 +70,7 @@ impl Session {
         let mut resolved = loaded.clone();
         resolved.run.grpo.reward_fn = Some(inputs.reward_fn.clone());
         Ok(Session {
-            input_digests: input_digests(&model, &inputs, &policy),
+            input_digests: input_digests(&model, &inputs, &policy, world),
             data: start_of_data(config, inputs),
             loaded: resolved,
             model,
@@ -197,8 +197,8 @@ fn open_policy(
     shape: AdapterShape,
     device: Device,
 ) -> Result<Policy, Failure> {
-    let adapters = world.agree(start_adapters(config, spec, &shape, device))?;
-    world.require_equal("the adapters (digest)", &adapters.digest())?;
+    let adapters = world.agree(start_adapters(config, world, spec, &shape, device))?;
+    world.require_equal("the adapters (digest)", &experts::adapters::digest(&adapters, &world.ep))?;
     let reference = (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference"));
     let optimizer = &config.optimizer;
     let settings = Settings { betas: optimizer.betas, eps: optimizer.eps, weight_decay: optimizer.weight_decay };
@@ -210,14 +210,24 @@ fn open_policy(
     Ok(Policy { adapters, shape, reference, optimizer, _held: held, gradients: OnceCell::new() })
 }
 
-fn start_adapters(config: &RunConfig, spec: &Spec, shape: &AdapterShape, device: Device) -> Result<Adapters, Failure> {
+fn start_adapters(
+    config: &RunConfig,
+    world: &World,
+    spec: &Spec,
+    shape: &AdapterShape,
+    device: Device,
+) -> Result<Adapters, Failure> {
     let acc = accumulation(kind_of(config.model.dtype));
-    if let Some(folder) = &config.lora.init_from {
-        return checkpoint::load(folder, spec, shape, acc, device);
-    }
-    let linears = spec.adapted(config.lora.targets.as_deref())?;
-    let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
-    Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
+    let holds = |linear: &Linear| experts::adapters::is_held(spec, linear, &world.ep);
+    let adapters = if let Some(folder) = &config.lora.init_from {
+        checkpoint::load(folder, spec, shape, holds, acc, device)?
+    } else {
+        let linears = spec.adapted(config.lora.targets.as_deref())?;
+        let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
+        Adapters::starting_where(holds, &linears, config.lora.rank, config.lora.alpha, seed, acc, device)
+    };
+    let of_experts = shape.targets.iter().any(|target| EXPERT_PROJECTIONS.contains(&target.as_str()));
+    Ok(if of_experts && world.ep.size() > 1 { adapters.spread() } else { adapters })
 }
 
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
@@ -228,12 +238,12 @@ fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
 }
 
 /// Digests of what the run reads, under the names that checkpoints and messages use.
-fn input_digests(model: &Model, inputs: &Inputs, policy: &Policy) -> BTreeMap<String, String> {
+fn input_digests(model: &Model, inputs: &Inputs, policy: &Policy, world: &World) -> BTreeMap<String, String> {
     let digests = [
         ("the model", model.digest.clone()),
         ("the data", inputs.train_digest.clone()),
         ("the held-out data", inputs.held_out_digest.clone()),
-        ("the starting adapters", policy.adapters.digest()),
+        ("the starting adapters", experts::adapters::digest(&policy.adapters, &world.ep)),
     ];
     let rubric = inputs.rubric_digest.clone().map(|digest| ("the rubric", digest));
     digests.into_iter().chain(rubric).map(|(name, digest)| (name.to_owned(), digest)).collect()

@@ -10,6 +10,7 @@
 //! Shapes: t rows of this rank, k experts of a row, e experts of the layer, w width, f inner width; p pairs of a row and one of
 //! its experts, n pairs whose expert is on this rank.
 
+pub mod adapters;
 mod dispatch;
 mod products;
 mod router;

@@ -34,8 +34,12 @@ pub fn route(
     let mut weight_tk = score_te.gather(-1, &expert_tk, false);
     if spec.normalised {
         let sum = weight_tk.sum_dim_intlist(-1i64, true, acc);
-        let divisor = if spec.router == Router::Sigmoid { sum + SUM_EPS } else { sum };
-        weight_tk = weight_tk / divisor;
+        weight_tk = match spec.router {
+            // What is divided by itself is 1 and has no gradient, not one of rounding.
+            Router::Softmax if spec.chosen == 1 => weight_tk.detach().ones_like(),
+            Router::Softmax => weight_tk / sum,
+            Router::Sigmoid => weight_tk / (sum + SUM_EPS),
+        };
     }
     if spec.router == Router::Softmax {
         weight_tk = weight_tk.to_kind(kind).to_kind(acc);
