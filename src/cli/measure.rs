@@ -35,6 +35,9 @@ struct CommonFlags {
     /// Let several ranks use one GPU
     #[arg(long)]
     share_device: bool,
+    /// Ranks over which the experts of a layer are spread; divides the number of ranks
+    #[arg(long, default_value = "1", value_parser = at_least_one)]
+    ep_size: u64,
     /// Send tensors between GPUs through host memory even if there is a transport from GPU to GPU
     #[arg(long)]
     through_host: bool,
@@ -134,11 +137,15 @@ fn measure_and_report<R>(
     measure: impl FnOnce(&World, Device) -> Result<R, Failure>,
     report: impl FnOnce(&World, &R) -> Exit,
 ) -> Result<Exit, Failure> {
-    let world = start_world(&Environment::process())?;
+    let mut world = start_world(&Environment::process())?;
+    if let Err(failure) = world.cut(world.all.size(), usize::try_from(common.ep_size).unwrap_or(usize::MAX)) {
+        return Ok(world.leave(failure));
+    }
     let device = devices::choose(&world, common.device, common.share_device, false);
     let connected = device.and_then(|device| {
         if !common.through_host {
             exchange::connect(&world.cp, device)?;
+            exchange::connect(&world.ep, device)?;
         }
         Ok(device)
     });

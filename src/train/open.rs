@@ -161,7 +161,8 @@ fn agree_on_plan(
 fn agree_on_keeping(plan: &Plan, world: &World) -> Keeping {
     let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);
     let attention = !world.any(!plan.keeping.attention);
-    Keeping { every: as_index(every), attention, ..plan.keeping }
+    let index_sets = !world.any(!plan.keeping.index_sets);
+    Keeping { every: as_index(every), attention, index_sets, ..plan.keeping }
 }
 
 /// This rank's share of what its GPU can still give to tensors; `None` without a GPU.

@@ -150,7 +150,7 @@ impl LatentAttention {
 
     /// Prompt rows over the keys of all positions from 0 on, [P, k]: output in the model's dtype, and log-sum-exp.
     pub(crate) fn prompt(&self, q_thk: &Tensor, key_sk: &Tensor, position_tn: &Tensor) -> Mixed {
-        let keys = self.all_keys(key_sk, None);
+        let keys = all_keys(key_sk, None);
         let found = keys.find(position_tn);
         let Partial { out_thd, lse_th } = self.attend(q_thk, &keys, &found);
         Mixed { out: out_thd.to_kind(self.kind), saved: vec![lse_th].into() }
@@ -166,56 +166,56 @@ impl LatentAttention {
         cut: i64,
         gradient_gk: &Tensor,
     ) -> Tensor {
-        let keys = self.all_keys(key_sk, Some((cut, gradient_gk)));
+        let keys = all_keys(key_sk, Some((cut, gradient_gk)));
         let found = keys.find(position_tn);
         self.backward_attend(rows_of, &keys, &found).to_kind(self.kind)
     }
+}
 
-    fn all_keys(&self, key_sk: &Tensor, tail: Option<(i64, &Tensor)>) -> Keys {
-        let end = key_sk.size()[0];
-        let run = |positions: Range<i64>, gradient_sk| KeyRun {
-            key_sk: key_sk.narrow(0, positions.start, positions.end - positions.start),
-            positions,
-            gradient_sk,
-        };
-        let runs = match tail {
-            Some((cut, gradient)) if cut < end => {
-                vec![run(0..cut, None), run(cut..end, Some(gradient.shallow_clone()))]
-            }
-            _ => vec![run(0..end, None)],
-        };
-        Keys::of_one(runs, key_sk)
-    }
+/// Keys of all positions from 0 on; `tail` is where those that carry gradient begin, and their gradient.
+fn all_keys(key_sk: &Tensor, tail: Option<(i64, &Tensor)>) -> Keys {
+    let end = key_sk.size()[0];
+    let run = |positions: Range<i64>, gradient_sk| KeyRun {
+        key_sk: key_sk.narrow(0, positions.start, positions.end - positions.start),
+        positions,
+        gradient_sk,
+    };
+    let runs = match tail {
+        Some((cut, gradient)) if cut < end => {
+            vec![run(0..cut, None), run(cut..end, Some(gradient.shallow_clone()))]
+        }
+        _ => vec![run(0..end, None)],
+    };
+    Keys::of_one(runs, key_sk)
+}
 
-    /// Keys that this rank holds for rows of a span: the past's, then the span's own. `gradients` are theirs.
-    fn held_keys(
-        &self,
-        cp_group: &CpGroup,
-        span: &Span,
-        own_tk: &Tensor,
-        past: &Past,
-        gradients: Option<(&PastGradient, &Tensor)>,
-    ) -> Vec<KeyRun> {
-        let mut runs = Vec::new();
-        for (number, run) in past.runs.iter().enumerate() {
-            let key_sk = key_plane(&run.state).shallow_clone();
-            let start = as_dim(run.start.0);
-            let gradient = gradients.and_then(|(past, _)| past.runs[number].as_ref());
-            runs.push(KeyRun {
-                positions: start..start + key_sk.size()[0],
-                key_sk,
-                gradient_sk: gradient.map(|planes| key_plane(planes).shallow_clone()),
-            });
-        }
-        let mut first = 0;
-        for piece in span.of(cp_group.axis.rank()) {
-            let rows = piece.rows().dim();
-            let gradient_sk = gradients.map(|(_, own)| own.narrow(0, first, rows));
-            runs.push(KeyRun { positions: positions(piece), key_sk: own_tk.narrow(0, first, rows), gradient_sk });
-            first += rows;
-        }
-        runs
+/// Keys that this rank holds for rows of a span: the past's, then the span's own. `gradients` are theirs.
+fn held_keys(
+    cp_group: &CpGroup,
+    span: &Span,
+    own_tk: &Tensor,
+    past: &Past,
+    gradients: Option<(&PastGradient, &Tensor)>,
+) -> Vec<KeyRun> {
+    let mut runs = Vec::new();
+    for (number, run) in past.runs.iter().enumerate() {
+        let key_sk = key_plane(&run.state).shallow_clone();
+        let start = as_dim(run.start.0);
+        let gradient = gradients.and_then(|(past, _)| past.runs[number].as_ref());
+        runs.push(KeyRun {
+            positions: start..start + key_sk.size()[0],
+            key_sk,
+            gradient_sk: gradient.map(|planes| key_plane(planes).shallow_clone()),
+        });
     }
+    let mut first = 0;
+    for piece in span.of(cp_group.axis.rank()) {
+        let rows = piece.rows().dim();
+        let gradient_sk = gradients.map(|(_, own)| own.narrow(0, first, rows));
+        runs.push(KeyRun { positions: positions(piece), key_sk: own_tk.narrow(0, first, rows), gradient_sk });
+        first += rows;
+    }
+    runs
 }
 
 /// 0..rows in stretches of at most `most`.
@@ -291,7 +291,7 @@ impl Mixer for LatentAttention {
         let index = index.expect("attention over latents sees an index set");
         let own_q = queries(&input.queries);
         let (acc, device, rows) = (accumulation(self.kind), own_q.device(), own_q.size()[0]);
-        let runs = self.held_keys(cp_group, span, key_plane(&input.state), past, None);
+        let runs = held_keys(cp_group, span, key_plane(&input.state), past, None);
         let keys = Keys::new(runs, self.key_width(), self.kind, device);
         let all = Merging::new([rows, self.heads, self.latent], acc, device);
         for (first, counts) in rounds(&span.counts()) {
@@ -375,7 +375,7 @@ impl Mixer for LatentAttention {
         let own_gradient_tk = key_plane(&own_gradient).shallow_clone();
         let held = |past_gradient: &PastGradient| {
             let gradients = Some((past_gradient, &own_gradient_tk));
-            self.held_keys(cp_group, span, key_plane(&input.state), past, gradients)
+            held_keys(cp_group, span, key_plane(&input.state), past, gradients)
         };
         let keys = Keys::new(held(past_gradient), self.key_width(), self.kind, device);
         let dq_thk = Tensor::zeros(own_q.size(), (acc, device));

@@ -245,8 +245,9 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         return world.agree(Err(Error::Ranks { ranks: world.all.size() }.into()));
     }
     let spec = world.agree(Spec::read(&options.model, None).map_err(Failure::from))?;
-    let weights = world
-        .agree(Weights::random(&spec, 0, options.kind, options.device, ExpertShare::ALL).map_err(Failure::from))?;
+    let weights = world.agree(
+        Weights::random(&spec, 0, options.kind, options.device, ExpertShare::of(&world.ep)).map_err(Failure::from),
+    )?;
     let ledger = world.ledger();
     let held_weights = ledger.hold(Purpose::Weights, MemorySpace::Device, weights.bytes());
     world.tracker().set_layers(spec.layers);
