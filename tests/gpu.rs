@@ -3,6 +3,8 @@
 #![expect(clippy::print_stdout, reason = "a test program without a harness prints its own results")]
 
 mod claims;
+#[path = "gpu/experts.rs"]
+mod experts;
 #[path = "gpu/gradient.rs"]
 mod gradient;
 #[path = "gpu/indices.rs"]
@@ -22,6 +24,7 @@ const CLAIMS: &[Claim] = &[
     ("attention_is_right_over_keys_of_more_than_two_to_the_31_elements", indices::attention),
     ("copies_of_more_than_two_to_the_31_elements_come_back_whole", indices::copies),
     ("a_feed_forward_of_more_than_two_to_the_31_elements_equals_its_last_rows", indices::feed_forward),
+    ("experts_as_grouped_products_err_no_more_than_autograd_and_hold_no_more_for_more_rows", experts::grouped),
     ("random_weights_are_the_processors", gradient::random_weights),
     ("float32_equals_float32_autograd_and_bfloat16_errs_no_more_than_its_own", gradient::judged),
 ];

@@ -4,10 +4,11 @@ use super::addend::{Addend, Place, addend, product, within};
 use super::offload_choice::OffloadChoice;
 use crate::config::{DeviceChoice, Dtype, RunConfig, When};
 use crate::model::shape::{Layer, Segment, Shape};
+use crate::model::spec::EXPERT_PROJECTIONS;
 use crate::prompt::handoff::Keeping;
 use crate::prompt::pages::Residency;
 use crate::runtime::failure::Phase;
-use crate::runtime::units::Bytes;
+use crate::runtime::units::{Bytes, from_index};
 
 /// Bytes that libtorch gives cuBLAS as workspace for each thread on a Hopper GPU; on older ones about a quarter.
 const MATRIX_WORKSPACE: u64 = 32 << 20;
@@ -237,10 +238,16 @@ impl<'a> Sizes<'a> {
     }
 }
 
-/// Elements of all adapter pairs.
+/// Elements of all adapter pairs of a rank, which holds those of its own experts only.
 pub(super) fn adapter_elements(config: &RunConfig, shape: &Shape) -> u64 {
     let targets = config.lora.targets.as_deref();
     let adapted =
         |layer: &Layer| Shape::adapted(layer, Segment::A, targets) + Shape::adapted(layer, Segment::B, targets);
-    config.lora.rank.saturating_mul(shape.sum(adapted))
+    let names = targets.unwrap_or_default().iter();
+    let on_experts = from_index(names.filter(|name| EXPERT_PROJECTIONS.contains(&name.as_str())).count());
+    let of_experts = |layer: &Layer| {
+        let here = layer.expert_count.div_ceil(config.parallel.ep_size.max(1));
+        here.saturating_mul(on_experts).saturating_mul(shape.width + layer.expert_width)
+    };
+    config.lora.rank.saturating_mul(shape.sum(adapted).saturating_add(shape.sum(of_experts)))
 }

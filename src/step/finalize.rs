@@ -36,7 +36,7 @@ pub enum Error {
     Number { what: &'static str, value: f64 },
 }
 
-/// Whether every value of the adapters is finite; the same answer on all ranks, which hold the same bits.
+/// Whether every value of this rank's adapters is finite. Ranks agree on the outcome: the adapters of experts may differ.
 ///
 /// # Errors
 /// Names the first tensor with a value that is not.

@@ -106,6 +106,8 @@ impl Sizes {
             chosen: 0,
             parameters: weights(&projections) + small + 2 * self.width,
             experts: 0,
+            expert_count: 0,
+            expert_width: 0,
             projections,
             further: 0,
             constant: 0,

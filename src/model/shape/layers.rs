@@ -163,6 +163,10 @@ pub struct Layer {
     pub parameters: u64,
     /// Elements of its routed experts, which are spread over ranks.
     pub experts: u64,
+    /// How many routed experts it has.
+    pub expert_count: u64,
+    /// Width of a routed expert's inner layer.
+    pub expert_width: u64,
     /// Linear layers that an adapter may target.
     pub projections: Vec<Projection>,
     /// Multiply-adds a position in weights of segment B that no adapter targets and that gradient passes through.

@@ -85,6 +85,8 @@ fn layer_of(spec: &Spec, layer: LayerIndex) -> Layer {
         chosen,
         parameters: spec.tensors_of(layer).iter().map(spec::Expected::elements).sum(),
         experts: experts.map_or(0, |experts| experts.count * expert),
+        expert_count: experts.map_or(0, |experts| experts.count),
+        expert_width: experts.map_or(0, |experts| experts.width),
         projections: projections(spec, layer),
         further: chosen * expert + experts.map_or(0, |experts| experts.count * spec.width),
         constant: index_products(spec, layer),
