@@ -128,7 +128,7 @@ impl Dense {
     fn linear(&self, x_tw: &Tensor, module: &str, adapters: &Adapters) -> Tensor {
         let bias = self.weights.try_get(&format!("{module}.bias"));
         let adapter = adapters.of(module).map(|adapter| (adapter, adapters.scale()));
-        linear(x_tw, self.weights.get(&format!("{module}.weight")), bias, adapter)
+        linear(x_tw, &self.weights.get(&format!("{module}.weight")), bias.as_ref(), adapter)
     }
 
     /// x / √(mean(x²) + eps), normalised in the accumulation dtype, times the weight `name` in the form of the spec.
@@ -258,7 +258,7 @@ impl Decoder for Dense {
 
     fn logits(&self, x_tw: &Tensor) -> Tensor {
         let head = if self.spec.tied_embeddings { EMBEDDING } else { HEAD };
-        let logits_tv = linear(&self.norm(x_tw, "model.norm"), self.weights.get(head), None, None);
+        let logits_tv = linear(&self.norm(x_tw, "model.norm"), &self.weights.get(head), None, None);
         match self.spec.logit_cap {
             Some(cap) => (logits_tv / cap).tanh() * cap,
             None => logits_tv,
