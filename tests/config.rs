@@ -188,7 +188,7 @@ fn every_wrong_value_is_refused_with_the_correct_value() {
             "parallel.cp_size should be 1: memory.prompt_no_grad = false runs whole sequences",
         ),
         ("memory.activation_ckpt=none", "memory.activation_ckpt should be \"layer\": this build does not"),
-        ("model.weights=fp8", "model.weights should be \"checkpoint\": this build does not hold weights in fp8 yet"),
+        ("model.weights=fp4", "model.weights should be \"checkpoint\" or \"fp8\", not \"fp4\""),
         ("model.path=", "model.path should be a text that is not empty, not an empty text"),
         ("lora.rank=0", "lora.rank should be at least 1"),
         ("lora.targets=q_proj,q_proj", "lora.targets should be without repetition: q_proj is in it twice"),
@@ -245,7 +245,7 @@ fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_correct_val
 
 #[test]
 fn every_value_this_build_does_not_support_has_a_refusal() {
-    let flags = ["none", "fp8", "false"];
+    let flags = ["none", "false"];
     assert_eq!(SUPPORTED.len(), flags.len());
     for (row, flag) in SUPPORTED.iter().zip(flags) {
         let found = problems(users(&[&format!("{}={flag}", row.key)]));

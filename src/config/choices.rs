@@ -189,7 +189,7 @@ impl fmt::Display for Dtype {
 pub enum Weights {
     /// In the run's number format, as read from the checkpoint.
     Checkpoint,
-    /// In 8 bits.
+    /// In blocks of fp8, as an fp8 checkpoint holds them.
     Fp8,
 }
 

@@ -2,7 +2,7 @@
 //! the row is removed when its part is built.
 
 use super::RunConfig;
-use super::choices::{ActivationCkpt, Weights};
+use super::choices::ActivationCkpt;
 
 /// One thing that is refused for now.
 #[derive(Debug)]
@@ -24,12 +24,6 @@ pub const SUPPORTED: &[Supported] = &[
         be: "\"layer\"",
         what: "keep all activations of a layer",
         lacks: |run| run.memory.activation_ckpt == ActivationCkpt::None,
-    },
-    Supported {
-        key: "model.weights",
-        be: "\"checkpoint\"",
-        what: "hold weights in fp8",
-        lacks: |run| run.model.weights == Weights::Fp8,
     },
     Supported {
         key: "memory.layer_wise_transfer",

@@ -26,7 +26,7 @@ impl Formulas {
     pub(super) fn linear(&self, x_tw: &Tensor, module: &str, adapters: &Adapters) -> Tensor {
         let bias = self.weights.try_get(&format!("{module}.bias"));
         let adapter = adapters.of(module).map(|adapter| (adapter, adapters.scale()));
-        linear(x_tw, self.weights.get(&format!("{module}.weight")), bias, adapter)
+        linear(x_tw, &self.weights.get(&format!("{module}.weight")), bias.as_ref(), adapter)
     }
 
     /// x / √(mean(x²) + eps), normalised in the accumulation dtype, times the weight `name` in the form of the spec.

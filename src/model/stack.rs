@@ -247,7 +247,7 @@ impl Decoder for Stack {
             let normed_tw = norm(&h_tw, "post_attention");
             let gate_ew = formulas.weights.get(&format!("{block}.mlp.gate.weight"));
             let bias_e = formulas.weights.try_get(&format!("{block}.mlp.gate.e_score_correction_bias"));
-            let routed = route(experts, &normed_tw, gate_ew, bias_e, kept);
+            let routed = route(experts, &normed_tw, &gate_ew, bias_e.as_ref(), kept);
             let y_tw = match experts.shared_width {
                 0 => h_tw,
                 _ => h_tw + formulas.feed_forward(&normed_tw, &format!("{block}.mlp.shared_experts"), adapters),
@@ -274,7 +274,7 @@ impl Decoder for Stack {
 
     fn logits(&self, x_tw: &Tensor) -> Tensor {
         let head = if self.formulas.spec.tied_embeddings { EMBEDDING } else { HEAD };
-        let logits_tv = linear(&self.formulas.norm(x_tw, "model.norm"), self.formulas.weights.get(head), None, None);
+        let logits_tv = linear(&self.formulas.norm(x_tw, "model.norm"), &self.formulas.weights.get(head), None, None);
         match self.formulas.spec.logit_cap {
             Some(cap) => (logits_tv / cap).tanh() * cap,
             None => logits_tv,

@@ -4,6 +4,7 @@
 //! ```text
 //!   sum                  every addend, in one list
 //!     sizes              lengths and widths that addends share, and what stays for the whole run
+//!     weights            frozen weights, and what stays while they are dequantised
 //!     phases, rollout    what capture, replay, sweep and sampling add
 //!     special            what dense decoders do not have
 //!   choose               picks what the configuration leaves open
@@ -29,6 +30,7 @@ mod sizes;
 mod special;
 mod sum;
 mod text;
+mod weights;
 mod work;
 
 pub use crate::runtime::memory::available_memory;

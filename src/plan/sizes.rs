@@ -95,8 +95,8 @@ impl<'a> Sizes<'a> {
         // On a GPU the sum over ranks is made in host memory.
         let on_their_way = if self.copies_overlap || self.ranks == 1 { 3 } else { self.ranks.saturating_add(4) };
         let pairs = adapter_elements(self.config, self.shape);
-        let mut sum = vec![
-            self.weights(),
+        let mut sum = self.weights();
+        sum.extend([
             addend(
                 "adapters",
                 Place::Device,
@@ -114,7 +114,7 @@ impl<'a> Sizes<'a> {
                 ),
                 "choose a smaller lora.rank, or fewer lora.targets",
             ),
-        ];
+        ]);
         if self.copies_overlap {
             sum.push(addend(
                 "matrix library",
@@ -125,28 +125,6 @@ impl<'a> Sizes<'a> {
             ));
         }
         sum
-    }
-
-    /// Frozen weights. Experts are spread over the ranks of an expert group; every rank has all other weights.
-    fn weights(&self) -> Addend {
-        let all = self.shape.parameter_count();
-        let experts = self.shape.experts();
-        let model = self.model_bytes;
-        if experts == 0 {
-            let reason = format!("{all} parameters × {model} B");
-            let knob = "choose a smaller model, or model.dtype = \"bfloat16\"";
-            return addend("weights", Place::Device, product(&[all, model]), reason, knob);
-        }
-        let spread = self.config.parallel.ep_size.max(1);
-        let here = all - experts + experts.div_ceil(spread);
-        let reason = format!(
-            "({} parameters, and {experts} of experts over {spread} ranks) × {model} B; held in fp8 they would be {}",
-            all - experts,
-            Bytes(here)
-        );
-        let knob = "spread experts over more ranks (parallel.ep_size), or hold weights in fp8 (model.weights = \"fp8\", \
-                    which this build refuses)";
-        addend("weights", Place::Device, product(&[here, model]), reason, knob)
     }
 
     /// The largest inner width of a feed-forward layer.

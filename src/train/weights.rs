@@ -2,10 +2,10 @@
 
 use tch::{Device, Kind};
 
-use crate::config::{Loaded, RunConfig};
+use crate::config::{self, Loaded, RunConfig};
 use crate::model::digests::TensorDigests;
 use crate::model::spec::Spec;
-use crate::model::weights::{ExpertShare, Opening, Share, Weights, ZeroWeights};
+use crate::model::weights::{ExpertShare, Form, Opening, Share, Weights, ZeroWeights};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::Rank;
 use crate::world::World;
@@ -26,14 +26,14 @@ pub(super) fn open(
 ) -> Result<Weights, Failure> {
     let config = &loaded.run;
     if config.model.random_init {
-        return world.agree(
-            Weights::random(spec, config.run.seed, kind, device, ExpertShare::of(&world.ep)).map_err(Failure::from),
-        );
+        let drawn = Weights::random_as(spec, config.run.seed, kind, device, ExpertShare::of(&world.ep), form(config));
+        return world.agree(drawn.map_err(Failure::from));
     }
     let opened = config
         .model_path()
         .map_err(Failure::from)
-        .and_then(|folder| Opening::open(folder, spec, Some(&loaded.rank.dir.join(CACHE))).map_err(Failure::from));
+        .and_then(|folder| Opening::open(folder, spec, Some(&loaded.rank.dir.join(CACHE))).map_err(Failure::from))
+        .and_then(|opening| opening.held_as(form(config)).map_err(Failure::from));
     let opening = world.agree(opened)?;
     let machine = world.machine();
     // Ranks that see other files under the same path make all digests themselves.
@@ -52,4 +52,11 @@ pub(super) fn open(
 
 fn zeros(config: &RunConfig) -> ZeroWeights {
     if config.model.allow_zero_weights { ZeroWeights::Allow } else { ZeroWeights::Refuse }
+}
+
+fn form(config: &RunConfig) -> Form {
+    match config.model.weights {
+        config::Weights::Checkpoint => Form::Plain,
+        config::Weights::Fp8 => Form::Fp8,
+    }
 }

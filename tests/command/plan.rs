@@ -126,7 +126,27 @@ fn a_sparse_model_counts_index_sets_by_the_layers_that_choose_and_experts_by_the
 fn weights_too_large_for_eight_devices_are_refused_with_both_remedies() {
     let said = plan(&room(), "glm-5.2", &["--device-gib", "131", "--host-gib", "1862"]);
     said.refused(5, &["one rank needs 232.71 GiB of device memory and 131.00 GiB are there", "weights, 203.39 GiB"]);
-    said.ended(5, &["held in fp8 they would be 101.69 GiB", "parallel.ep_size", "which this build refuses"]);
+    said.ended(5, &["held in fp8 they would be 103.78 GiB", "parallel.ep_size", "(model.weights = \"fp8\")"]);
+}
+
+#[test]
+fn weights_in_fp8_take_a_byte_a_value_and_a_factor_a_block() {
+    let fp8 = ["--set", "model.weights=fp8", "--json"];
+    let dense = plan(&room(), "qwen3-8b", &fp8).json();
+    // 36 layers of q and o 4096², k and v 4096 × 1024, three of 4096 × 12288; all sides are multiples of 128.
+    let linears = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288);
+    let others = 8_190_735_360 - linears;
+    assert_eq!(bytes(&dense, "weights"), 2 * others + linears + linears / 16384 * 4);
+    assert_eq!(bytes(&dense, "dequantised weights"), linears / 36 * 2 + 4 * (1 << 24));
+    // Sides that are no multiples have blocks at their edges: 576 wide, 192 for keys and values, 1536 within.
+    let small = plan(&room(), "smollm2-135m", &fp8).json();
+    let blocks = |rows: u64, columns: u64| rows.div_ceil(128) * columns.div_ceil(128);
+    let linears = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536);
+    let factors = 30 * 4 * (2 * blocks(576, 576) + 2 * blocks(192, 576) + 3 * blocks(1536, 576));
+    assert_eq!(bytes(&small, "weights"), 2 * (134_515_008 - linears) + linears + factors);
+    // Without it nothing is dequantised.
+    let plain = plan(&room(), "qwen3-8b", &["--json"]).json();
+    assert!(plain["addends"].as_array().unwrap().iter().all(|addend| addend["name"] != "dequantised weights"));
 }
 
 #[test]
@@ -353,6 +373,8 @@ fn the_users_machines_hold_what_the_documents_say() {
         ("qwen3.6-27b", "521", &[], true),
         ("glm-5.2", "1862", &["--gradient", "exact"], false),
         ("glm-5.2", "1862", &[], false),
+        ("glm-5.2", "1862", &["--gradient", "exact", "--set", "model.weights=fp8"], false),
+        ("glm-5.2", "1862", &["--set", "model.weights=fp8"], true),
     ] {
         let (said, table) = gates(name, host, flags);
         let fitting = |rows: Vec<&Value>| rows.iter().all(|row| row["fits"] == json!(true));

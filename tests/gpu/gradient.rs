@@ -50,7 +50,7 @@ pub(crate) fn random_weights(_world: &World, device: Device) -> Vec<Value> {
     };
     let (here, there) = (drawn(device), drawn(Device::Cpu));
     for ((name, one), (_, two)) in here.iter().zip(there.iter()) {
-        let (one, two) = (bytes_of(one).expect("copied"), bytes_of(two).expect("copied"));
+        let (one, two) = (bytes_of(&one).expect("copied"), bytes_of(&two).expect("copied"));
         assert!(one == two, "{name} differs between GPU and processor");
     }
     vec![json!({"tensors": here.iter().count()})]

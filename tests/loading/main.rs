@@ -4,5 +4,6 @@
 mod adapters;
 mod checkpoints;
 mod experts;
+mod fp8;
 mod specs;
 mod weights;

@@ -182,11 +182,27 @@ fn an_unknown_model_type_names_the_known_ones_and_the_nearest() {
 }
 
 #[test]
+fn fp8_in_blocks_of_128_by_128_changes_nothing_in_the_spec() {
+    let fp8 = json!({"quantization_config": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"]
+    }});
+    assert_eq!(spec(&with(qwen3_8b(), &fp8)).canonical(), spec(&qwen3_8b()).canonical());
+}
+
+#[test]
 fn values_whose_maths_is_not_built_are_refused_with_key_and_value() {
     let says = |changes: Value, parts: &[&str]| assert_says(&refusal(&with(qwen3_8b(), &changes)), parts);
     says(json!({"hidden_act": "gelu"}), &["`hidden_act` is \"gelu\"", "silu"]);
     says(json!({"num_key_value_heads": 5}), &["`num_attention_heads` is 32", "`num_key_value_heads` is 5"]);
     says(json!({"quantization_config": {"quant_method": "fp8"}}), &["`quantization_config`", "fp8"]);
+    for other in [
+        json!({"quant_method": "fp8", "weight_block_size": [64, 128]}),
+        json!({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}),
+        json!({"quant_method": "gptq", "weight_block_size": [128, 128]}),
+    ] {
+        says(json!({"quantization_config": other}), &["`quantization_config`", "`weight_block_size` [128, 128]"]);
+    }
     says(json!({"head_dim": 127}), &["`head_dim` is 127", "even"]);
     says(json!({"hidden_size": 0}), &["`hidden_size` is 0", "whole number"]);
     says(json!({"rms_norm_eps": "tiny"}), &["`rms_norm_eps` is \"tiny\"", "finite number"]);

@@ -37,7 +37,7 @@ fn refusal(folder: &Path, parts: &[&str]) -> String {
 
 fn same_bits(one: &Weights, other: &Weights) -> bool {
     let bytes = |weights: &Weights| -> Vec<(String, Vec<u8>)> {
-        weights.iter().map(|(name, tensor)| (name.to_owned(), bytes_of(tensor).unwrap())).collect()
+        weights.iter().map(|(name, tensor)| (name.to_owned(), bytes_of(&tensor).unwrap())).collect()
     };
     bytes(one) == bytes(other)
 }
@@ -50,7 +50,7 @@ fn each_family_loads_the_bits_that_are_in_the_file() {
         assert_eq!(weights.iter().count(), stored.len(), "{family}");
         for (name, tensor) in &stored {
             let loaded = weights.get(name);
-            assert_eq!(bytes_of(loaded).unwrap(), tensor.bytes, "{family} {name}");
+            assert_eq!(bytes_of(&loaded).unwrap(), tensor.bytes, "{family} {name}");
             assert!(loaded.kind() == Kind::Float && !loaded.requires_grad());
         }
         assert!(weights.try_get("model.layers.0.self_attn.nothing").is_none());
@@ -396,7 +396,10 @@ fn quantised_weights_are_refused_in_words() {
     let mut draft = Draft::of("qwen3");
     *draft.tensor(Q0) = Stored { dtype: Dtype::F8_E4M3, shape: vec![64, 64], bytes: vec![0; 4096] };
     draft.write();
-    refusal(draft.path(), &[Q0, "F8_E4M3", "F32, F16, BF16 and F64"]);
+    refusal(draft.path(), &[Q0, "is fp8, but its factors", "_scale_inv [1, 1] are missing", "128 by 128"]);
+    *draft.tensor(Q0) = Stored { dtype: Dtype::F8_E5M2, shape: vec![64, 64], bytes: vec![0; 4096] };
+    draft.write();
+    refusal(draft.path(), &[Q0, "F8_E5M2", "F32, F16, BF16 and F64, and matrices of F8_E4M3 with factors of F32"]);
 }
 
 #[test]
@@ -428,6 +431,6 @@ fn random_weights_are_the_same_for_a_seed_and_of_sensible_scale() {
     assert!((one.get("model.norm.weight").min().double_value(&[]) - 1.0).abs() < f64::EPSILON);
     assert!(one.get("model.layers.0.self_attn.k_proj.bias").abs().max().double_value(&[]) < f64::EPSILON);
     let (first, second) = (one.get(Q0), one.get("model.layers.1.self_attn.q_proj.weight"));
-    assert!(!first.equal(second), "tensors differ from each other");
+    assert!(!first.equal(&second), "tensors differ from each other");
     assert!(random(1, Kind::BFloat16).get(Q0).equal(&random(1, Kind::Double).get(Q0).to_kind(Kind::BFloat16)));
 }

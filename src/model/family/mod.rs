@@ -51,8 +51,11 @@ impl Spec {
         let mut keys = ConfigReader::of_text_model(config);
         let refused = |problems| Error::Refused { file: file.to_owned(), problems: Problems(problems) };
         let Some(family) = find(&mut keys) else { return Err(refused(keys.problems)) };
-        if let Some(value) = keys.value_here_or_outside("quantization_config") {
-            keys.unsupported("quantization_config", value, "float32, float16, bfloat16 and float64 weights");
+        if let Some(value) = keys.value_here_or_outside("quantization_config").filter(|value| !is_fp8_in_blocks(value))
+        {
+            let supported = "float32, float16, bfloat16 and float64 weights, and fp8 with `quant_method` \"fp8\", \
+                             `weight_block_size` [128, 128], `activation_scheme` \"dynamic\"";
+            keys.unsupported("quantization_config", value, supported);
         }
         let spec = match family {
             Family::Grouped(own) => read::read(&mut keys, rope_scaling, own),
@@ -60,6 +63,17 @@ impl Spec {
         };
         if keys.problems.is_empty() { Ok(spec) } else { Err(refused(keys.problems)) }
     }
+}
+
+/// Whether a `quantization_config` describes weights in fp8 with a factor for each block of 128 by 128. Which weights are
+/// so, the files say.
+fn is_fp8_in_blocks(value: &Value) -> bool {
+    let is_or_absent = |key: &str, word: &str| value.get(key).is_none_or(|found| found.is_null() || found == word);
+    value.get("quant_method").is_some_and(|method| method == "fp8")
+        && value.get("weight_block_size") == Some(&serde_json::json!([128, 128]))
+        && is_or_absent("activation_scheme", "dynamic")
+        && is_or_absent("fmt", "e4m3")
+        && is_or_absent("expert_dtype", "fp8")
 }
 
 /// What reads a family's config.

@@ -97,7 +97,7 @@ impl LatentBlock<'_> {
             weight.view([heads, plain + value, columns]).narrow(1, first, rows)
         };
         let kind = self.formulas.kind;
-        let weight_hdc = of_heads(self.formulas.weights.get(&format!("{module}.weight")));
+        let weight_hdc = of_heads(&self.formulas.weights.get(&format!("{module}.weight")));
         let x_htn = x_thn.transpose(0, 1);
         let adapter = self.adapters.of(&module);
         let low_rank = adapter.map(|adapter| {
@@ -134,9 +134,9 @@ impl LatentBlock<'_> {
             let normed_tw = self.normed(x_tw);
             let angles = self.rotation.angles(positions.clone());
             let rotate = |x: &Tensor| rotate_interleaved(x, &angles.cos_td, &angles.sin_td);
-            let q = self.compressed(&normed_tw).linear(weight("wq_b.weight"), None::<&Tensor>);
+            let q = self.compressed(&normed_tw).linear(&weight("wq_b.weight"), None::<&Tensor>);
             let q_tji = rotate(&q.view([rows, heads, dim]));
-            let k = normed_tw.linear(weight("wk.weight"), None::<&Tensor>);
+            let k = normed_tw.linear(&weight("wk.weight"), None::<&Tensor>);
             let k =
                 k.layer_norm([dim], Some(weight("k_norm.weight")), Some(weight("k_norm.bias")), INDEX_NORM_EPS, false);
             let key_ti = rotate(&k.unsqueeze(1)).squeeze_dim(1);

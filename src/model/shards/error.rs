@@ -22,7 +22,10 @@ pub enum Problem {
     Extra { file: String, name: String, shape: Vec<u64> },
     #[error("{file}: {name} is {found:?}, the config asks for {wanted:?}")]
     Shape { file: String, name: String, found: Vec<u64>, wanted: Vec<u64> },
-    #[error("{file}: {name} is {dtype}; longstraw reads F32, F16, BF16 and F64 (convert quantised weights first)")]
+    #[error(
+        "{file}: {name} is {dtype}; longstraw reads F32, F16, BF16 and F64, and matrices of F8_E4M3 with factors of F32 \
+         (convert other quantised weights first)"
+    )]
     Dtype { file: String, name: String, dtype: String },
     #[error("{name} stands both in {first} and in {second}")]
     Twice { name: String, first: String, second: String },
@@ -48,6 +51,13 @@ pub enum Problem {
          which layers choose)"
     )]
     NoIndex { layer: usize, names: String },
+    #[error(
+        "{file}: {weight} is fp8, but its factors {scales} {shape:?} are missing; longstraw reads fp8 in blocks of 128 by 128 \
+         with a float32 factor each (convert other forms first)"
+    )]
+    NoScales { file: String, weight: String, scales: String, shape: Vec<u64> },
+    #[error("{fp8} is fp8 and {other} is not; the experts of a layer must be stored alike")]
+    MixedExperts { fp8: String, other: String },
     #[error(
         "the experts of a layer stand twice: joined in {joined}, and one by one ({single} and so on); remove the one"
     )]

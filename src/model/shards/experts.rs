@@ -54,6 +54,26 @@ impl Checkpoint {
         }
     }
 
+    /// The matrices that memory joins must all be in fp8, or none of them.
+    pub(super) fn judge_mixed_experts(&self, spec: &Spec, problems: &mut Vec<Problem>) {
+        for layer in (0..spec.layers).map(LayerIndex) {
+            let Some(experts) = spec.experts_of(layer) else { continue };
+            for joined in joined_of(layer, experts, spec.width) {
+                let matrices = (0..experts.count).flat_map(|expert| {
+                    joined
+                        .parts
+                        .iter()
+                        .map(move |part| format!("model.layers.{layer}.mlp.experts.{expert}.{part}.weight"))
+                });
+                let found = matrices.filter_map(|name| Some((self.places.get(&name)?.is_fp8(), name)));
+                let (inside, outside): (Vec<_>, Vec<_>) = found.partition(|(is_fp8, _)| *is_fp8);
+                if let ([(_, fp8), ..], [(_, other), ..]) = (&inside[..], &outside[..]) {
+                    problems.push(Problem::MixedExperts { fp8: fp8.clone(), other: other.clone() });
+                }
+            }
+        }
+    }
+
     /// Places the matrices of each expert within the bytes of `place`. Those of a tensor that cannot be used have no bytes,
     /// so that one problem does not become one of each expert.
     fn split(&mut self, layer: LayerIndex, joined: &Joined, place: &Place, problems: &mut Vec<Problem>) {

@@ -33,6 +33,24 @@ const FOREIGN_PREFIXES: [&str; 6] = [
     "mtp.",
 ];
 
+/// What is added to the name of a weight in fp8 for that of its factors.
+const SCALES: &str = "_scale_inv";
+
+/// Rows and columns of a block of fp8 weights.
+const BLOCK: u64 = 128;
+
+/// Name of the factors of the weight `name`, where that is in fp8.
+#[must_use]
+pub fn scales_of(name: &str) -> String {
+    format!("{name}{SCALES}")
+}
+
+/// Name of the weight whose factors `name` are, if they are any.
+#[must_use]
+pub fn scaled_by(name: &str) -> Option<&str> {
+    name.strip_suffix(SCALES)
+}
+
 /// One mapped file.
 #[derive(Debug)]
 pub struct Shard {
@@ -74,6 +92,14 @@ pub struct Checkpoint {
     other_files: Vec<String>,
 }
 
+impl Place {
+    /// Whether the values are fp8, which factors of their blocks belong to.
+    #[must_use]
+    pub fn is_fp8(&self) -> bool {
+        self.dtype == Dtype::F8_E4M3
+    }
+}
+
 impl Checkpoint {
     /// Maps the files in `folder` and checks every tensor's presence, shape and dtype against `spec`.
     ///
@@ -100,6 +126,7 @@ impl Checkpoint {
         checkpoint.judge_layers_beyond(spec, &mut problems);
         checkpoint.split_experts(spec, &mut problems);
         checkpoint.compare(&spec.tensors(), &mut problems);
+        checkpoint.judge_mixed_experts(spec, &mut problems);
         if problems.is_empty() { Ok(checkpoint) } else { Err(refused(problems)) }
     }
 
@@ -215,8 +242,9 @@ impl Checkpoint {
 
     /// Compares what is there with what is expected. A tied head may be present (its values are compared on loading).
     fn compare(&self, expected: &[Expected], problems: &mut Vec<Problem>) {
-        let mut known: BTreeMap<&str, &[u64]> =
-            expected.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
+        let mut known: BTreeMap<String, Vec<u64>> =
+            expected.iter().map(|tensor| (tensor.name.clone(), tensor.shape.clone())).collect();
+        known.extend(self.expected_scales(expected, problems));
         let mut index_lacks: BTreeMap<usize, Vec<String>> = BTreeMap::new();
         for tensor in expected {
             if self.places.contains_key(&tensor.name) {
@@ -232,24 +260,48 @@ impl Checkpoint {
         }
         problems
             .extend(index_lacks.into_iter().map(|(layer, names)| Problem::NoIndex { layer, names: names.join(", ") }));
-        if let Some(shape) = known.get(EMBEDDING).copied() {
-            known.insert(HEAD, shape);
+        if let Some(shape) = known.get(EMBEDDING).cloned() {
+            known.insert(HEAD.to_owned(), shape);
         }
         for (name, place) in &self.places {
             let (name, file) = (name.clone(), self.shards[place.shard].name.clone());
             let found = place.shape.clone();
-            match known.get(name.as_str()) {
+            match known.get(&name) {
                 None => problems.push(Problem::Extra { file, name, shape: found }),
-                Some(wanted) if **wanted != *found => {
-                    problems.push(Problem::Shape { file, name, found, wanted: wanted.to_vec() });
+                Some(wanted) if *wanted != found => {
+                    problems.push(Problem::Shape { file, name, found, wanted: wanted.clone() });
                 }
-                Some(_) if kind_of(place.dtype).is_none() => {
+                Some(_) if !is_read(&name, place) => {
                     problems.push(Problem::Dtype { file, name, dtype: place.dtype.to_string() });
                 }
                 Some(_) => {}
             }
         }
     }
+
+    /// Names and shapes of the factors that belong to weights in fp8; those that are absent are a problem of the weight.
+    fn expected_scales(&self, expected: &[Expected], problems: &mut Vec<Problem>) -> BTreeMap<String, Vec<u64>> {
+        let mut scales = BTreeMap::new();
+        for tensor in expected {
+            let Some(place) = self.places.get(&tensor.name).filter(|place| place.is_fp8()) else { continue };
+            let [rows, columns] = tensor.shape[..] else { continue };
+            let (name, shape) = (scales_of(&tensor.name), vec![rows.div_ceil(BLOCK), columns.div_ceil(BLOCK)]);
+            if !self.places.contains_key(&name) {
+                let (file, weight, shape) = (self.shards[place.shard].name.clone(), tensor.name.clone(), shape.clone());
+                problems.push(Problem::NoScales { file, weight, scales: name.clone(), shape });
+            }
+            scales.insert(name, shape);
+        }
+        scales
+    }
+}
+
+/// Whether values of the tensor's dtype are read: factors are float32, only matrices are in fp8.
+fn is_read(name: &str, place: &Place) -> bool {
+    if scaled_by(name).is_some() {
+        return place.dtype == Dtype::F32;
+    }
+    kind_of(place.dtype).is_some() || (place.is_fp8() && place.shape.len() == 2)
 }
 
 /// Which files a checkpoint consists of.

@@ -55,6 +55,12 @@ pub enum Error {
         folder.display()
     )]
     HeadNotTied { folder: PathBuf },
+    #[error(
+        "{}: model.weights = \"fp8\" asks for weights as an fp8 checkpoint holds them, and this one holds none; take the \
+         model's fp8 checkpoint, or set model.weights = \"checkpoint\"",
+        folder.display()
+    )]
+    NoFp8 { folder: PathBuf },
     #[error("{name} {shape:?} as {kind:?} on {device:?}: {source}")]
     Tensor { name: String, shape: Vec<u64>, kind: Kind, device: Device, source: Box<bytes::Error> },
 }
@@ -63,6 +69,7 @@ impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
             Error::Checkpoint(inner) => inner.exit(),
+            Error::NoFp8 { .. } => Exit::Config,
             Error::NotFinite { .. } | Error::AllZero { .. } | Error::HeadNotTied { .. } | Error::Unreadable { .. } => {
                 Exit::Data
             }

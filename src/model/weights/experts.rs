@@ -6,11 +6,14 @@
 //!   experts.E.up_proj.weight    [f, w]   →  gate_up_proj [n, 2f, w], rows f..2f of E
 //!   experts.E.down_proj.weight  [w, f]   →  down_proj    [n, w, f]
 //! ```
+//!
+//! Matrices in fp8 go there with their factors, so blocks never reach from one matrix into the next.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tch::{Device, Kind, Tensor};
 
+use super::blocks::{Blocks, Value};
 use super::share::ExpertShare;
 use crate::model::parts::ExpertSpec;
 use crate::model::spec::{Expected, Spec};
@@ -42,7 +45,9 @@ pub(super) fn joined(spec: &Spec, share: ExpertShare) -> Vec<Expected> {
 /// A model's tensors in memory while they are filled one by one.
 #[derive(Debug)]
 pub(super) struct Held {
-    pub(super) tensors: BTreeMap<String, Tensor>,
+    pub(super) tensors: BTreeMap<String, Value>,
+    /// Names of the matrices that are held in fp8, as the spec has them.
+    fp8: BTreeSet<String>,
     share: ExpertShare,
     /// Experts of a layer.
     count: u64,
@@ -51,54 +56,69 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// Room for the experts of `share`; other tensors are created when they are filled.
+    /// Room for the experts of `share`; other tensors are created when they are filled. The matrices that `fp8` names are
+    /// held in fp8: of experts that memory joins all or none.
     ///
     /// # Errors
     /// When memory does not suffice: the tensor, and what libtorch says.
     pub(super) fn new(
         spec: &Spec,
         share: ExpertShare,
+        fp8: BTreeSet<String>,
         kind: Kind,
         device: Device,
     ) -> Result<Held, (Expected, bytes::Error)> {
-        let mut held = Held {
-            tensors: BTreeMap::new(),
-            share,
-            count: spec.experts.as_ref().map_or(0, |experts| experts.count),
-            kind,
-            device,
-        };
+        let count = spec.experts.as_ref().map_or(0, |experts| experts.count);
+        let mut held = Held { tensors: BTreeMap::new(), fp8, share, count, kind, device };
+        let mut joined_fp8 = BTreeMap::new();
+        for address in held.fp8.iter().filter_map(|name| Address::of(name)) {
+            let parts: &mut i64 = joined_fp8.entry(address.joined).or_default();
+            *parts = (*parts).max(address.part + 1);
+        }
         for expected in joined(spec, share) {
-            match held.create(&expected) {
-                Ok(tensor) => held.tensors.insert(expected.name, tensor),
+            match held.create(&expected, joined_fp8.get(&expected.name).copied()) {
+                Ok(value) => held.tensors.insert(expected.name, value),
                 Err(error) => return Err((expected, error)),
             };
         }
         Ok(held)
     }
 
+    /// Whether this rank holds the tensor `name`: all but the experts of other ranks.
+    pub(super) fn holds(&self, name: &str) -> bool {
+        Address::of(name).is_none_or(|address| self.share.range(self.count).contains(&address.expert))
+    }
+
     /// Where the values of `expected` go, contiguous and of its shape; `None` for an expert that another rank holds.
-    pub(super) fn target(&mut self, expected: &Expected) -> Result<Option<Tensor>, bytes::Error> {
+    pub(super) fn target(&mut self, expected: &Expected) -> Result<Option<Value>, bytes::Error> {
         let Some(address) = Address::of(&expected.name) else {
-            let tensor = self.create(expected)?;
-            self.tensors.insert(expected.name.clone(), tensor.shallow_clone());
-            return Ok(Some(tensor));
+            let parts = self.fp8.contains(&expected.name).then_some(1);
+            let value = self.create(expected, parts)?;
+            self.tensors.insert(expected.name.clone(), value.shallow_clone());
+            return Ok(Some(value));
         };
         let range = self.share.range(self.count);
         if !range.contains(&address.expert) {
             return Ok(None);
         }
-        let rows = as_dim(expected.shape[0]);
-        let joined = self.tensors.get(&address.joined).map(|tensor| {
-            let expert = tensor.f_select(0, as_dim(address.expert - range.start))?;
-            Ok(expert.f_narrow(0, address.part * rows, rows)?)
-        });
-        joined.transpose()
+        let (expert, part, rows) = (as_dim(address.expert - range.start), address.part, as_dim(expected.shape[0]));
+        Ok(match self.tensors.get(&address.joined) {
+            None => None,
+            Some(Value::Plain(tensor)) => {
+                Some(Value::Plain(tensor.f_select(0, expert)?.f_narrow(0, part * rows, rows)?))
+            }
+            Some(Value::Blocks(blocks)) => Some(Value::Blocks(blocks.matrix(expert, part, rows)?)),
+        })
     }
 
-    fn create(&self, expected: &Expected) -> Result<Tensor, bytes::Error> {
+    /// A tensor of `expected`'s shape without values; in fp8 if each entry of its first dimension is so many matrices.
+    fn create(&self, expected: &Expected, fp8_parts: Option<i64>) -> Result<Value, bytes::Error> {
         let shape: Vec<i64> = expected.shape.iter().copied().map(as_dim).collect();
-        Ok(Tensor::f_empty(shape, (kind_of_tensor(&expected.name, self.kind), self.device))?)
+        let kind = kind_of_tensor(&expected.name, self.kind);
+        Ok(match fp8_parts {
+            Some(parts) => Value::Blocks(Blocks::empty(&shape, parts, kind, self.device)?),
+            None => Value::Plain(Tensor::f_empty(shape, (kind, self.device))?),
+        })
     }
 }
 

@@ -1,12 +1,15 @@
 //! Tensors filled from the bytes of a checkpoint's files, and their values judged.
 
+use std::collections::BTreeMap;
+
 use tch::{Device, Kind, Tensor};
 
+use super::blocks::{Value, dequantise_into};
 use super::error::{AllZero, Error, NotFinite, failed};
 use super::experts::Held;
 use super::share::Share;
 use crate::model::digests::{self, TensorDigests};
-use crate::model::shards::{Checkpoint, Place};
+use crate::model::shards::{Checkpoint, Place, scaled_by, scales_of};
 use crate::model::spec::{Expected, NormForm};
 use crate::runtime::units::{as_dim, from_dim, from_index};
 use crate::tensor::bytes::{self, fill_from_bytes};
@@ -18,6 +21,8 @@ const BLOCK_ELEMENTS: i64 = 1 << 20;
 /// Fills tensors shard by shard, and gathers what is wrong with their values.
 pub(super) struct Loader {
     pub(super) held: Held,
+    /// Factors of the weights in fp8 that this rank holds, by their names in the file.
+    scales: BTreeMap<String, Tensor>,
     /// Digests of this rank's share.
     pub(super) digests: TensorDigests,
     pub(super) not_finite: Vec<NotFinite>,
@@ -30,7 +35,16 @@ pub(super) struct Loader {
 impl Loader {
     pub(super) fn new(held: Held, norm: NormForm, kind: Kind, device: Device) -> Loader {
         let (not_finite, all_zero) = (Vec::new(), Vec::new());
-        Loader { held, digests: TensorDigests::new(), not_finite, all_zero, norm, kind, device }
+        Loader {
+            held,
+            scales: BTreeMap::new(),
+            digests: TensorDigests::new(),
+            not_finite,
+            all_zero,
+            norm,
+            kind,
+            device,
+        }
     }
 
     /// Loads the tensors of one shard in the order of their bytes, so that the file is read from front to back.
@@ -47,6 +61,9 @@ impl Loader {
             if number % share.ranks == share.rank && !kept.contains_key(name) {
                 self.digests.insert(name.to_owned(), digests::digest(bytes));
             }
+            if scaled_by(name).is_some() {
+                continue;
+            }
             let expected = Expected::new(name.to_owned(), &place.shape);
             let file = &checkpoint.shards[shard].name;
             self.fill(&expected, place, bytes, file)
@@ -55,12 +72,62 @@ impl Loader {
         Ok(())
     }
 
+    /// Reads the factors of all weights in fp8 that this rank holds, into host memory: a weight and its factors may lie in
+    /// different files.
+    ///
+    /// # Errors
+    /// When memory does not suffice. Factors that are not finite are gathered with the weights that are not.
+    pub(super) fn read_scales(&mut self, checkpoint: &Checkpoint) -> Result<(), Error> {
+        let held = &self.held;
+        let of_held = |name: &str| scaled_by(name).is_some_and(|weight| held.holds(weight));
+        let scales: Vec<_> = checkpoint.places.iter().filter(|(name, _)| of_held(name)).collect();
+        for (name, place) in scales {
+            let expected = Expected::new(name.clone(), &place.shape);
+            let refused = |source| failed(&expected, Kind::Float, Device::Cpu, source);
+            let shape: Vec<i64> = place.shape.iter().copied().map(as_dim).collect();
+            let mut tensor =
+                Tensor::f_empty(shape, (Kind::Float, Device::Cpu)).map_err(|error| refused(error.into()))?;
+            fill_from_bytes(&mut tensor, checkpoint.bytes(place), Kind::Float).map_err(refused)?;
+            let finite = tensor.f_isfinite().map_err(|error| refused(error.into()))?;
+            if finite.all().int64_value(&[]) == 0 {
+                let file = &checkpoint.shards[place.shard].name;
+                self.not_finite.push(find_not_finite(&tensor, name, file).map_err(refused)?);
+            }
+            self.scales.insert(name.clone(), tensor);
+        }
+        Ok(())
+    }
+
     /// Fills the tensor from its bytes and judges its values; an expert that another rank holds is left out.
     fn fill(&mut self, expected: &Expected, place: &Place, bytes: &[u8], file: &str) -> Result<(), bytes::Error> {
-        let Some(mut tensor) = self.held.target(expected)? else { return Ok(()) };
-        let source_kind = kind_of(place.dtype).expect("dtypes were checked when the checkpoint was opened");
-        fill_from_bytes(&mut tensor, bytes, source_kind)?;
+        let Some(target) = self.held.target(expected)? else { return Ok(()) };
+        let source_kind = if place.is_fp8() { Some(Kind::Float8e4m3fn) } else { kind_of(place.dtype) };
+        let source_kind = source_kind.expect("dtypes were checked when the checkpoint was opened");
+        let tensor = match target {
+            Value::Plain(mut tensor) if place.is_fp8() => {
+                let mut values = Tensor::f_empty(tensor.size(), (source_kind, self.device))?;
+                fill_from_bytes(&mut values, bytes, source_kind)?;
+                let scales = self.scales_of(expected)?.f_to_device(self.device)?;
+                dequantise_into(&mut tensor, &values, &scales)?;
+                tensor
+            }
+            Value::Plain(mut tensor) => {
+                fill_from_bytes(&mut tensor, bytes, source_kind)?;
+                tensor
+            }
+            Value::Blocks(mut blocks) => {
+                fill_from_bytes(&mut blocks.values, bytes, source_kind)?;
+                blocks.scales.f_copy_(&self.scales_of(expected)?)?;
+                blocks.f_dequantised()?
+            }
+        };
         self.judge(&tensor, expected, file)
+    }
+
+    /// The factors of a weight in fp8, [1, ⌈o/128⌉, ⌈i/128⌉], in host memory.
+    fn scales_of(&self, expected: &Expected) -> Result<Tensor, bytes::Error> {
+        let scales = self.scales.get(&scales_of(&expected.name));
+        Ok(scales.expect("a weight in fp8 without factors is refused when the checkpoint is opened").f_unsqueeze(0)?)
     }
 
     /// Looks for values that cannot be right: the least and the largest value in one pass without a temporary of the

@@ -7,32 +7,34 @@
 //! map of a file is dropped as soon as its tensors are filled. So host memory holds the model once, besides pages of the
 //! file that the system can take back at any time.
 
+mod blocks;
 mod error;
 mod experts;
 mod loader;
 mod random;
 mod share;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
+use self::blocks::Value;
 use self::error::failed;
 pub use self::error::{AllZero, Error, NotFinite};
 use self::experts::{Held, joined, kind_of_tensor};
 use self::loader::Loader;
 use self::random::fill_random;
-pub use self::share::{ExpertShare, Share};
+pub use self::share::{ExpertShare, Form, Share};
 use super::digests::{self, TensorDigests};
-use super::shards::Checkpoint;
+use super::shards::{Checkpoint, Place};
 use super::spec::{EMBEDDING, Expected, HEAD, Spec};
 use crate::runtime::digest::{hex, sha256_hex};
 use crate::runtime::file_state::FileState;
 use crate::runtime::random::split_mix;
 use crate::runtime::units::{Bytes, from_index};
-use crate::tensor::boundary::storage_bytes;
 
 /// Digests of smaller files are not kept: to read the file again takes less than a moment.
 pub const KEPT_FILE_BYTES_MIN: u64 = 64 << 20;
@@ -59,6 +61,8 @@ pub struct Opening {
     /// Where digests are kept if not beside the weights.
     elsewhere: Option<PathBuf>,
     notes: Vec<String>,
+    /// How weights that the files hold in fp8 are held in memory.
+    form: Form,
 }
 
 impl Opening {
@@ -84,7 +88,19 @@ impl Opening {
         }
         let notes = checkpoint.notes();
         let (folder, elsewhere) = (folder.to_owned(), elsewhere.map(Path::to_owned));
-        Ok(Opening { folder, checkpoint, states, kept, to_keep, elsewhere, notes })
+        Ok(Opening { folder, checkpoint, states, kept, to_keep, elsewhere, notes, form: Form::Plain })
+    }
+
+    /// The same, to be held as `form` says.
+    ///
+    /// # Errors
+    /// When weights are to be in fp8 and the checkpoint holds none that are.
+    pub fn held_as(mut self, form: Form) -> Result<Opening, Error> {
+        if form == Form::Fp8 && !self.checkpoint.places.values().any(Place::is_fp8) {
+            return Err(Error::NoFp8 { folder: self.folder });
+        }
+        self.form = form;
+        Ok(self)
     }
 
     /// What was opened, as a short text: ranks with the same text read the same files and know the same digests.
@@ -108,9 +124,14 @@ impl Opening {
         share: Share,
         experts: ExpertShare,
     ) -> Result<Loading, Error> {
-        let held = Held::new(spec, experts, kind, device)
+        let in_file = self.checkpoint.places.iter().filter(|(_, place)| place.is_fp8());
+        let in_file: BTreeSet<String> = in_file.map(|(name, _)| name.clone()).collect();
+        self.notes.extend(self.form.note(in_file.len(), kind));
+        let fp8 = if self.form == Form::Fp8 { in_file } else { BTreeSet::new() };
+        let held = Held::new(spec, experts, fp8, kind, device)
             .map_err(|(expected, source)| failed(&expected, kind, device, source))?;
         let mut loader = Loader::new(held, spec.norm, kind, device);
+        loader.read_scales(&self.checkpoint)?;
         for shard in 0..self.checkpoint.shards.len() {
             loader.load_shard(&self.checkpoint, shard, &self.kept, share)?;
             self.checkpoint.release(shard);
@@ -139,7 +160,7 @@ pub struct Loading {
     opening: Opening,
     /// The canonical spec, which is part of the model's digest.
     spec: String,
-    tensors: BTreeMap<String, Tensor>,
+    tensors: BTreeMap<String, Value>,
     digests: TensorDigests,
     kind: Kind,
     device: Device,
@@ -185,12 +206,12 @@ impl Opening {
 }
 
 /// The tensors of a model by name, all on one device, none of them with a gradient. All are of one dtype, but for the
-/// correction bias of a router, which is of the accumulation dtype. Experts of a layer are two tensors,
+/// correction bias of a router, which is of the accumulation dtype; those in fp8 are of it when they are given out. Experts of a layer are two tensors,
 /// [`ExpertSpec::gate_up_name`](super::parts::ExpertSpec::gate_up_name) and
 /// [`ExpertSpec::down_name`](super::parts::ExpertSpec::down_name), of the experts that the rank holds.
 #[derive(Debug)]
 pub struct Weights {
-    tensors: BTreeMap<String, Tensor>,
+    tensors: BTreeMap<String, Value>,
     digest: String,
     notes: Vec<String>,
     kind: Kind,
@@ -224,47 +245,74 @@ impl Weights {
     /// # Errors
     /// When memory does not suffice.
     pub fn random(spec: &Spec, seed: u64, kind: Kind, device: Device, experts: ExpertShare) -> Result<Weights, Error> {
+        Weights::random_as(spec, seed, kind, device, experts, Form::Plain)
+    }
+
+    /// As [`Weights::random`], held as `form` says: in fp8 the weights of all linear layers, rounded from those of `kind`.
+    ///
+    /// # Errors
+    /// When memory does not suffice.
+    pub fn random_as(
+        spec: &Spec,
+        seed: u64,
+        kind: Kind,
+        device: Device,
+        experts: ExpertShare,
+        form: Form,
+    ) -> Result<Weights, Error> {
         let refused = |expected: &Expected, source| failed(expected, kind, device, source);
+        let linears = spec.linear_layers().into_iter().filter(|_| form == Form::Fp8);
+        let fp8 = linears.map(|linear| format!("{}.weight", linear.module)).collect();
         let mut held =
-            Held::new(spec, experts, kind, device).map_err(|(expected, source)| refused(&expected, source))?;
+            Held::new(spec, experts, fp8, kind, device).map_err(|(expected, source)| refused(&expected, source))?;
         // The ordinal counts the tensors of all experts, so the stream of one does not depend on the share.
         for (number, expected) in spec.tensors().iter().enumerate() {
             let stream = split_mix(seed ^ split_mix(from_index(number)));
             let target = held.target(expected).map_err(|source| refused(expected, source))?;
-            if let Some(mut target) = target {
-                fill_random(&mut target, expected, spec.norm, stream).map_err(|source| refused(expected, source))?;
+            if let Some(target) = target {
+                fill_random(target, expected, spec.norm, stream).map_err(|source| refused(expected, source))?;
             }
         }
         let mut hash = Sha256::new();
         hash.update(spec.canonical());
-        hash.update(format!("\nrandom {seed}\n"));
+        hash.update(format!("\nrandom {seed}\n{}", if form == Form::Fp8 { "fp8\n" } else { "" }));
         Ok(Weights::with_head(held.tensors, hex(hash), Vec::new(), kind, device))
     }
 
-    /// The tensor `name`.
+    /// The tensor `name` in the model's dtype: its storage, or for a weight in fp8 a new tensor with the dequantised values,
+    /// which takes memory for as long as it is held.
     ///
     /// # Panics
     /// When the model has no such tensor: names come from the spec, whose tensors are all there after loading.
-    pub fn get(&self, name: &str) -> &Tensor {
+    pub fn get(&self, name: &str) -> Tensor {
         self.try_get(name).unwrap_or_else(|| panic!("the spec names no tensor {name}"))
     }
 
-    /// The tensor `name`, if the model has it (a bias, say).
+    /// The tensor `name` as [`Weights::get`] gives it, if the model has it (a bias, say).
     #[must_use]
-    pub fn try_get(&self, name: &str) -> Option<&Tensor> {
-        self.tensors.get(name)
+    pub fn try_get(&self, name: &str) -> Option<Tensor> {
+        self.tensors.get(name).map(Value::tensor)
     }
 
-    /// Names and tensors, by name.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))
+    /// Of the experts' tensor `name` ([`ExpertSpec::gate_up_name`](super::parts::ExpertSpec::gate_up_name), …) the experts
+    /// `range`, [range, rows, columns] as [`Weights::get`] gives them; 0 is the first expert that this rank holds.
+    ///
+    /// # Panics
+    /// When the model has no such tensor, or this rank holds fewer experts.
+    pub fn experts(&self, name: &str, range: Range<i64>) -> Tensor {
+        self.tensors.get(name).unwrap_or_else(|| panic!("the spec names no tensor {name}")).range(range)
+    }
+
+    /// Names and tensors, by name, as [`Weights::get`] gives them.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, Tensor)> {
+        self.tensors.iter().map(|(name, value)| (name.as_str(), value.tensor()))
     }
 
     /// The digest of the model, as 64 hexadecimal digits.
     ///
     /// A SHA-256 over the canonical spec and, by name, each tensor's name, dtype in the file, shape, and the BLAKE3 digest of
     /// all its bytes in the file. It depends neither on how the checkpoint is cut into files, on whether a file joins the
-    /// experts of a layer, on the experts that this rank holds, nor on the dtype loaded into.
+    /// experts of a layer, on the experts that this rank holds, nor on the dtype or form in memory.
     #[must_use]
     pub fn digest(&self) -> &str {
         &self.digest
@@ -276,35 +324,41 @@ impl Weights {
         &self.notes
     }
 
-    /// The same values in another dtype; those that it cannot hold are rounded. The digest stays.
+    /// The same values in another dtype, none of them in fp8; those that it cannot hold are rounded. The digest stays.
     #[must_use]
     pub fn converted(&self, kind: Kind) -> Weights {
-        let convert = |(name, tensor): (&String, &Tensor)| (name.clone(), tensor.to_kind(kind_of_tensor(name, kind)));
+        let convert = |(name, value): (&String, &Value)| {
+            (name.clone(), Value::Plain(value.tensor().to_kind(kind_of_tensor(name, kind))))
+        };
         let tensors = self.tensors.iter().map(convert).collect();
         Weights { tensors, digest: self.digest.clone(), notes: Vec::new(), kind, device: self.device }
     }
 
-    /// The tensors that `spec` names, which is of this model with fewer layers, in another dtype; those in this dtype are
-    /// shared. The digest stays.
+    /// The tensors that `spec` names, which is of this model with fewer layers, in another dtype; in the same dtype they are
+    /// shared, in another one none of them is in fp8. The digest stays.
     #[must_use]
     pub fn part(&self, spec: &Spec, kind: Kind) -> Weights {
         let named = spec.tensors().into_iter().chain(joined(spec, ExpertShare::ALL)).map(|expected| expected.name);
         let found = named.filter_map(|name| {
-            let tensor = self.try_get(&name)?.to_kind(kind_of_tensor(&name, kind));
-            Some((name, tensor))
+            let value = self.tensors.get(&name)?;
+            let value = if kind == self.kind {
+                value.shallow_clone()
+            } else {
+                Value::Plain(value.tensor().to_kind(kind_of_tensor(&name, kind)))
+            };
+            Some((name, value))
         });
         Weights::with_head(found.collect(), self.digest.clone(), Vec::new(), kind, self.device)
     }
 
-    /// Bytes of all tensors; a tied head is one with the embedding.
+    /// Bytes of all tensors as memory holds them; a tied head is one with the embedding.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        let each: BTreeMap<usize, Bytes> =
-            self.tensors.values().map(|tensor| (tensor.data_ptr().addr(), storage_bytes(tensor))).collect();
+        let each: BTreeMap<usize, Bytes> = self.tensors.values().flat_map(Value::storages).collect();
         each.into_values().sum()
     }
 
-    /// The dtype of all tensors but the correction bias of a router.
+    /// The dtype of all tensors as they are given out, but for the correction bias of a router.
     #[must_use]
     pub fn kind(&self) -> Kind {
         self.kind
@@ -317,14 +371,14 @@ impl Weights {
     }
 
     fn with_head(
-        mut tensors: BTreeMap<String, Tensor>,
+        mut tensors: BTreeMap<String, Value>,
         digest: String,
         notes: Vec<String>,
         kind: Kind,
         device: Device,
     ) -> Weights {
         if !tensors.contains_key(HEAD) {
-            let head = tensors.get(EMBEDDING).map(Tensor::shallow_clone);
+            let head = tensors.get(EMBEDDING).map(Value::shallow_clone);
             tensors.extend(head.map(|head| (HEAD.to_owned(), head)));
         }
         Weights { tensors, digest, notes, kind, device }

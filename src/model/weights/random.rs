@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+use super::blocks::Value;
 use crate::model::spec::{Expected, NormForm};
 use crate::runtime::random::{FACTORS, STEP, split_mix};
 use crate::runtime::units::{as_dim, as_index, float, from_dim};
@@ -13,12 +14,20 @@ use crate::tensor::bytes::{self, fill_from_bytes};
 const BLOCK_ELEMENTS: i64 = 1 << 20;
 
 /// Fills a norm with what leaves its input's scale as it is, a bias with 0, and a matrix with uniform values of standard deviation 1/√inputs.
-pub(super) fn fill_random(
-    tensor: &mut Tensor,
-    expected: &Expected,
-    norm: NormForm,
-    stream: u64,
-) -> Result<(), bytes::Error> {
+///
+/// A matrix in fp8 is drawn in the model's dtype and then rounded.
+pub(super) fn fill_random(target: Value, expected: &Expected, norm: NormForm, stream: u64) -> Result<(), bytes::Error> {
+    match target {
+        Value::Plain(mut tensor) => fill_plain(&mut tensor, expected, norm, stream),
+        Value::Blocks(mut blocks) => {
+            let mut drawn = blocks.f_room()?;
+            fill_plain(&mut drawn, expected, norm, stream)?;
+            Ok(blocks.round(&drawn)?)
+        }
+    }
+}
+
+fn fill_plain(tensor: &mut Tensor, expected: &Expected, norm: NormForm, stream: u64) -> Result<(), bytes::Error> {
     let [_, inputs] = expected.shape[..] else {
         let is_bias = expected.name.ends_with("bias");
         let constant = if is_bias || norm == NormForm::OnePlusWeight { 0.0 } else { 1.0 };

@@ -1,6 +1,8 @@
-//! What one rank does of work that ranks share, and what it holds of weights that they spread.
+//! What one rank does of work that ranks share, what it holds of weights that they spread, and in which form.
 
 use std::ops::Range;
+
+use tch::Kind;
 
 use crate::runtime::units::from_index;
 use crate::world::Axis;
@@ -43,5 +45,27 @@ impl ExpertShare {
         let of = from_index(self.of.max(1));
         let start = |index: usize| from_index(index) * count / of;
         start(self.index)..start(self.index + 1)
+    }
+}
+
+/// How weights that a checkpoint holds in fp8 are held in memory.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Form {
+    /// Dequantised to the model's dtype when they are loaded.
+    Plain,
+    /// As in the file, dequantised where they are used: the same numbers.
+    Fp8,
+}
+
+impl Form {
+    /// A sentence for the user on a checkpoint with so many weights in fp8, if there are any. `kind` is the model's dtype.
+    pub(super) fn note(self, weights: usize, kind: Kind) -> Option<String> {
+        let words = match self {
+            Form::Plain => {
+                format!("dequantised to {kind:?} while they are loaded (model.weights = \"fp8\" keeps them)")
+            }
+            Form::Fp8 => format!("kept so, and dequantised to {kind:?} where they are used"),
+        };
+        (weights > 0).then(|| format!("{weights} weights of the checkpoint are fp8: {words}"))
     }
 }
