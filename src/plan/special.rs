@@ -5,9 +5,10 @@
 
 use super::addend::{Addend, Place, addend, product, within};
 use super::sizes::Sizes;
+use crate::model::experts::PAIRS_MAX;
 use crate::model::shape::{INDEX_BYTES, Layer, Mix};
 use crate::runtime::failure::Phase;
-use crate::runtime::units::Bytes;
+use crate::runtime::units::{Bytes, from_dim};
 
 /// Positions of a chunk in the chunked form of a delta rule.
 pub(super) const DELTA_CHUNK: u64 = 64;
@@ -184,14 +185,17 @@ impl Sizes<'_> {
         if chosen == 0 {
             return Vec::new();
         }
-        let micro = self.config.memory.micro_block.0;
+        let pairs = (self.config.memory.micro_block.0.saturating_mul(chosen)).min(from_dim(PAIRS_MAX));
+        let (width, inner) = (self.shape.width, self.shape.most(|layer| layer.expert_width));
         let rows = |(phase, graph): (Phase, bool)| {
-            let copies = if graph { 4 } else { 2 };
+            // Rows, and their gradient and its way back; gate, up and their products, or theirs and their gradients.
+            let (rows, inners, wide_inners) = if graph { (3, 4, 2) } else { (2, 3, 0) };
+            let elements = self.model_bytes * (rows * width + inners * inner) + self.acc_bytes * wide_inners * inner;
             within(
                 phase,
                 "rows at experts",
-                product(&[micro, chosen, self.shape.width, self.model_bytes, copies]),
-                format!("{micro} rows × {chosen} experts × {} wide × {copies}, evenly spread", self.shape.width),
+                product(&[pairs, elements]),
+                format!("{pairs} pairs of a row and an expert × {elements} B, evenly spread"),
                 "choose a smaller memory.micro_block",
             )
         };

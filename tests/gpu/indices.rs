@@ -61,7 +61,7 @@ pub(crate) fn attention(world: &World, device: Device) -> Vec<Value> {
     let past = Past { runs: vec![PastRun { start: Position(0), state: state(&k, &v), carries_gradient: false }] };
     let queries = Queries { q_thd: own_q.shallow_clone() }.into();
     let input = MixerInput { queries, state: state(&own_k, &own_v) };
-    let out = mixer.forward(&cp_group, &span, &input, &past).out;
+    let out = mixer.forward(&cp_group, &span, &input, &past, None).out;
     // The definition, head group by head group, in float32.
     let mut apart: f64 = 0.0;
     for group in 0..kv {

@@ -43,8 +43,8 @@ pub fn digest(adapters: &Adapters, group: &Axis) -> String {
     let mut lines: Vec<&str> = experts.lines().collect();
     lines.sort_unstable();
     let mut hash = Sha256::new();
-    others.into_iter().map(line).for_each(|line| hash.update(line));
-    lines.iter().for_each(|line| hash.update(line));
+    hash.update(others.into_iter().map(line).collect::<String>());
+    hash.update(lines.concat());
     hex(hash)
 }
 

@@ -35,7 +35,7 @@ use dispatch::{Dispatch, Home, inverse};
 use products::{Held, Segments};
 
 /// Most pairs that one rank computes at a time if all are spread evenly: what bounds every intermediate tensor.
-const PAIRS_MAX: i64 = 65_536;
+pub const PAIRS_MAX: i64 = 65_536;
 
 /// Why experts cannot be spread.
 #[derive(Debug, thiserror::Error)]
@@ -127,7 +127,6 @@ impl Experts {
 
     /// Σ over a row's experts of weight · expert(row), [t, w] in the model's dtype; no graph. `group` are the ranks that hold
     /// the experts together: each of them enters, with as many rows as it has, also none.
-    #[must_use]
     pub fn forward(&self, group: &Axis, routed: &Routed, adapters: &Adapters) -> Tensor {
         tch::no_grad(|| {
             let held = self.held(group, adapters);
@@ -184,7 +183,6 @@ impl Experts {
 
     /// [`Experts::forward`] of rows that every rank of the group has, the same ones: each rank computes what its own experts give,
     /// and the parts are summed in rank order, so that every rank gets the same bits.
-    #[must_use]
     pub fn replicated(&self, group: &Axis, routed: &Routed, adapters: &Adapters) -> Tensor {
         if group.size() == 1 {
             return self.forward(group, routed, adapters);
@@ -222,7 +220,6 @@ impl Experts {
     ///
     /// # Panics
     /// When this rank holds only a part of the experts.
-    #[must_use]
     pub fn plain(&self, routed: &Routed, adapters: &Adapters) -> Tensor {
         let (gate_up, down) = self.matrices();
         assert_eq!(gate_up.size()[0], self.count, "all experts are on this rank");

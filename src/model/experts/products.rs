@@ -138,12 +138,13 @@ impl<'a> Held<'a> {
         let (gate_nf, up_nf) = halves(&inner_nf);
         let silu_nf = gate_nf.silu();
         // 2. through the down projection, before the weight: its dot product with the activation is the weight's gradient
-        let dact_nf = self.product(dout_nw, &self.down, segments).to_kind(acc);
-        let dweight_n = (&dact_nf * (&silu_nf * &up_nf)).sum_dim_intlist(-1i64, false, acc);
+        let unweighted_nf = self.product(dout_nw, &self.down, segments).to_kind(acc);
+        let dweight_n = (&unweighted_nf * (&silu_nf * &up_nf)).sum_dim_intlist(-1i64, false, acc);
         // 3. through the weight, the product and the activation
-        let dact_nf = (dact_nf * weight_n.unsqueeze(-1)).to_kind(kind);
+        let dact_nf = (unweighted_nf * weight_n.unsqueeze(-1)).to_kind(kind);
         let dgate_nf = gate_nf.silu_backward(&(&dact_nf * &up_nf));
         let dinner_nf = Tensor::cat(&[dgate_nf, dact_nf * silu_nf], -1);
+        drop((inner_nf, gate_nf, up_nf));
         // 4. through gate and up
         let dx_nw = self.product(&dinner_nf, &self.gate_up, segments);
         Ok(RowGradient { dx_nw, dweight_n })

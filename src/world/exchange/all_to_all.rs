@@ -60,7 +60,6 @@ impl Traffic {
 ///
 /// # Panics
 /// When `x` has not as many rows as this rank sends.
-#[must_use]
 pub fn send_rows(axis: &Axis, x: &Tensor, traffic: &Traffic) -> Tensor {
     let x = x.detach().contiguous();
     let (send, receive) = (traffic.sent_by(axis.rank()), traffic.received_by(axis.rank()));
