@@ -291,7 +291,8 @@ fn prompts(options: &Options, spec: &Spec, length: Length) -> Result<Dataset, Fa
 fn adapters(options: &Options, spec: &Spec, start: &Start) -> Result<Adapters, Failure> {
     let acc = accumulation(options.kind);
     let seed = i64::try_from(options.seed).unwrap_or(i64::MAX);
-    let starting = || Adapters::starting(&spec.linear_layers(), LORA_RANK, LORA_ALPHA, seed, acc, options.device);
+    let adapted = spec.adapted(None)?;
+    let starting = || Adapters::starting(&adapted, LORA_RANK, LORA_ALPHA, seed, acc, options.device);
     match start {
         Start::Start => Ok(starting()),
         Start::Drawn => Ok(drawn(starting(), acc)),

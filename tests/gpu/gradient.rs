@@ -87,7 +87,7 @@ impl Case {
             kind: Kind::Float,
             device,
         };
-        let adapters = random.sample(spec.linear_layers());
+        let adapters = random.sample(spec.adapted(None).expect("the default targets"));
         let draw = |count: u64| {
             let ids = Tensor::randint(as_dim(spec.vocabulary), [as_dim(count)], (Kind::Int64, Device::Cpu));
             Vec::<i64>::try_from(ids).expect("integers")

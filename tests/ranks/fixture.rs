@@ -83,7 +83,7 @@ impl Model {
             kind: accumulation(kind),
             device: device(),
         };
-        let adapters = random.sample(spec.linear_layers());
+        let adapters = random.sample(spec.adapted(None).expect("the default targets"));
         Model { decoder: spec.decoder(Rc::new(weights), kind), adapters }
     }
 }

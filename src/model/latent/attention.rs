@@ -88,14 +88,29 @@ impl LatentAttention {
 
     /// Scores of gathered keys, [t, h, m] in the accumulation dtype, −∞ where there is none.
     fn scores(&self, q_thk: &Tensor, key_tmk: &Tensor, absent_tm: &Tensor) -> Tensor {
-        let score_thm = self.product(q_thk, &key_tmk.transpose(1, 2)) * self.scale;
-        score_thm.masked_fill(&absent_tm.unsqueeze(1), f64::NEG_INFINITY)
+        // In place: each pass over the scores takes as long as a product.
+        let mut score_thm = self.product(q_thk, &key_tmk.transpose(1, 2));
+        let _ = score_thm.g_mul_scalar_(self.scale);
+        score_thm.masked_fill_(&absent_tm.unsqueeze(1), f64::NEG_INFINITY)
     }
 
-    /// Softmax weights under a log-sum-exp, [t, h, m]; 0 where a row has no key at all.
-    fn weights(score_thm: &Tensor, lse_th: &Tensor) -> Tensor {
+    /// Softmax weights under a log-sum-exp, [t, h, m], in the place of the scores; 0 where a row has no key at all.
+    fn weights(mut score_thm: Tensor, lse_th: &Tensor) -> Tensor {
         let base = lse_th.masked_fill(&lse_th.isneginf(), 0.0).unsqueeze(-1);
-        (score_thm - base).exp()
+        let _ = score_thm.g_sub_(&base);
+        score_thm.exp_()
+    }
+
+    /// What queries see of their own gathered keys: output [t, h, c] and log-sum-exp [t, h], in the accumulation dtype.
+    fn softmax(&self, mut score_thm: Tensor, value_tmc: &Tensor) -> Partial {
+        let most_th1 = score_thm.amax([-1i64], true);
+        let base = most_th1.masked_fill(&most_th1.isneginf(), 0.0);
+        let _ = score_thm.g_sub_(&base);
+        let weight_thm = score_thm.exp_();
+        let sum_th1 = weight_thm.sum_dim_intlist([-1i64].as_slice(), true, weight_thm.kind());
+        let mut out_thd = self.product(&weight_thm.to_kind(self.kind), value_tmc);
+        let _ = out_thd.g_div_(&sum_th1.clamp_min(1e-30));
+        Partial { out_thd, lse_th: (base + sum_th1.log()).squeeze_dim(-1) }
     }
 
     /// What `q_thk` see of the keys that were found for them.
@@ -107,10 +122,7 @@ impl LatentAttention {
                 let gathered = keys.gather(found, &part);
                 let q = q_thk.narrow(0, part.start, part.end - part.start);
                 let score_thm = self.scores(&q, &gathered.key_tmk, &gathered.absent_tm);
-                let lse_th = score_thm.logsumexp([-1i64], false);
-                let weight_thm = Self::weights(&score_thm, &lse_th).to_kind(self.kind);
-                let out_thc = self.product(&weight_thm, &gathered.key_tmk.narrow(2, 0, self.latent));
-                merging.add(&part, &Partial { out_thd: out_thc, lse_th });
+                merging.add(&part, &self.softmax(score_thm, &gathered.key_tmk.narrow(2, 0, self.latent)));
             }
         }
         Partial { out_thd: merging.out_thd, lse_th: merging.lse_th }
@@ -131,12 +143,15 @@ impl LatentAttention {
             let gathered = keys.gather(found, &part);
             let value_tmc = gathered.key_tmk.narrow(2, 0, self.latent);
             let score_thm = self.scores(&q, &gathered.key_tmk, &gathered.absent_tm);
-            let weight_thm = Self::weights(&score_thm, &of(rows_of.lse_th));
-            drop(score_thm);
+            let weight_thm = Self::weights(score_thm, &of(rows_of.lse_th));
             let dweight_thm = self.product(&dout, &value_tmc.transpose(1, 2));
             let shift_th1 =
                 (of(rows_of.out_thc).to_kind(acc) * dout.to_kind(acc)).sum_dim_intlist([-1i64].as_slice(), true, acc);
-            let dscore_thm = ((dweight_thm - shift_th1) * &weight_thm * self.scale).to_kind(self.kind);
+            let mut dscore_thm = dweight_thm;
+            let _ = dscore_thm.g_sub_(&shift_th1);
+            let _ = dscore_thm.g_mul_(&weight_thm);
+            let _ = dscore_thm.g_mul_scalar_(self.scale);
+            let dscore_thm = dscore_thm.to_kind(self.kind);
             of(&dq_thk).copy_(&self.product(&dscore_thm, &gathered.key_tmk));
             if keys.carries_gradient() {
                 let dkey_tmk = self.product(&dscore_thm.transpose(1, 2), &q);
@@ -344,10 +359,7 @@ impl Mixer for LatentAttention {
             let column_an = Tensor::full([1, 1], rows, (Kind::Int64, device)).where_self(&here.logical_not(), &row_an);
             let seen = Tensor::zeros([answers, rows + 1], (Kind::Bool, device)).scatter_value(1, &column_an, 1);
             let score_ahr = self.scores(q_ahk, &own_ark, &seen.narrow(1, 0, rows).logical_not());
-            let lse_th = score_ahr.logsumexp([-1i64], false);
-            let weight_ahr = Self::weights(&score_ahr, &lse_th).to_kind(self.kind);
-            let out_thd = self.product(&weight_ahr, &own_ark.narrow(2, 0, self.latent));
-            merging.add(&all, &Partial { out_thd, lse_th });
+            merging.add(&all, &self.softmax(score_ahr, &own_ark.narrow(2, 0, self.latent)));
         }
         let ranks = cp_group.axis.size();
         if ranks == 1 {

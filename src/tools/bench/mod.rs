@@ -268,7 +268,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         kind: acc,
         device: options.device,
     };
-    let adapters = random.sample(spec.linear_layers());
+    let adapters = random.sample(spec.adapted(None)?);
     let masters = adapters.tensors().map(storage_bytes).sum::<Bytes>();
     let held_adapters = ledger.hold(Purpose::Adapters, MemorySpace::Device, masters);
     let head = Head { rows_max: 512, temperature: 1.0 };

@@ -5,6 +5,7 @@ use std::time::Instant;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
+use crate::model::shape::{Layer, Mix, Segment, Shape};
 use crate::model::spec::Spec;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Tokens, as_dim, float};
@@ -77,16 +78,29 @@ pub struct Work {
 }
 
 impl Work {
-    /// Of a prompt on one rank.
+    /// Of a prompt on one rank; of experts those that a row goes to, of an index the scores of all pairs.
     pub(super) fn of(spec: &Spec, prompt: Tokens) -> Work {
-        let products: f64 =
-            spec.linear_layers().iter().map(|linear| float(linear.inputs) * float(linear.outputs)).sum();
-        let pairs = float(prompt.0) * (float(prompt.0) + 1.0) / 2.0;
-        let width = float(spec.query_heads * spec.head_dim);
-        Work {
-            linear_tera: 2.0 * products * float(prompt.0) / 1e12,
-            attention_tera: 4.0 * width * pairs * float(spec.layers as u64) / 1e12,
+        let shape = Shape::of(spec);
+        let products = |layer: &Layer| layer.products(Segment::A) + layer.products(Segment::B) + float(layer.constant);
+        let linear: f64 = shape.layers.iter().map(products).sum();
+        let attention: f64 = shape.layers.iter().map(|layer| attention_products(&layer.mix, float(prompt.0))).sum();
+        Work { linear_tera: 2.0 * linear * float(prompt.0) / 1e12, attention_tera: 2.0 * attention / 1e12 }
+    }
+}
+
+/// Multiply-adds of a mixer over `rows` causal rows.
+fn attention_products(mix: &Mix, rows: f64) -> f64 {
+    let pairs = |most: f64| if rows <= most { rows * (rows + 1.0) / 2.0 } else { most * (rows - (most - 1.0) / 2.0) };
+    match *mix {
+        Mix::Grouped { query_heads, head_dim, window, .. } => {
+            2.0 * float(query_heads * head_dim) * pairs(window.map_or(f64::INFINITY, float))
         }
+        Mix::Latent { heads, latent, rotated, index } => {
+            let scores = if index.owner { float(index.heads * index.dim) * pairs(f64::INFINITY) } else { 0.0 };
+            float(heads * (2 * latent + rotated)) * pairs(float(index.top)) + scores
+        }
+        // Of the order of a linear layer.
+        Mix::Delta { .. } => 0.0,
     }
 }
 
