@@ -3,7 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 3] = ["src/tensor/boundary.cpp", "src/tensor/gpu.cpp", "src/tensor/link.cpp"];
+const SOURCES: [&str; 4] =
+    ["src/tensor/boundary.cpp", "src/tensor/gpu.cpp", "src/tensor/link.cpp", "src/tensor/selection.cpp"];
 const HEADERS: [&str; 2] = ["src/tensor/count.h", "src/tensor/gpu.h"];
 
 #[expect(clippy::disallowed_methods, reason = "a build script is configured by the environment")]

@@ -9,6 +9,8 @@ mod experts;
 mod gradient;
 #[path = "gpu/indices.rs"]
 mod indices;
+#[path = "gpu/selection.rs"]
+mod selection;
 
 use longstraw::config::DeviceChoice;
 use longstraw::tensor::gpu;
@@ -27,6 +29,10 @@ const CLAIMS: &[Claim] = &[
     ("experts_as_grouped_products_err_no_more_than_autograd_and_hold_no_more_for_more_rows", experts::grouped),
     ("random_weights_are_the_processors", gradient::random_weights),
     ("float32_equals_float32_autograd_and_bfloat16_errs_no_more_than_its_own", gradient::judged),
+    ("compiled_index_scores_choose_the_keys_of_the_plain_ones_bit_for_bit_where_sums_are_exact", selection::exact),
+    ("compiled_index_scores_choose_the_same_of_a_million_keys", selection::million),
+    ("compiled_index_scores_differ_from_the_plain_ones_by_rounding_alone", selection::random),
+    ("index_scores_take_these_seconds", selection::speed),
 ];
 
 fn main() {

@@ -12,6 +12,7 @@ pub mod gpu;
 pub mod kernels;
 pub mod link;
 pub mod selection;
+pub mod selection_kernel;
 pub mod stored;
 pub mod views;
 

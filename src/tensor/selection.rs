@@ -11,7 +11,11 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 
-use super::accumulation;
+use super::selection_kernel::{self as kernel, Chooser, Instructions};
+use super::{Error, accumulation, element_bytes};
+use crate::runtime::failure::out_of_memory;
+use crate::runtime::terminal::say;
+use crate::runtime::units::Bytes;
 
 /// Keys that are scored at a time.
 const BLOCK_KEYS_MAX: i64 = 8192;
@@ -52,6 +56,18 @@ pub struct Selected {
     pub position_tn: Tensor,
 }
 
+impl Selected {
+    /// All rows of `parts`, one part below the other; no row without a part.
+    fn stacked(parts: &[Selected], n: i64, kind: Kind, device: Device) -> Selected {
+        if parts.is_empty() {
+            return Candidates::none(0, n, kind, device).ordered();
+        }
+        let scores: Vec<&Tensor> = parts.iter().map(|part| &part.score_tn).collect();
+        let positions: Vec<&Tensor> = parts.iter().map(|part| &part.position_tn).collect();
+        Selected { score_tn: Tensor::cat(&scores, 0), position_tn: Tensor::cat(&positions, 0) }
+    }
+}
+
 /// How index scores are computed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Scoring {
@@ -63,11 +79,74 @@ pub enum Scoring {
 
 impl Scoring {
     /// The fastest way that runs on `device` for `heads` index heads of `width`, rows and keys of dtype `kind`, and `n`
-    /// chosen keys.
+    /// chosen keys: the kernel where a small trial chooses exactly what the plain version chooses. Compiles the kernel,
+    /// which takes about a second.
+    ///
+    /// # Panics
+    /// When memory for the trial runs out: the result would differ between ranks.
     #[must_use]
-    pub fn choose(_device: Device, _heads: i64, _width: i64, _kind: Kind, _n: i64) -> Scoring {
-        Scoring::Plain
+    pub fn choose(device: Device, heads: i64, width: i64, kind: Kind, n: i64) -> Scoring {
+        if !device.is_cuda() || !kernel::covers(heads, width, kind, n) {
+            return Scoring::Plain;
+        }
+        let tried = kernel::load(heads, width, Instructions::Native).and_then(|()| agrees(device, heads, width, n));
+        match tried {
+            Ok(true) => Scoring::Compiled,
+            Ok(false) => {
+                say("warning: the compiled index scores are wrong on this GPU; matrix products compute them");
+                Scoring::Plain
+            }
+            Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
+            Err(error) => {
+                tracing::info!("no compiled index scores for {heads} heads of {width}: {error}");
+                Scoring::Plain
+            }
+        }
     }
+
+    /// Bytes of the largest temporaries of [`select`], at most, for `rows` rows of `heads` index heads in dtype `kind`
+    /// and `n` chosen keys. The result is not among them.
+    #[must_use]
+    pub fn scratch_bytes(self, rows: i64, heads: i64, kind: Kind, n: i64) -> Bytes {
+        let bytes = match self {
+            Scoring::Compiled => rows.min(kernel::ROWS_MAX) * (2 * n + kernel::SEGMENT_KEYS) * 8,
+            Scoring::Plain => {
+                let element = i64::try_from(element_bytes(accumulation(kind))).unwrap_or(8);
+                let together = rows.min((SCORES_MAX / (BLOCK_KEYS_MAX * heads)).max(1));
+                // Products of all heads; for each candidate scores and positions twice, and three numbers that order them.
+                let candidates = (n + BLOCK_KEYS_MAX) * (2 * (element + 8) + 3 * 8);
+                together * (BLOCK_KEYS_MAX * heads * element + candidates)
+            }
+        };
+        Bytes(u64::try_from(bytes).unwrap_or(0))
+    }
+
+    /// The name in receipts.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Scoring::Plain => "plain",
+            Scoring::Compiled => "compiled",
+        }
+    }
+}
+
+/// Whether the kernel chooses what the plain version chooses, bit for bit: for whole numbers whose sums are exact, with
+/// many ties, and more keys than a segment has. No random numbers are drawn, so the draws of a run stay the same.
+fn agrees(device: Device, heads: i64, width: i64, n: i64) -> Result<bool, Error> {
+    let (count, keys) = (19, kernel::SEGMENT_KEYS + 2 * n + 77);
+    let whole = |shape: &[i64], factor: i64, kind: Kind| {
+        let at = Tensor::arange(shape.iter().product::<i64>(), (Kind::Int64, device));
+        ((at * factor + 11).remainder(1009).remainder(5) - 2).view(shape).to_kind(kind)
+    };
+    let rows = IndexRows {
+        q_tji: whole(&[count, heads, width], 7919, Kind::BFloat16),
+        weight_tj: whole(&[count, heads], 104_729, Kind::Float),
+        position_t: Tensor::arange(count, (Kind::Int64, device)) * (keys / 15),
+    };
+    let keys = [IndexKeys { key_si: whole(&[keys, width], 15_485_863, Kind::BFloat16), first: 5, step: 1 }];
+    let (compiled, plain) = (compiled(&rows, &keys, n)?, plain(&rows, &keys, n));
+    Ok(compiled.position_tn.equal(&plain.position_tn) && compiled.score_tn.equal(&plain.score_tn))
 }
 
 /// Candidates of some rows, in no order: score [t, m] in the accumulation dtype, position [t, m] int64, or [`HIDDEN`].
@@ -130,12 +209,41 @@ impl Candidates {
 
 /// The `n` visible keys of each row that have the largest scores, over all blocks of `keys` together; all visible keys
 /// of a row that sees fewer. No two keys of a row have the same position, and positions are below 2³¹ − 1. No rows and
-/// no keys are legal.
+/// no keys are legal. [`Scoring::Compiled`] needs kernels that [`Scoring::choose`] has loaded for this shape; without them,
+/// and for shapes that have none, matrix products score.
+///
+/// # Panics
+/// When memory runs out, or the GPU refuses.
 #[must_use]
 pub fn select(how: Scoring, rows: &IndexRows, keys: &[IndexKeys], n: i64) -> Selected {
-    match how {
-        Scoring::Plain | Scoring::Compiled => no_grad(|| plain(rows, keys, n)),
+    let (_, heads, width) = rows.shape();
+    let fits = rows.q_tji.device().is_cuda() && kernel::covers(heads, width, rows.q_tji.kind(), n);
+    no_grad(|| match how {
+        Scoring::Compiled if fits && kernel::loaded(heads, width) => {
+            compiled(rows, keys, n).unwrap_or_else(|error| panic!("{error}"))
+        }
+        Scoring::Plain | Scoring::Compiled => plain(rows, keys, n),
+    })
+}
+
+/// [`select`] by the kernel. Keys that each row has of its own, and of another dtype, are few: matrix products score them.
+fn compiled(rows: &IndexRows, keys: &[IndexKeys], n: i64) -> Result<Selected, Error> {
+    let (count, _, _) = rows.shape();
+    let shared = |block: &&IndexKeys| block.key_si.dim() == 2 && block.key_si.kind() == Kind::BFloat16;
+    let weight_tj = rows.weight_tj.to_kind(Kind::Float);
+    let mut chosen = Vec::new();
+    for first in (0..count).step_by(step_of(kernel::ROWS_MAX)) {
+        let part = |x: &Tensor| x.narrow(0, first, kernel::ROWS_MAX.min(count - first));
+        let mut chooser = Chooser::new(&part(&rows.q_tji), &part(&weight_tj), &part(&rows.position_t), n);
+        for block in keys.iter().filter(shared) {
+            chooser.offer(&block.key_si, block.first, block.step)?;
+        }
+        let (score_tn, position_tn) = chooser.finish()?;
+        chosen.push(Selected { score_tn, position_tn });
     }
+    let chosen = Selected::stacked(&chosen, n, Kind::Float, rows.q_tji.device());
+    let own: Vec<&IndexKeys> = keys.iter().filter(|block| !shared(block)).collect();
+    Ok(if own.is_empty() { chosen } else { merge(&[chosen, plain(rows, own, n)], n) })
 }
 
 /// The best `n` of `parts`: what was chosen for the same rows over disjoint keys, for example on each rank. At least one
@@ -159,29 +267,36 @@ pub fn merge(parts: &[Selected], n: i64) -> Selected {
 }
 
 /// [`select`] by matrix products. Rows and keys go in blocks, so that at most [`SCORES_MAX`] scores exist.
-fn plain(rows: &IndexRows, keys: &[IndexKeys], n: i64) -> Selected {
-    let (count, heads, _) = rows.q_tji.size3().unwrap_or_else(|_| unreachable!("index queries are [t, j, i]"));
+fn plain<'a>(rows: &IndexRows, keys: impl IntoIterator<Item = &'a IndexKeys>, n: i64) -> Selected {
+    let keys: Vec<&IndexKeys> = keys.into_iter().collect();
+    let (count, heads, _) = rows.shape();
     let (kind, device) = (accumulation(rows.q_tji.kind()), rows.q_tji.device());
-    let widest = keys.iter().map(IndexKeys::count).max().unwrap_or(0).clamp(1, BLOCK_KEYS_MAX);
+    let widest = keys.iter().map(|block| block.count()).max().unwrap_or(0).clamp(1, BLOCK_KEYS_MAX);
     let together = (SCORES_MAX / (widest * heads)).max(1);
     let mut chosen = Vec::new();
-    for first in (0..count).step_by(usize::try_from(together).unwrap_or(1)) {
+    for first in (0..count).step_by(step_of(together)) {
         let part = RowBlock::new(rows, first, together.min(count - first));
         let mut best = Candidates::none(part.count, n, kind, device);
-        for block in keys {
-            for begin in (0..part.seen(block)).step_by(usize::try_from(widest).unwrap_or(1)) {
+        for block in &keys {
+            for begin in (0..part.seen(block)).step_by(step_of(widest)) {
                 let candidates = part.candidates(block, begin, widest.min(part.seen(block) - begin));
                 best = Candidates::joined(&[best, candidates]).best(n);
             }
         }
         chosen.push(best.ordered());
     }
-    if chosen.is_empty() {
-        return Candidates::none(0, n, kind, device).ordered();
+    Selected::stacked(&chosen, n, kind, device)
+}
+
+fn step_of(count: i64) -> usize {
+    usize::try_from(count).unwrap_or(1)
+}
+
+impl IndexRows {
+    /// Rows, heads and width.
+    fn shape(&self) -> (i64, i64, i64) {
+        self.q_tji.size3().unwrap_or_else(|_| unreachable!("index queries are [t, j, i]"))
     }
-    let scores: Vec<&Tensor> = chosen.iter().map(|part| &part.score_tn).collect();
-    let positions: Vec<&Tensor> = chosen.iter().map(|part| &part.position_tn).collect();
-    Selected { score_tn: Tensor::cat(&scores, 0), position_tn: Tensor::cat(&positions, 0) }
 }
 
 impl IndexKeys {
@@ -228,14 +343,14 @@ impl RowBlock {
     fn candidates(&self, block: &IndexKeys, begin: i64, count: i64) -> Candidates {
         let (heads, width) = (self.q_tji.size()[1], self.q_tji.size()[2]);
         let kind = self.q_tji.kind();
-        let product_tjs = if block.key_si.dim() == 2 {
+        let mut product_tjs = if block.key_si.dim() == 2 {
             let key_si = block.key_si.narrow(0, begin, count).to_kind(kind);
             self.q_tji.reshape([-1, width]).matmul(&key_si.tr()).view([self.count, heads, count])
         } else {
             let key_tsi = block.key_si.narrow(0, self.first, self.count).narrow(1, begin, count).to_kind(kind);
             self.q_tji.matmul(&key_tsi.transpose(1, 2))
         };
-        let score_ts = self.weight_tj.unsqueeze(1).matmul(&product_tjs.relu()).squeeze_dim(1);
+        let score_ts = self.weight_tj.unsqueeze(1).matmul(&product_tjs.relu_()).squeeze_dim(1);
         let first = block.first + begin * block.step;
         let position_s = Tensor::arange(count, (Kind::Int64, block.key_si.device())) * block.step + first;
         let hidden_ts = position_s.unsqueeze(0).gt_tensor(&self.position_t.unsqueeze(1));
@@ -436,6 +551,16 @@ mod tests {
             assert_chosen(&merge(&[part(&all.keys[2..]), part(&all.keys[..1]), part(&all.keys[1..2])], 12), &all, 12);
             assert_chosen(&merge(&[part(&all.keys)], 12), &all, 12);
             assert_chosen(&merge(&[part(&[]), part(&all.keys)], 12), &all, 12);
+        }
+    }
+
+    #[test]
+    fn without_a_gpu_the_plain_version_scores_whatever_is_asked_for() {
+        tch::manual_seed(9);
+        assert_eq!(Scoring::choose(Device::Cpu, 32, 128, Kind::BFloat16, 2048), Scoring::Plain);
+        for kind in KINDS {
+            let all = case(&[80, 5, 33], &[(0, 1, 30), (30, 2, 20)], 1, kind);
+            assert_chosen(&select(Scoring::Compiled, &all.rows, &all.keys, 12), &all, 12);
         }
     }
 
