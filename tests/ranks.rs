@@ -7,6 +7,8 @@ mod axes;
 #[path = "ranks/cases.rs"]
 mod cases;
 mod claims;
+#[path = "ranks/experts.rs"]
+mod experts;
 #[path = "ranks/fixture.rs"]
 mod fixture;
 #[path = "ranks/importance.rs"]
@@ -33,6 +35,12 @@ const CLAIMS: &[Claim] = &[
     ("a_panic_while_a_ring_moves_comes_out_as_itself_once_the_buffers_are_free", wire::panic_in_ring),
     ("a_ring_shows_every_run_and_holds_at_most_two_foreign_ones", wire::ring),
     ("the_sum_over_ranks_is_the_sum_in_rank_order_on_every_rank", wire::sum),
+    ("rows_travel_in_uneven_numbers_to_every_rank_and_back", experts::rows_travel),
+    ("experts_over_ranks_equal_one_ranks_plain_sum_and_its_autograd", experts::over_ranks),
+    ("experts_of_rows_that_all_ranks_have_give_the_same_bits_on_all", experts::replicated),
+    ("groups_of_ranks_that_hold_experts_together_change_nothing", experts::groups),
+    ("equal_router_columns_choose_alike_on_every_rank_and_a_kept_choice_holds", experts::ties),
+    ("experts_in_bfloat16_err_as_bfloat16_does", experts::bfloat16),
     ("reference_cases_hold_in_every_gradient_mode", cases::hold),
     ("one_rank_and_all_ranks_agree", cases::one_and_all),
     ("a_mode_that_a_case_does_not_expect_is_judged_by_autograd", cases::judged),
@@ -65,7 +73,7 @@ fn main() {
     fixture::choose_device(&world);
     claims::run(CLAIMS, &mut world, |claim, world| {
         claim(world);
-        world.cut(world.all.size()).expect("all ranks form one prompt group");
+        world.cut(world.all.size(), 1).expect("all ranks form one prompt group");
         Vec::new()
     });
 }

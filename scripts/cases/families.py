@@ -84,6 +84,15 @@ HYBRID_TINY = {
     "rope_parameters": rope(1e7, partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURE_TINY = {
+    **DENSE,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 16,
+    "moe_intermediate_size": 12,
+    "rope_parameters": rope(1e6),
+}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
 
 LATENT = {
@@ -126,6 +135,19 @@ LATENT_TINY = {
     "index_topk_freq": 1,
     "indexer_types": None,
 }
+# Tiny, with shared layers, and with head widths that differ from each other.
+LATENT_SHARED = {
+    **LATENT_TINY,
+    "num_hidden_layers": 3,
+    "indexer_types": ["full", "shared", "full"],
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 12,
+    "v_head_dim": 12,
+    "index_n_heads": 6,
+}
+LATENT_YARN = rope(
+    1e4, "yarn", factor=4.0, original_max_position_embeddings=256, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.7
+)
 
 CASES = {
     "qwen3/base": Case("qwen3", 1000, {**DENSE, "head_dim": 16, "rope_parameters": rope(1e6)}, ATTENTION + MLP),
@@ -151,6 +173,35 @@ CASES = {
         1011,
         {**DENSE, **EXPERTS, "head_dim": 16, "norm_topk_prob": True, "rope_parameters": rope(1e6)},
         ATTENTION,
+    ),
+    # Layers 1 and 3 would have experts by the step; layer 1 is named as dense.
+    "qwen3_moe/sparse_step": Case(
+        "qwen3_moe",
+        1013,
+        {
+            **MIXTURE_TINY,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+        },
+        ATTENTION + MLP,
+        prompt_tokens=45,
+        answer_tokens=(9, 1, 4),
+        advantages=(1.0, -0.5, -1.0),
+    ),
+    # The weight of the one expert is 1. config.json has the published key of the number of experts.
+    "qwen3_moe/one_expert": Case(
+        "qwen3_moe",
+        1014,
+        {**MIXTURE_TINY, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 1, "norm_topk_prob": True},
+        ATTENTION,
+        prompt_tokens=33,
+        answer_tokens=(1, 8, 5),
+        advantages=(-1.0, 1.0, -0.5),
+        config_without=("num_local_experts",),
+        config_with={"num_experts": 8},
     ),
     "qwen3_5/base": Case("qwen3_5_text", 1004, HYBRID, ATTENTION + DELTA_NET + MLP),
     "qwen3_5/composite": Case(
@@ -189,5 +240,54 @@ CASES = {
         prompt_tokens=33,
         answer_tokens=(5, 3),
         config_without=("indexer_types",),
+    ),
+    # Groups of experts, two shared experts, biases in the attention. config.json has a head_dim that nothing may use.
+    "glm_moe_dsa/groups": Case(
+        "glm_moe_dsa",
+        3115,
+        {
+            **LATENT_SHARED,
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+        LATENT_ATTENTION + MLP,
+        prompt_tokens=50,
+        answer_tokens=(7, 1, 4),
+        advantages=(1.0, -0.5, -1.0),
+        config_with={"head_dim": 12},
+    ),
+    # Every causal key is selected.
+    "glm_moe_dsa/short": Case(
+        "glm_moe_dsa",
+        1016,
+        {
+            **LATENT_SHARED,
+            "qk_rope_head_dim": 16,
+            "index_head_dim": 24,
+            "index_topk": 64,
+            "max_position_embeddings": 1024,
+            "rope_parameters": LATENT_YARN,
+        },
+        LATENT_ATTENTION + MLP,
+        prompt_tokens=39,
+        answer_tokens=(5, 9, 1),
+        advantages=(-1.0, 1.0, 0.5),
+    ),
+    # All keys are selected until position 35; from there on, in the answers, 36 of them.
+    "glm_moe_dsa/border": Case(
+        "glm_moe_dsa",
+        1017,
+        {**LATENT_SHARED, "indexer_types": ["full", "full", "shared"], "index_topk": 36},
+        LATENT_ATTENTION + MLP,
+        prompt_tokens=33,
+        answer_tokens=(12, 6, 1),
+        advantages=(1.0, -1.0, -0.5),
     ),
 }

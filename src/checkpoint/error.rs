@@ -53,6 +53,11 @@ pub enum Error {
         folder.display()
     )]
     NoneThere { file: PathBuf, named: String, folder: PathBuf },
+    #[error(
+        "the adapters of experts are spread over {ranks} ranks (parallel.ep_size), and one rank cannot save them after a \
+         failure; go on from the last checkpoint (checkpoint.every, checkpoint.every_sec)"
+    )]
+    Spread { ranks: usize },
     #[error("the checkpoint's answers and scores between two updates of a group cannot be read: {reason}")]
     Round { reason: String },
     #[error(

@@ -25,7 +25,7 @@ pub use store::{Newest, Saved, Store};
 
 use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::lora::{Adapter, Adapters};
-use crate::model::spec::Spec;
+use crate::model::spec::{Linear, Spec};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::float;
 
@@ -51,11 +51,18 @@ fn save_adapters(folder: &Path, adapters: &Adapters, shape: &AdapterShape) -> Re
     adapter_file::save(folder, shape, &entries)
 }
 
-/// Reads adapters from a PEFT folder, which must be of `shape`.
+/// Reads adapters from a PEFT folder, which must be of `shape`: those of the linear layers for which `holds`.
 ///
 /// # Errors
 /// When a file is missing or does not fit the model or the shape.
-pub fn load(folder: &Path, spec: &Spec, shape: &AdapterShape, kind: Kind, device: Device) -> Result<Adapters, Failure> {
-    let (found, entries) = adapter_file::load(folder, spec, Some(shape), kind, device)?;
+pub fn load(
+    folder: &Path,
+    spec: &Spec,
+    shape: &AdapterShape,
+    holds: impl Fn(&Linear) -> bool,
+    kind: Kind,
+    device: Device,
+) -> Result<Adapters, Failure> {
+    let (found, entries) = adapter_file::load_where(holds, folder, spec, Some(shape), kind, device)?;
     Ok(Adapters::new(entries, found.alpha / float(found.rank), "policy"))
 }

@@ -35,6 +35,9 @@ struct CommonFlags {
     /// Let several ranks use one GPU
     #[arg(long)]
     share_device: bool,
+    /// Ranks over which the experts of a layer are spread; divides the number of ranks
+    #[arg(long, default_value = "1", value_parser = at_least_one)]
+    ep_size: u64,
     /// Send tensors between GPUs through host memory even if there is a transport from GPU to GPU
     #[arg(long)]
     through_host: bool,
@@ -90,6 +93,9 @@ pub(super) struct BenchFlags {
     /// Keep the tail's attention outputs too, instead of recomputing them
     #[arg(long)]
     keep_attention: bool,
+    /// Do not keep the keys that indices chose for the prompt's rows: choose them again in the sweep
+    #[arg(long)]
+    choose_again: bool,
     /// Keep the tail's block inputs of every N-th layer, and recompute the others
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     inputs_every: u64,
@@ -131,11 +137,15 @@ fn measure_and_report<R>(
     measure: impl FnOnce(&World, Device) -> Result<R, Failure>,
     report: impl FnOnce(&World, &R) -> Exit,
 ) -> Result<Exit, Failure> {
-    let world = start_world(&Environment::process())?;
+    let mut world = start_world(&Environment::process())?;
+    if let Err(failure) = world.cut(world.all.size(), usize::try_from(common.ep_size).unwrap_or(usize::MAX)) {
+        return Ok(world.leave(failure));
+    }
     let device = devices::choose(&world, common.device, common.share_device, false);
     let connected = device.and_then(|device| {
         if !common.through_host {
             exchange::connect(&world.cp, device)?;
+            exchange::connect(&world.ep, device)?;
         }
         Ok(device)
     });
@@ -177,6 +187,7 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
             tail: flags.tail,
             every: usize::try_from(flags.inputs_every).unwrap_or(usize::MAX),
             attention: flags.keep_attention,
+            index_sets: !flags.choose_again,
         },
         device,
     };

@@ -116,6 +116,12 @@ impl AnswerState {
         rows.into()
     }
 
+    /// Position of this rank's first row, and from each of its rows to the next.
+    #[must_use]
+    pub fn dealt(&self) -> (i64, i64) {
+        (as_dim(self.prompt_end.0 + self.rank), as_dim(self.ranks))
+    }
+
     /// Position of the newest row.
     #[must_use]
     pub fn newest(&self) -> Position {

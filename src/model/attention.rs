@@ -18,8 +18,10 @@ use super::answers::AnswerState;
 use super::attention_rows::{
     BackwardRows, KeyBlock, KeyValue, Merging, Queries, QueryRows, Rectangle, rows, saved_lse,
 };
+use super::latent::LentIndex;
 use super::mixer::{
-    Backward, BlockBackward, BlockQueries, CaptureGradient, CpGroup, Mixed, MixedRow, Mixer, MixerInput,
+    Backward, BlockBackward, BlockQueries, CaptureGradient, CpGroup, Mixed, MixedRow, Mixer, MixerInput, RingMixer,
+    Route,
 };
 use super::past::{ChunkState, Past, PastGradient};
 use super::planes::Planes;
@@ -137,6 +139,154 @@ impl Mixer for Attention {
         MixedRow { out: from_dim(self.heads * self.head_dim), saved: from_dim(self.heads) }
     }
 
+    fn route(&self) -> Route<'_> {
+        Route::Ring(self)
+    }
+
+    fn plain(
+        &self,
+        positions: Range<i64>,
+        queries: &Planes,
+        state: &Planes,
+        _index: Option<LentIndex>,
+        fused: bool,
+    ) -> Tensor {
+        let Queries { q_thd } = queries.into();
+        let KeyValue { k_tgd, v_tgd } = state.into();
+        let (acc, device) = (accumulation(self.kind), q_thd.device());
+        let heads_each = self.heads / self.kv_heads;
+        let all_heads = |x_tgd: &Tensor| x_tgd.repeat_interleave_self_int(heads_each, 1, None).transpose(0, 1);
+        if fused && positions.start == 0 && self.window.is_none() {
+            let heads_first = |x: &Tensor| x.transpose(0, 1).unsqueeze(0);
+            // On a GPU the library has a float32 kernel for equal heads only, and would else write all scores out.
+            let grouped = self.heads != self.kv_heads && (device == Device::Cpu || self.kind != Kind::Float);
+            let of_state = |x: &Tensor| if grouped { heads_first(x) } else { all_heads(x).unsqueeze(0) };
+            let (q, k, v) = (heads_first(&q_thd), of_state(&k_tgd), of_state(&v_tgd));
+            let out = Tensor::scaled_dot_product_attention(&q, &k, &v, None::<&Tensor>, 0.0, true, self.scale, grouped);
+            return out.squeeze_dim(0).transpose(0, 1);
+        }
+        let k_hsd = all_heads(&k_tgd);
+        let v_hsd = all_heads(&v_tgd);
+        let scores_hts = q_thd.transpose(0, 1).matmul(&k_hsd.transpose(1, 2)).to_kind(acc) * self.scale;
+        let row = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).unsqueeze(1);
+        let ahead_ts = row - Tensor::arange(positions.end, (Kind::Int64, device)).unsqueeze(0);
+        let hidden_ts = ahead_ts.lt(0).logical_or(&ahead_ts.ge(self.window.unwrap_or(i64::MAX)));
+        let weights_hts = scores_hts.masked_fill(&hidden_ts, f64::NEG_INFINITY).softmax(-1, acc).to_kind(self.kind);
+        weights_hts.matmul(&v_hsd).transpose(0, 1)
+    }
+
+    fn forward(
+        &self,
+        cp_group: &CpGroup,
+        span: &Span,
+        input: &MixerInput,
+        past: &Past,
+        _index: Option<LentIndex>,
+    ) -> Mixed {
+        let own_q = Queries::from(&input.queries);
+        let own_kv = KeyValue::from(&input.state);
+        // 1. Every rank gets the queries of all rows.
+        let counts = span.counts();
+        let q_thd = gather_rows(cp_group.axis, &own_q.q_thd, &counts);
+        // 2. All rows attend to the pages and the span's rows of this rank.
+        let merging = self.no_keys_yet(q_thd.size()[0], q_thd.device());
+        let own_blocks = Self::own_blocks(span, cp_group, &own_kv);
+        for queries in QueryRows::gathered(span.gathered()) {
+            for run in &past.runs {
+                self.attend(&queries, &KeyBlock::new(run.start, KeyValue::from(&run.state)), &q_thd, &merging);
+            }
+            for (_, keys) in &own_blocks {
+                self.attend(&queries, keys, &q_thd, &merging);
+            }
+        }
+        // 3. Parts return to their rows' rank and are merged in rank order.
+        let home = |x: &Tensor| return_rows(cp_group.axis, x, &counts);
+        let own_rows = own_q.q_thd.size()[0];
+        let merged = self.no_keys_yet(own_rows, q_thd.device());
+        for (out_thd, lse_th) in home(&merging.out_thd).into_iter().zip(home(&merging.lse_th)) {
+            merged.add(&(0..own_rows), &Partial { out_thd, lse_th });
+        }
+        merged.finish(self.kind)
+    }
+
+    fn decode(
+        &self,
+        cp_group: &CpGroup,
+        queries: &Planes,
+        prompt: &Past,
+        own: &AnswerState,
+        _index: Option<LentIndex>,
+    ) -> Tensor {
+        let q_ahd = Queries::from(queries).q_thd.contiguous();
+        let answers = q_ahd.size()[0];
+        let all = 0..answers;
+        let few = |kv: &KeyValue| attention::few(self.kernel, &q_ahd, &kv.k_tgd, &kv.v_tgd, self.scale);
+        let merging = self.no_keys_yet(answers, q_ahd.device());
+        // 1. The prompt rows of this rank from the first position on that the window reaches.
+        let first = self.window.map_or(0, |window| as_dim(own.newest().0) + 1 - window);
+        for run in &prompt.runs {
+            let kv = KeyValue::from(&run.state);
+            let rows = kv.k_tgd.size()[0];
+            let hidden = (first - as_dim(run.start.0)).clamp(0, rows);
+            if hidden < rows {
+                merging.add(&all, &few(&kv.rows(&(hidden..rows))));
+            }
+        }
+        // 2. The answers' own rows on this rank, [answers, rows, g, d].
+        let own_kv = KeyValue::from(&own.visible(self.window));
+        if own_kv.k_tgd.size()[1] > 0 {
+            merging.add(&all, &few(&own_kv));
+        }
+        if cp_group.axis.size() == 1 {
+            return merging.out_thd.to_kind(self.kind);
+        }
+        // 3. Every rank merges all parts in rank order, so that all hold the same bits.
+        let counts = vec![Tokens(from_dim(answers)); cp_group.axis.size()];
+        let out_rhd = gather_rows(cp_group.axis, &merging.out_thd, &counts);
+        let lse_rh = gather_rows(cp_group.axis, &merging.lse_th, &counts);
+        let merged = self.no_keys_yet(answers, q_ahd.device());
+        for rank in (0..cp_group.axis.size()).map(|rank| as_dim(from_index(rank))) {
+            let part = |x: &Tensor| x.narrow(0, rank * answers, answers);
+            merged.add(&all, &Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
+        }
+        merged.out_thd.to_kind(self.kind)
+    }
+
+    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput {
+        let Backward { span, input, past, mixed, dout, later, .. } = backward;
+        let acc = accumulation(self.kind);
+        // 1. Every rank gets queries, merged outputs and output gradients of all rows.
+        let counts = span.counts();
+        let gather = |x: &Tensor| gather_rows(cp_group.axis, x, &counts);
+        let q_thd = gather(&Queries::from(&input.queries).q_thd);
+        let all = BackwardRows {
+            dq_thd: Tensor::zeros(q_thd.size(), (acc, q_thd.device())),
+            q_thd,
+            out_thd: gather(&mixed.out),
+            lse_th: gather(&saved_lse(mixed)),
+            dout_thd: gather(dout),
+        };
+        // 2. dk and dv stay on the rank that holds the keys.
+        let own_blocks = Self::own_blocks(span, cp_group, &KeyValue::from(&input.state));
+        let own_gradient = later.unwrap_or_else(|| input.state.zero_gradient());
+        let own_key_gradient = KeyValue::from(&own_gradient);
+        for queries in QueryRows::gathered(span.gathered()) {
+            for (run, gradient) in past.runs.iter().zip(&past_gradient.runs) {
+                let keys = KeyBlock::new(run.start, KeyValue::from(&run.state));
+                let gradient = gradient.as_ref().map(KeyValue::from);
+                self.backward_attend(&queries, &keys, &all, gradient.as_ref());
+            }
+            for (local, keys) in &own_blocks {
+                self.backward_attend(&queries, keys, &all, Some(&own_key_gradient.rows(local)));
+            }
+        }
+        // 3. dq returns to the rows' rank and is summed in rank order.
+        let q_thd = sum_in_order(&return_rows(cp_group.axis, &all.dq_thd, &counts)).to_kind(self.kind);
+        MixerInput { queries: Queries { q_thd }.into(), state: own_gradient.to_kind(self.kind) }
+    }
+}
+
+impl RingMixer for Attention {
     /// Keys and values of both chunks travel the ring, one chunk of every rank at a time.
     fn capture(
         &self,
@@ -220,126 +370,5 @@ impl Mixer for Attention {
         let late = chunk_gradient(1, own.late, later.late);
         let queries = blocks.into_iter().map(|(_, all)| Queries { q_thd: all.dq_thd.to_kind(self.kind) }.into());
         CaptureGradient { queries: queries.collect(), state: ChunkState { early, late } }
-    }
-
-    fn plain(&self, positions: Range<i64>, queries: &Planes, state: &Planes, fused: bool) -> Tensor {
-        let Queries { q_thd } = queries.into();
-        let KeyValue { k_tgd, v_tgd } = state.into();
-        let (acc, device) = (accumulation(self.kind), q_thd.device());
-        let heads_each = self.heads / self.kv_heads;
-        let all_heads = |x_tgd: &Tensor| x_tgd.repeat_interleave_self_int(heads_each, 1, None).transpose(0, 1);
-        if fused && positions.start == 0 && self.window.is_none() {
-            let heads_first = |x: &Tensor| x.transpose(0, 1).unsqueeze(0);
-            // On a GPU the library has a float32 kernel for equal heads only, and would else write all scores out.
-            let grouped = self.heads != self.kv_heads && (device == Device::Cpu || self.kind != Kind::Float);
-            let of_state = |x: &Tensor| if grouped { heads_first(x) } else { all_heads(x).unsqueeze(0) };
-            let (q, k, v) = (heads_first(&q_thd), of_state(&k_tgd), of_state(&v_tgd));
-            let out = Tensor::scaled_dot_product_attention(&q, &k, &v, None::<&Tensor>, 0.0, true, self.scale, grouped);
-            return out.squeeze_dim(0).transpose(0, 1);
-        }
-        let k_hsd = all_heads(&k_tgd);
-        let v_hsd = all_heads(&v_tgd);
-        let scores_hts = q_thd.transpose(0, 1).matmul(&k_hsd.transpose(1, 2)).to_kind(acc) * self.scale;
-        let row = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).unsqueeze(1);
-        let ahead_ts = row - Tensor::arange(positions.end, (Kind::Int64, device)).unsqueeze(0);
-        let hidden_ts = ahead_ts.lt(0).logical_or(&ahead_ts.ge(self.window.unwrap_or(i64::MAX)));
-        let weights_hts = scores_hts.masked_fill(&hidden_ts, f64::NEG_INFINITY).softmax(-1, acc).to_kind(self.kind);
-        weights_hts.matmul(&v_hsd).transpose(0, 1)
-    }
-
-    fn forward(&self, cp_group: &CpGroup, span: &Span, input: &MixerInput, past: &Past) -> Mixed {
-        let own_q = Queries::from(&input.queries);
-        let own_kv = KeyValue::from(&input.state);
-        // 1. Every rank gets the queries of all rows.
-        let counts = span.counts();
-        let q_thd = gather_rows(cp_group.axis, &own_q.q_thd, &counts);
-        // 2. All rows attend to the pages and the span's rows of this rank.
-        let merging = self.no_keys_yet(q_thd.size()[0], q_thd.device());
-        let own_blocks = Self::own_blocks(span, cp_group, &own_kv);
-        for queries in QueryRows::gathered(span.gathered()) {
-            for run in &past.runs {
-                self.attend(&queries, &KeyBlock::new(run.start, KeyValue::from(&run.state)), &q_thd, &merging);
-            }
-            for (_, keys) in &own_blocks {
-                self.attend(&queries, keys, &q_thd, &merging);
-            }
-        }
-        // 3. Parts return to their rows' rank and are merged in rank order.
-        let home = |x: &Tensor| return_rows(cp_group.axis, x, &counts);
-        let own_rows = own_q.q_thd.size()[0];
-        let merged = self.no_keys_yet(own_rows, q_thd.device());
-        for (out_thd, lse_th) in home(&merging.out_thd).into_iter().zip(home(&merging.lse_th)) {
-            merged.add(&(0..own_rows), &Partial { out_thd, lse_th });
-        }
-        merged.finish(self.kind)
-    }
-
-    fn decode(&self, cp_group: &CpGroup, queries: &Planes, prompt: &Past, own: &AnswerState) -> Tensor {
-        let q_ahd = Queries::from(queries).q_thd.contiguous();
-        let answers = q_ahd.size()[0];
-        let all = 0..answers;
-        let few = |kv: &KeyValue| attention::few(self.kernel, &q_ahd, &kv.k_tgd, &kv.v_tgd, self.scale);
-        let merging = self.no_keys_yet(answers, q_ahd.device());
-        // 1. The prompt rows of this rank from the first position on that the window reaches.
-        let first = self.window.map_or(0, |window| as_dim(own.newest().0) + 1 - window);
-        for run in &prompt.runs {
-            let kv = KeyValue::from(&run.state);
-            let rows = kv.k_tgd.size()[0];
-            let hidden = (first - as_dim(run.start.0)).clamp(0, rows);
-            if hidden < rows {
-                merging.add(&all, &few(&kv.rows(&(hidden..rows))));
-            }
-        }
-        // 2. The answers' own rows on this rank, [answers, rows, g, d].
-        let own_kv = KeyValue::from(&own.visible(self.window));
-        if own_kv.k_tgd.size()[1] > 0 {
-            merging.add(&all, &few(&own_kv));
-        }
-        if cp_group.axis.size() == 1 {
-            return merging.out_thd.to_kind(self.kind);
-        }
-        // 3. Every rank merges all parts in rank order, so that all hold the same bits.
-        let counts = vec![Tokens(from_dim(answers)); cp_group.axis.size()];
-        let out_rhd = gather_rows(cp_group.axis, &merging.out_thd, &counts);
-        let lse_rh = gather_rows(cp_group.axis, &merging.lse_th, &counts);
-        let merged = self.no_keys_yet(answers, q_ahd.device());
-        for rank in (0..cp_group.axis.size()).map(|rank| as_dim(from_index(rank))) {
-            let part = |x: &Tensor| x.narrow(0, rank * answers, answers);
-            merged.add(&all, &Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
-        }
-        merged.out_thd.to_kind(self.kind)
-    }
-
-    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput {
-        let Backward { span, input, past, mixed, dout, later } = backward;
-        let acc = accumulation(self.kind);
-        // 1. Every rank gets queries, merged outputs and output gradients of all rows.
-        let counts = span.counts();
-        let gather = |x: &Tensor| gather_rows(cp_group.axis, x, &counts);
-        let q_thd = gather(&Queries::from(&input.queries).q_thd);
-        let all = BackwardRows {
-            dq_thd: Tensor::zeros(q_thd.size(), (acc, q_thd.device())),
-            q_thd,
-            out_thd: gather(&mixed.out),
-            lse_th: gather(&saved_lse(mixed)),
-            dout_thd: gather(dout),
-        };
-        // 2. dk and dv stay on the rank that holds the keys.
-        let own_blocks = Self::own_blocks(span, cp_group, &KeyValue::from(&input.state));
-        let own_gradient = later.unwrap_or_else(|| input.state.zero_gradient());
-        let own_key_gradient = KeyValue::from(&own_gradient);
-        for queries in QueryRows::gathered(span.gathered()) {
-            for (run, gradient) in past.runs.iter().zip(&past_gradient.runs) {
-                let keys = KeyBlock::new(run.start, KeyValue::from(&run.state));
-                let gradient = gradient.as_ref().map(KeyValue::from);
-                self.backward_attend(&queries, &keys, &all, gradient.as_ref());
-            }
-            for (local, keys) in &own_blocks {
-                self.backward_attend(&queries, keys, &all, Some(&own_key_gradient.rows(local)));
-            }
-        }
-        // 3. dq returns to the rows' rank and is summed in rank order.
-        let q_thd = sum_in_order(&return_rows(cp_group.axis, &all.dq_thd, &counts)).to_kind(self.kind);
-        MixerInput { queries: Queries { q_thd }.into(), state: own_gradient.to_kind(self.kind) }
     }
 }

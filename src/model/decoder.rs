@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+use super::experts::{Experts, Routed};
+use super::latent::{IndexProjected, Indexer};
 use super::lora::Adapters;
 use super::mixer::{Mixer, MixerInput};
 use super::planes::Planes;
@@ -41,6 +43,15 @@ impl Projected {
     }
 }
 
+/// Output of segment B for some rows.
+#[derive(Debug)]
+pub struct Finished {
+    /// The block's output, [t, w]; in a layer with experts, without what they add.
+    pub y_tw: Tensor,
+    /// What goes to experts, in a layer that has them.
+    pub routed: Option<Routed>,
+}
+
 /// A decoder as a stack of blocks over rows of hidden states, [t, w] in the model's dtype.
 pub trait Decoder {
     /// How many blocks.
@@ -64,11 +75,48 @@ pub trait Decoder {
     /// Segment A: norm, projections, rotation. Rows stand at `positions`.
     fn project(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Projected;
 
+    /// The query part of [`Decoder::project`] alone.
+    fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
+        self.project(layer, x_tw, positions, adapters).input.queries
+    }
+
+    /// The state part of [`Decoder::project`] alone.
+    fn project_state(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
+        self.project(layer, x_tw, positions, adapters).input.state
+    }
+
+    /// The layer whose index chooses the keys of this one; `None` where rows see all keys.
+    fn index_owner(&self, layer: LayerIndex) -> Option<LayerIndex>;
+
+    /// What chooses keys, in layers that own an index.
+    fn indexer(&self, layer: LayerIndex) -> Option<&Indexer>;
+
+    /// What the index reads and leaves of rows, in a layer that owns one; without a graph.
+    fn project_index(
+        &self,
+        layer: LayerIndex,
+        x_tw: &Tensor,
+        positions: Range<i64>,
+        adapters: &Adapters,
+    ) -> IndexProjected;
+
+    /// The experts of this layer, if it has them.
+    fn experts(&self, layer: LayerIndex) -> Option<&Experts>;
+
     /// What mixes rows in this layer.
     fn mixer(&self, layer: LayerIndex) -> &dyn Mixer;
 
-    /// Segment B: output projection, residual, feed-forward. `mixed` is the mixer's output for these rows.
-    fn finish(&self, layer: LayerIndex, x_tw: &Tensor, mixed: &Tensor, handed: &Planes, adapters: &Adapters) -> Tensor;
+    /// Segment B: output projection, residual, feed-forward. `mixed` is the mixer's output for these rows, `kept` are experts
+    /// that an earlier pass over the rows has chosen, [t, k] int64.
+    fn finish(
+        &self,
+        layer: LayerIndex,
+        x_tw: &Tensor,
+        mixed: &Tensor,
+        handed: &Planes,
+        adapters: &Adapters,
+        kept: Option<&Tensor>,
+    ) -> Finished;
 
     /// What computes attention where no window cuts it; must be equal on all ranks.
     fn kernel(&self) -> Kernel;

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
-use super::spec::Linear;
+use super::spec::{Linear, expert_of};
 use crate::prompt::pages::AdapterVersion;
 use crate::runtime::digest::hex;
 use crate::runtime::units::{as_dim, float};
@@ -32,25 +32,41 @@ pub struct Adapters {
     index: BTreeMap<String, usize>,
     scale: f64,
     stamp: AdapterVersion,
+    /// Whether those of experts are a part, and other ranks have the rest.
+    spread: bool,
 }
 
 impl Adapters {
     /// Adapters that change nothing yet: A uniform in ±1/√inputs from `seed`, B zero.
     #[must_use]
     pub fn starting(layers: &[Linear], rank: u64, alpha: f64, seed: i64, acc: Kind, device: Device) -> Self {
+        Self::starting_where(|_| true, layers, rank, alpha, seed, acc, device)
+    }
+
+    /// Those of [`Adapters::starting`] for which `holds`, with the values that they have among all.
+    #[must_use]
+    pub fn starting_where(
+        holds: impl Fn(&Linear) -> bool,
+        layers: &[Linear],
+        rank: u64,
+        alpha: f64,
+        seed: i64,
+        acc: Kind,
+        device: Device,
+    ) -> Self {
         tch::manual_seed(seed);
         let entries = layers
             .iter()
-            .map(|linear| {
+            .filter_map(|linear| {
                 let bound = 1.0 / (float(linear.inputs)).sqrt();
                 // Sampled in float64 on the CPU, so that one seed gives one start whatever the dtype and device.
                 let sampled = Tensor::empty([as_dim(rank), as_dim(linear.inputs)], (Kind::Double, Device::Cpu))
                     .uniform(-bound, bound);
-                Adapter {
+                holds(linear).then(|| Adapter {
                     module: linear.module.clone(),
                     a_ri: sampled.to_kind(acc).to_device(device),
                     b_or: Tensor::zeros([as_dim(linear.outputs), as_dim(rank)], (acc, device)),
-                }
+                })
             })
             .collect();
         Self::new(entries, alpha / float(rank), "policy")
@@ -60,9 +76,28 @@ impl Adapters {
     #[must_use]
     pub fn new(entries: Vec<Adapter>, scale: f64, policy: &'static str) -> Self {
         let index = entries.iter().enumerate().map(|(at, adapter)| (adapter.module.clone(), at)).collect();
-        let adapters = Adapters { entries, index, scale, stamp: AdapterVersion { policy, version: 0 } };
+        let stamp = AdapterVersion { policy, version: 0 };
+        let adapters = Adapters { entries, index, scale, stamp, spread: false };
         adapters.track(true);
         adapters
+    }
+
+    /// The same adapters, marked: those of experts are this rank's part, and other ranks have the rest.
+    #[must_use]
+    pub fn spread(self) -> Self {
+        Adapters { spread: true, ..self }
+    }
+
+    /// Whether those of experts are a part, and other ranks have the rest.
+    #[must_use]
+    pub fn is_spread(&self) -> bool {
+        self.spread
+    }
+
+    /// Of each tensor, in their fixed order, whether other ranks have others in its place.
+    pub fn spread_tensors(&self) -> impl Iterator<Item = bool> {
+        let spread = self.entries.iter().map(|entry| self.spread && expert_of(&entry.module).is_some());
+        spread.flat_map(|spread| [spread; 2])
     }
 
     /// A frozen copy under another name: the reference policy of a KL term.
@@ -83,6 +118,7 @@ impl Adapters {
             index: self.index.clone(),
             scale: self.scale,
             stamp: AdapterVersion { policy, version: self.stamp.version },
+            spread: self.spread,
         };
         adapters.track(false);
         adapters
@@ -98,7 +134,8 @@ impl Adapters {
             b_or: (adapter.b_or.detach() * self.scale).to_kind(kind),
         };
         let entries = self.entries.iter().map(pair).collect();
-        Adapters { entries, index: self.index.clone(), scale: 1.0, stamp: self.stamp.clone() }
+        let (index, stamp) = (self.index.clone(), self.stamp.clone());
+        Adapters { entries, index, scale: 1.0, stamp, spread: self.spread }
     }
 
     fn track(&self, gradient: bool) {

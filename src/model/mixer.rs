@@ -1,13 +1,14 @@
 //! What a mixer is: the part of a block in which rows meet, and the only one that talks to other ranks.
 //!
 //! Phases and [`super::pass`] carry queries, state and gradients as [`Planes`]; a mixer converts them to structs of its
-//! own with named fields. So the state need not be keys and values: `mixer_sketches` outlines two other mixers.
+//! own with named fields. So the state need not be keys and values.
 
 use std::ops::Range;
 
 use tch::Tensor;
 
 use super::answers::AnswerState;
+use super::latent::{LatentAttention, LentIndex};
 use super::past::{ChunkState, Past, PastGradient};
 use super::planes::Planes;
 use crate::prompt::layout::{Piece, PromptLayout, Span};
@@ -20,6 +21,8 @@ use crate::world::Axis;
 pub struct CpGroup<'a> {
     /// Ranks that share the prompt.
     pub axis: &'a Axis,
+    /// Ranks that hold the experts of a layer together; part of `axis`.
+    pub ep: &'a Axis,
     /// Counts the bytes that the mixer holds.
     pub ledger: &'a Ledger,
 }
@@ -59,18 +62,18 @@ pub struct BlockQueries {
     pub queries: Planes,
 }
 
-/// What the backward of [`Mixer::capture`] reads of consecutive tail rows.
+/// What the backward of [`RingMixer::capture`] reads of consecutive tail rows.
 #[derive(Debug)]
 pub struct BlockBackward {
     /// The rows and their queries.
     pub block: BlockQueries,
-    /// What [`Mixer::capture`] returned for them.
+    /// What [`RingMixer::capture`] returned for them.
     pub mixed: Mixed,
     /// Gradient of the output.
     pub dout: Tensor,
 }
 
-/// What [`Mixer::capture_backward`] returns.
+/// What [`RingMixer::capture_backward`] returns.
 #[derive(Debug)]
 pub struct CaptureGradient {
     /// Gradient of each block's queries.
@@ -94,6 +97,17 @@ pub struct Backward<'a> {
     pub dout: &'a Tensor,
     /// Gradient that later rows have left on this span's own state; `None` where there are none.
     pub later: Option<Planes>,
+    /// Keys of the rows, in layers that choose them.
+    pub index: Option<LentIndex<'a>>,
+}
+
+/// How the rows of a long prompt and the state of all ranks meet.
+#[derive(Clone, Copy)]
+pub enum Route<'a> {
+    /// State travels past every rank's rows, run by run.
+    Ring(&'a dyn RingMixer),
+    /// Every rank gathers the state of all.
+    Gathered(&'a LatentAttention),
 }
 
 /// Mixes rows of a span with each other and with the past.
@@ -101,9 +115,58 @@ pub trait Mixer {
     /// The state planes: shape and dtype of the row that one position leaves behind.
     fn planes(&self) -> Vec<PlaneRow>;
 
-    /// Size of a row of what [`Mixer::capture`] returns.
+    /// Size of a row of [`Mixed`].
     fn mixed_row(&self) -> MixedRow;
 
+    /// How many state planes carry gradient: the first ones.
+    fn gradient_planes(&self) -> usize {
+        self.planes().len()
+    }
+
+    /// How the rows of a long prompt meet the state of all ranks.
+    fn route(&self) -> Route<'_>;
+
+    /// The same maths in differentiable operations, for `conventional`: rows at `positions` against the state of all
+    /// positions from 0 to the last row's. `fused` takes the library's own kernel where there is one, as a conventional
+    /// trainer would; otherwise plain products, which take rows × positions of memory. `index`
+    /// holds the rows' keys in layers that choose them; so it does below.
+    fn plain(
+        &self,
+        positions: Range<i64>,
+        queries: &Planes,
+        state: &Planes,
+        index: Option<LentIndex>,
+        fused: bool,
+    ) -> Tensor;
+
+    /// A span's rows against the past and themselves. `input` is that of this rank's rows in position order, possibly none.
+    fn forward(
+        &self,
+        cp_group: &CpGroup,
+        span: &Span,
+        input: &MixerInput,
+        past: &Past,
+        index: Option<LentIndex>,
+    ) -> Mixed;
+
+    /// One new row of each of several answers, all at one position, against the prompt, the answers' own earlier rows and
+    /// themselves; no graph. `queries` are the same rows on every rank, first dimension answers; `prompt` is this rank's
+    /// part of the prompt, `own` its part of the answers with these rows. Every rank gets the same bits.
+    fn decode(
+        &self,
+        cp_group: &CpGroup,
+        queries: &Planes,
+        prompt: &Past,
+        own: &AnswerState,
+        index: Option<LentIndex>,
+    ) -> Tensor;
+
+    /// Backward of [`Mixer::forward`]: adds to `past_gradient` and returns the gradient of the input in the model's dtype.
+    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput;
+}
+
+/// A mixer whose state travels round the ranks while the prompt's rows stay.
+pub trait RingMixer: Mixer {
     /// Prompt rows against the prompt up to themselves: rows stay, state travels. `blocks` are this rank's rows in position
     /// order, `own` its filled state rows.
     fn capture(
@@ -114,10 +177,10 @@ pub trait Mixer {
         own: ChunkState,
     ) -> Vec<Mixed>;
 
-    /// What [`Mixer::capture`] returns for blocks without rows, without messages.
+    /// What [`RingMixer::capture`] returns for blocks without rows, without messages.
     fn capture_no_rows(&self, blocks: &[BlockQueries]) -> Vec<Mixed>;
 
-    /// Backward of [`Mixer::capture`] for the tail's rows: state travels with the gradient of it. `later` is the gradient
+    /// Backward of [`RingMixer::capture`] for the tail's rows: state travels with the gradient of it. `later` is the gradient
     /// that later rows have left on this rank's tail state.
     fn capture_backward(
         &self,
@@ -127,20 +190,4 @@ pub trait Mixer {
         own: ChunkState,
         later: ChunkState,
     ) -> CaptureGradient;
-
-    /// The same maths in differentiable operations, for `conventional`: rows at `positions` against the state of all
-    /// positions from 0 to the last row's. `fused` takes the library's own kernel where there is one, as a conventional
-    /// trainer would; otherwise plain products, which take rows × positions of memory.
-    fn plain(&self, positions: Range<i64>, queries: &Planes, state: &Planes, fused: bool) -> Tensor;
-
-    /// A span's rows against the past and themselves. `input` is that of this rank's rows in position order, possibly none.
-    fn forward(&self, cp_group: &CpGroup, span: &Span, input: &MixerInput, past: &Past) -> Mixed;
-
-    /// One new row of each of several answers, all at one position, against the prompt, the answers' own earlier rows and
-    /// themselves; no graph. `queries` are the same rows on every rank, first dimension answers; `prompt` is this rank's
-    /// part of the prompt, `own` its part of the answers with these rows. Every rank gets the same bits.
-    fn decode(&self, cp_group: &CpGroup, queries: &Planes, prompt: &Past, own: &AnswerState) -> Tensor;
-
-    /// Backward of [`Mixer::forward`]: adds to `past_gradient` and returns the gradient of the input in the model's dtype.
-    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput;
 }

@@ -18,7 +18,7 @@ pub struct Past {
 /// State of consecutive positions.
 #[derive(Debug)]
 pub struct PastRun {
-    /// The first position. State that stands at a border (see `mixer_sketches`) is one row: the state before this position.
+    /// The first position. State that stands at a border is one row: the state before this position.
     pub start: Position,
     /// The mixer's state planes; for attention one row a position.
     pub state: Planes,
@@ -99,23 +99,24 @@ pub struct PastGradient {
 }
 
 impl PastGradient {
-    /// Zeros for every run that carries gradient.
+    /// Zeros for the first `planes` state planes of every run that carries gradient.
     #[must_use]
-    pub fn zeros(past: &Past) -> PastGradient {
-        let zeros = |run: &PastRun| run.carries_gradient.then(|| run.state.zero_gradient());
+    pub fn zeros(past: &Past, planes: usize) -> PastGradient {
+        let zeros = |run: &PastRun| run.carries_gradient.then(|| run.state.first(planes).zero_gradient());
         PastGradient { runs: past.runs.iter().map(zeros).collect() }
     }
 
     /// The gradient of the tail's state in each chunk of this rank; no rows where a chunk lies before the tail. `slabs` are
-    /// the chunks that the past was made of.
+    /// the chunks that the past was made of, `planes` is the number of planes that carry gradient.
     #[must_use]
-    pub fn into_chunks(self, slabs: &[Slab], layout: &PromptLayout) -> ChunkState {
+    pub fn into_chunks(self, slabs: &[Slab], layout: &PromptLayout, planes: usize) -> ChunkState {
         let mut runs = self.runs.into_iter().flatten();
         let mut chunk = |slab: &Slab| {
             if slab.run.stop > layout.cut() && slab.run.rows().0 > 0 {
                 return runs.next().unwrap_or_default();
             }
-            let no_rows = slab.planes.iter().map(|plane| plane.narrow(0, 0, 0).to_kind(accumulation(plane.kind())));
+            let no_rows =
+                slab.planes.iter().take(planes).map(|plane| plane.narrow(0, 0, 0).to_kind(accumulation(plane.kind())));
             Planes::from(no_rows.map(|plane| plane.contiguous()).collect::<Vec<_>>())
         };
         let early = chunk(&slabs[0]);

@@ -35,6 +35,19 @@ impl Planes {
         self.map(|plane| plane.narrow(0, first, rows))
     }
 
+    /// The first `planes` planes.
+    #[must_use]
+    pub fn first(&self, planes: usize) -> Planes {
+        Planes(self.0.iter().take(planes).map(Tensor::shallow_clone).collect())
+    }
+
+    /// These planes, and `more` as the last one where there is one.
+    #[must_use]
+    pub fn and(mut self, more: Option<Tensor>) -> Planes {
+        self.0.extend(more);
+        self
+    }
+
     /// The rows of all `parts`, one part after another. One part alone is not copied.
     #[must_use]
     pub fn join(mut parts: Vec<Planes>) -> Planes {

@@ -159,6 +159,13 @@ impl Expected {
 
 /// Names that target lists use for the linear layers of experts.
 pub const EXPERT_PROJECTIONS: [&str; 3] = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"];
+/// Number in its layer of the expert that the linear layer `module` belongs to.
+#[must_use]
+pub fn expert_of(module: &str) -> Option<u64> {
+    let (_, expert) = module.split_once(".mlp.experts.")?;
+    expert.split_once('.')?.0.parse().ok()
+}
+
 /// Name of the embedding.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Name of the last norm.

@@ -141,11 +141,7 @@ impl Plan {
     }
 
     fn chosen(&self) -> OffloadChoice {
-        OffloadChoice {
-            keeping: self.keeping,
-            index_sets: self.index_sets.unwrap_or(false),
-            all_pages: self.rollout.is_some_and(|rollout| rollout.pages_on_device),
-        }
+        OffloadChoice { keeping: self.keeping, all_pages: self.rollout.is_some_and(|rollout| rollout.pages_on_device) }
     }
 
     /// Refuses a plan that does not fit into `room`, or that samples answers too slowly.

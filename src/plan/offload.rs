@@ -37,7 +37,7 @@ pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Ro
             pages: config.prompt_pages(),
             pages_per_rank: config.pages_per_rank(ranks),
             keeping: choice.keeping,
-            index_sets: choosing.then_some(choice.index_sets),
+            index_sets: choosing.then_some(choice.keeping.index_sets),
             rollout: sizes.as_ref().and_then(|sizes| Rollout::new(sizes)),
             addends: sizes.map(|sizes| sum::addends(&sizes)).unwrap_or_default(),
             seconds: None,
@@ -86,15 +86,15 @@ fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<OffloadChoice
             let stated = OffloadChoice::stated(config, pages);
             let every = if memory.inputs_every == 0 { step } else { stated.keeping.every };
             let attention = memory.keep_attention == When::Auto && step == 1;
-            let choice = |keeping: Keeping| OffloadChoice { keeping, index_sets, ..stated };
+            let choice = |keeping: Keeping| OffloadChoice { keeping: Keeping { index_sets, ..keeping }, ..stated };
             tried.extend(attention.then_some(choice(Keeping { every, attention, ..stated.keeping })));
             tried.push(choice(Keeping { every, ..stated.keeping }));
         }
     }
     // Computing again costs more than copying pages. Choosing keys again costs most, a score of every pair of positions; then
     // layers that are left out, then attention; pages in host memory cost least.
-    tried.sort_by_key(|&OffloadChoice { keeping, index_sets, .. }| {
-        (!index_sets, keeping.every, !keeping.attention, keeping.pages == Residency::Host)
+    tried.sort_by_key(|&OffloadChoice { keeping, .. }| {
+        (!keeping.index_sets, keeping.every, !keeping.attention, keeping.pages == Residency::Host)
     });
     tried
 }

@@ -8,8 +8,6 @@ use crate::prompt::pages::Residency;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OffloadChoice {
     pub(super) keeping: Keeping,
-    /// Whether the prompt's index sets are kept for the sweep; otherwise keys are chosen again.
-    pub(super) index_sets: bool,
     /// Whether pages of all layers are on the device during rollout; otherwise they are staged layer by layer.
     pub(super) all_pages: bool,
 }
@@ -27,8 +25,9 @@ impl OffloadChoice {
             tail: if memory.cpu_offload_inputs == When::Never { Residency::Device } else { Residency::Host },
             every: usize::try_from(memory.inputs_every.max(1)).unwrap_or(usize::MAX),
             attention: memory.keep_attention == When::Always,
+            index_sets: false,
         };
-        OffloadChoice { keeping, index_sets: false, all_pages: config.rollout.pages_on_device == When::Always }
+        OffloadChoice { keeping, all_pages: config.rollout.pages_on_device == When::Always }
     }
 
     /// Whether the prompt's pages of all layers are on the device during rollout, for whatever reason.

@@ -86,7 +86,7 @@ impl Sizes<'_> {
             format!("{group} answers × {} rows × {owners} layers × {set} B", self.answer_rows),
             "choose a smaller grpo.group_size, or a shorter context.answer_len",
         )];
-        if self.tail_is_long && self.choice.index_sets {
+        if self.tail_is_long && self.choice.keeping.index_sets {
             sum.push(addend(
                 "prompt's index sets",
                 self.keeping.tail.into(),

@@ -62,7 +62,7 @@ impl Plan {
         if !config.memory.prompt_no_grad {
             return "the conventional schedule: whole sequences, each on one rank, answer by answer".into();
         }
-        let Keeping { pages, tail, every, attention } = self.keeping;
+        let Keeping { pages, tail, every, attention, .. } = self.keeping;
         let pages = format!("pages in {} memory", place(pages));
         if config.tail(config.context.prompt_len) <= config.memory.micro_block {
             return pages;

@@ -280,7 +280,7 @@ impl<'a> StepWork<'a> {
             a: Passes::back(2.0 + again),
             b: Passes::back(1.0 + again),
             attention: Passes::back(mixed * (1.0 + again)),
-            choosing: if self.choice.index_sets { 0.0 } else { 1.0 },
+            choosing: if self.choice.keeping.index_sets { 0.0 } else { 1.0 },
         };
         let start = float(self.config.context.prompt_len.0) - count;
         let mut work = self.share(self.layers(Rows { start, count }, runs));
@@ -331,7 +331,7 @@ impl<'a> StepWork<'a> {
         let sets = self.shape.sum(|layer| layer.mix.chooses().map_or(0, |index| index.top));
         let sets = float(sets) * float(INDEX_BYTES);
         let kept = |kept: bool, bytes: f64| if kept && self.travels() { bytes } else { 0.0 };
-        self.tail_rows * (inputs + kept(keeping.attention, outputs) + kept(self.choice.index_sets, sets))
+        self.tail_rows * (inputs + kept(keeping.attention, outputs) + kept(self.choice.keeping.index_sets, sets))
     }
 
     /// Whether ranks exchange tensors through host memory. From GPU to GPU the time of a message is small.

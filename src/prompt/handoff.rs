@@ -5,7 +5,7 @@ use serde::Serialize;
 use tch::Tensor;
 
 use crate::prompt::layout::{PromptLayout, Span};
-use crate::prompt::pages::{HiddenPool, PagePool, Residency, Slot, StagedHidden};
+use crate::prompt::pages::{ChoicePool, HiddenPool, PagePool, Residency, Slot, StagedHidden};
 use crate::runtime::memory::{Ledger, Purpose};
 use crate::runtime::units::{LayerIndex, Rank, Tokens, from_index};
 use crate::tensor;
@@ -115,6 +115,8 @@ pub struct Keeping {
     pub every: usize,
     /// Whether the tail's attention output and log-sum-exp are kept too.
     pub attention: bool,
+    /// Whether the keys that indices chose for the tail's rows are kept; else they are chosen again by the same rule.
+    pub index_sets: bool,
 }
 
 impl Default for Keeping {
@@ -125,7 +127,8 @@ impl Default for Keeping {
 
 impl Keeping {
     /// Everything in host memory, every layer's inputs, no attention output.
-    pub const HOST: Keeping = Keeping { pages: Residency::Host, tail: Residency::Host, every: 1, attention: false };
+    pub const HOST: Keeping =
+        Keeping { pages: Residency::Host, tail: Residency::Host, every: 1, attention: false, index_sets: true };
 
     /// Most layer inputs of the tail that are kept at one time, for a model of `layers` layers: those of every k-th layer,
     /// and the k − 1 between two of them while they are computed again. A short tail keeps all of them.
@@ -147,6 +150,10 @@ pub struct Captured {
     pub tail: HiddenPool,
     /// Mixer outputs of the tail's stretches, if they are kept.
     pub mixed: MixedPool,
+    /// What was chosen for this rank's tail rows; the tail is span 0.
+    pub tail_choices: ChoicePool,
+    /// What was chosen for this rank's rows of answers, by the number of the answer.
+    pub choices: ChoicePool,
     /// Last hidden state of row P−1, [1, w], on the rank that owns it.
     pub last_row: Option<Tensor>,
 }

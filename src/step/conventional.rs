@@ -7,6 +7,8 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::model::decoder::Decoder;
+use crate::model::latent::IndexSet;
+use crate::model::latent::index::choose_plainly;
 use crate::model::lora::Adapters;
 use crate::model::planes::Planes;
 use crate::runtime::units::{LayerIndex, Tokens, as_dim, from_index};
@@ -56,17 +58,27 @@ impl Group<'_> {
         let rows = x_tw.size()[0];
         let mut constant = x_tw.narrow(0, 0, cut);
         let mut live = x_tw.narrow(0, cut, rows - cut);
+        // Keys of the constant rows and of the others, where layers choose them.
+        let mut keys: Option<[IndexSet; 2]> = None;
         for layer in (0..decoder.layers()).map(LayerIndex) {
             let mixer = decoder.mixer(layer);
             let before = tch::no_grad(|| decoder.project(layer, &constant, 0..cut, adapters));
             let now = decoder.project(layer, &live, cut..rows, adapters);
+            if let Some(indexer) = decoder.indexer(layer) {
+                let parts = [(&constant, 0..cut), (&live, cut..rows)];
+                let parts = parts.map(|(x_tw, at)| decoder.project_index(layer, x_tw, at, adapters));
+                let key_si = Tensor::cat(&[&parts[0].key_ti, &parts[1].key_ti], 0);
+                keys = Some(parts.map(|part| choose_plainly(&part.rows, &key_si, indexer.top)));
+            }
+            let lent = |part: usize| keys.as_ref().map(|parts| parts[part].lend());
+            let old_constant = constant;
             constant = tch::no_grad(|| {
-                let mixed = mixer.plain(0..cut, &before.input.queries, &before.input.state, fused);
-                decoder.finish(layer, &constant, &mixed, &before.handed, adapters)
+                let mixed = mixer.plain(0..cut, &before.input.queries, &before.input.state, lent(0), fused);
+                finish(decoder, adapters, layer, &old_constant, &mixed, &before.handed)
             });
             let state = Planes::join(vec![before.input.state, now.input.state]);
-            let mixed = mixer.plain(cut..rows, &now.input.queries, &state, false);
-            live = decoder.finish(layer, &live, &mixed, &now.handed, adapters);
+            let mixed = mixer.plain(cut..rows, &now.input.queries, &state, lent(1), false);
+            live = finish(decoder, adapters, layer, &live, &mixed, &now.handed);
         }
         self.head(decoder, &Tensor::cat(&[&constant, &live], 0), index)
     }
@@ -112,7 +124,9 @@ impl Group<'_> {
             let mut dy_tw = leaf.grad();
             for (layer, x_tw) in below.iter().enumerate().rev() {
                 let x_tw = x_tw.detach().set_requires_grad(true);
-                let y_tw = whole_layer(decoder, adapters, LayerIndex(layer), &x_tw);
+                let layer = LayerIndex(layer);
+                let mut index = tch::no_grad(|| index_of(decoder, adapters, layer, below));
+                let y_tw = whole_layer(decoder, adapters, layer, &x_tw, &mut index);
                 backward(&[(&y_tw, &dy_tw)])?;
                 dy_tw = x_tw.grad();
             }
@@ -124,8 +138,9 @@ impl Group<'_> {
     pub fn score(&self, decoder: &dyn Decoder, adapters: &Adapters, index: usize) -> Tensor {
         tch::no_grad(|| {
             let mut x_tw = decoder.embed(&self.sequence(index));
+            let mut keys = None;
             for layer in (0..decoder.layers()).map(LayerIndex) {
-                x_tw = whole_layer(decoder, adapters, layer, &x_tw);
+                x_tw = whole_layer(decoder, adapters, layer, &x_tw, &mut keys);
             }
             self.head(decoder, &x_tw, index)
         })
@@ -140,8 +155,9 @@ impl Group<'_> {
     /// Inputs of all layers and the output of the last.
     fn layer_inputs(&self, decoder: &dyn Decoder, adapters: &Adapters, index: usize) -> Vec<Tensor> {
         let mut inputs = vec![decoder.embed(&self.sequence(index))];
+        let mut index = None;
         for layer in (0..decoder.layers()).map(LayerIndex) {
-            inputs.push(whole_layer(decoder, adapters, layer, &inputs[layer.0]));
+            inputs.push(whole_layer(decoder, adapters, layer, &inputs[layer.0], &mut index));
         }
         inputs
     }
@@ -192,11 +208,48 @@ impl Target {
     }
 }
 
-/// One block over a whole sequence with the library's attention kernel.
-fn whole_layer(decoder: &dyn Decoder, adapters: &Adapters, layer: LayerIndex, x_tw: &Tensor) -> Tensor {
+/// One block over a whole sequence with the library's attention kernel. `index` holds the rows' keys in layers that choose
+/// them; a layer that owns an index writes it, unless it is given there as it was chosen before.
+fn whole_layer(
+    decoder: &dyn Decoder,
+    adapters: &Adapters,
+    layer: LayerIndex,
+    x_tw: &Tensor,
+    index: &mut Option<IndexSet>,
+) -> Tensor {
     let rows = x_tw.size()[0];
     let projected = decoder.project(layer, x_tw, 0..rows, adapters);
+    if let Some(indexer) = decoder.indexer(layer) {
+        let own = decoder.project_index(layer, x_tw, 0..rows, adapters);
+        *index = Some(choose_plainly(&own.rows, &own.key_ti, indexer.top));
+    }
     let input = &projected.input;
-    let mixed = decoder.mixer(layer).plain(0..rows, &input.queries, &input.state, true);
-    decoder.finish(layer, x_tw, &mixed, &projected.handed, adapters)
+    let lent = index.as_ref().map(IndexSet::lend);
+    let mixed = decoder.mixer(layer).plain(0..rows, &input.queries, &input.state, lent, true);
+    finish(decoder, adapters, layer, x_tw, &mixed, &projected.handed)
+}
+
+/// The keys that a layer below has chosen for this one; `None` where the layer chooses its own or sees all. `inputs` are those
+/// of all layers.
+fn index_of(decoder: &dyn Decoder, adapters: &Adapters, layer: LayerIndex, inputs: &[Tensor]) -> Option<IndexSet> {
+    let owner = decoder.index_owner(layer).filter(|&owner| owner != layer)?;
+    let (indexer, x_tw) = (decoder.indexer(owner)?, &inputs[owner.0]);
+    let own = decoder.project_index(owner, x_tw, 0..x_tw.size()[0], adapters);
+    Some(choose_plainly(&own.rows, &own.key_ti, indexer.top))
+}
+
+/// Segment B with plain experts.
+fn finish(
+    decoder: &dyn Decoder,
+    adapters: &Adapters,
+    layer: LayerIndex,
+    x_tw: &Tensor,
+    mixed: &Tensor,
+    handed: &Planes,
+) -> Tensor {
+    let finished = decoder.finish(layer, x_tw, mixed, handed, adapters, None);
+    match (decoder.experts(layer), &finished.routed) {
+        (Some(experts), Some(routed)) => finished.y_tw + experts.plain(routed, adapters),
+        _ => finished.y_tw,
+    }
 }

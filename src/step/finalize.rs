@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 use crate::model::lora::Adapters;
 use crate::prompt::handoff::{LocalGrads, ReducedGrads};
 use crate::runtime::failure::{Classified, Exit, Failure};
-use crate::world::Axis;
-use crate::world::exchange::sum_over_ranks;
+use crate::world::exchange::{sum_number, sum_over_ranks};
+use crate::world::{Axis, World};
 
 /// What can be wrong with the sum.
 #[derive(Debug, thiserror::Error)]
@@ -79,21 +79,77 @@ pub fn take(adapters: &Adapters) -> LocalGrads {
 /// When a sum is not finite; every rank sees the same sum, so all fail together.
 pub fn run(all: &Axis, local: LocalGrads, adapters: &Adapters, norm_max: f64) -> Result<ReducedGrads, Failure> {
     let LocalGrads(gradients) = local;
-    let flat: Vec<Tensor> = gradients.iter().map(|gradient| gradient.to_device(Device::Cpu).flatten(0, -1)).collect();
-    let mut sum = Tensor::cat(&flat, 0).contiguous();
-    drop(flat);
+    let mut sum = flat(&gradients);
     sum_over_ranks(all, &mut sum);
-    // Tensor by tensor: float64 copies of all gradients at once would be the largest thing in memory here.
-    let norm = parts(&sum, &gradients).map(|part| square(&part)).sum::<f64>().sqrt();
+    let norm = squares(&sum, &gradients).sqrt();
+    let reduced = clipped(&sum, &gradients, adapters.names(), norm, norm_max)?;
+    Ok(ReducedGrads { gradients: reduced, norm })
+}
+
+/// As [`run`], over all ranks of the world. Where the adapters of experts are spread, theirs are summed over the ranks that hold
+/// the same experts; each counts once in the norm, which every rank has, and all are clipped alike.
+///
+/// # Errors
+/// When a sum is not finite; the ranks that hold it fail, so all must agree on the outcome.
+pub fn run_everywhere(
+    world: &World,
+    local: LocalGrads,
+    adapters: &Adapters,
+    norm_max: f64,
+) -> Result<ReducedGrads, Failure> {
+    if !adapters.is_spread() {
+        return run(&world.all, local, adapters, norm_max);
+    }
+    let spread: Vec<bool> = adapters.spread_tensors().collect();
+    let of = |wanted: bool| {
+        let own = local.0.iter().zip(&spread).filter(move |(_, spread)| **spread == wanted);
+        own.map(|(gradient, _)| gradient.shallow_clone()).collect::<Vec<Tensor>>()
+    };
+    let names = |wanted: bool| {
+        let all = adapters.names().zip(&spread).filter(move |(_, spread)| **spread == wanted);
+        all.map(|(name, _)| name)
+    };
+    let (shared, own) = (of(false), of(true));
+    let (mut shared_sum, mut own_sum) = (flat(&shared), flat(&own));
+    sum_over_ranks(&world.all, &mut shared_sum);
+    sum_over_ranks(&world.edp, &mut own_sum);
+    let of_experts = sum_number(&world.ep, squares(&own_sum, &own));
+    let norm = (squares(&shared_sum, &shared) + of_experts).sqrt();
+    let mut shared = clipped(&shared_sum, &shared, names(false), norm, norm_max)?.into_iter();
+    let mut own = clipped(&own_sum, &own, names(true), norm, norm_max)?.into_iter();
+    let in_order = spread.iter().filter_map(|&spread| if spread { own.next() } else { shared.next() });
+    Ok(ReducedGrads { gradients: in_order.collect(), norm })
+}
+
+/// All values beside each other, in host memory.
+fn flat(gradients: &[Tensor]) -> Tensor {
+    let flat: Vec<Tensor> = gradients.iter().map(|gradient| gradient.to_device(Device::Cpu).flatten(0, -1)).collect();
+    if flat.is_empty() { Tensor::zeros([0], (Kind::Float, Device::Cpu)) } else { Tensor::cat(&flat, 0).contiguous() }
+}
+
+/// Sum of the squares of all values. Tensor by tensor: float64 copies of all gradients at once would be the largest thing in
+/// memory here.
+fn squares(sum: &Tensor, gradients: &[Tensor]) -> f64 {
+    parts(sum, gradients).map(|part| square(&part)).sum()
+}
+
+/// The parts of `sum` for each gradient, scaled down where `norm` exceeds `norm_max`.
+fn clipped(
+    sum: &Tensor,
+    gradients: &[Tensor],
+    names: impl Iterator<Item = String>,
+    norm: f64,
+    norm_max: f64,
+) -> Result<Vec<Tensor>, Error> {
     let scale = if norm_max > 0.0 && norm > norm_max { norm_max / norm } else { 1.0 };
     let mut reduced = Vec::with_capacity(gradients.len());
-    for ((gradient, part), name) in gradients.iter().zip(parts(&sum, &gradients)).zip(adapters.names()) {
+    for ((gradient, part), tensor) in gradients.iter().zip(parts(sum, gradients)).zip(names) {
         if part.isfinite().all().int64_value(&[]) == 0 {
-            return Err(Error::NotFinite { tensor: name, norm }.into());
+            return Err(Error::NotFinite { tensor, norm });
         }
         reduced.push((part * scale).to_device(gradient.device()));
     }
-    Ok(ReducedGrads { gradients: reduced, norm })
+    Ok(reduced)
 }
 
 /// The parts of `sum` that belong to each gradient, shaped like them.

@@ -9,7 +9,7 @@ use crate::model::pass::Pass;
 use crate::prompt::handoff::{Captured, PlacedGroup};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
-use crate::runtime::units::{Bytes, LayerIndex, Pages};
+use crate::runtime::units::{Bytes, Pages};
 use crate::tensor::gpu;
 
 /// Seconds by phase on one rank.
@@ -121,9 +121,8 @@ impl Observer {
 
     /// Notes the pages of a capture, whose storage must be exactly pages × page bytes.
     pub(super) fn captured(&mut self, pass: &Pass, group: &PlacedGroup, captured: &Captured) -> Result<(), Failure> {
-        let planes = pass.decoder.mixer(LayerIndex(0)).planes();
-        self.own_pages =
-            OwnPages { pages: group.layout.pages_of(pass.cp_group.axis.rank()), bytes: captured.pages.audit(&planes)? };
+        let bytes = captured.pages.audit(|layer| pass.decoder.mixer(layer).planes())?;
+        self.own_pages = OwnPages { pages: group.layout.pages_of(pass.cp_group.axis.rank()), bytes };
         Ok(())
     }
 

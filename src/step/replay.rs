@@ -17,7 +17,7 @@ use crate::model::pass::{Pass, SpanRows, Tail};
 use crate::model::past::{Past, PastGradient};
 use crate::prompt::handoff::{Captured, Logprobs, PlacedGroup, Scores};
 use crate::prompt::layout::Span;
-use crate::prompt::pages::{HiddenPool, Residency, Slot, Staged, StagedHidden};
+use crate::prompt::pages::{Choice, HiddenPool, Residency, Slot, Staged, StagedHidden};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
@@ -206,7 +206,7 @@ impl Replay<'_> {
         let past = Past::of_answers(&staged, &self.work.layout);
         for (index, answer) in self.work.with_rows() {
             let x_rw = self.pool.stage(Slot { span: index, layer })?;
-            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
+            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past, self.captured.choices.of(index))?;
             self.pool.put(Slot { span: index, layer: above }, &y_rw)?;
         }
         Ok(())
@@ -216,7 +216,7 @@ impl Replay<'_> {
     fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
-        let mut gradient = PastGradient::zeros(&past);
+        let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
         let first = self.first_tokens();
         let rank = self.pass.cp_group.axis.rank();
         for index in 0..self.work.answers.len() {
@@ -230,11 +230,12 @@ impl Replay<'_> {
             }
             let labels = self.work.labels(answer, rank);
             let x_rw = self.pool.stage(slot)?;
-            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past);
+            let choices = self.captured.choices.of(index);
+            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past, choices)?;
             let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
             let dlogprobs = self.loss(index, &rows, self.work.trained(answer, rank), |scores| &scores.rows);
             let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
-            let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw };
+            let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw, choices };
             let dx_tw = self.pass.backward(layer, &rows_of, &past, None, &mut gradient)?;
             self.pool.put(slot, &dx_tw)?;
             self.done.logprobs.0.push(Logprobs { rows, first });
@@ -249,11 +250,12 @@ impl Replay<'_> {
     fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
-        let mut gradient = PastGradient::zeros(&past);
+        let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
         for (index, answer) in self.work.with_rows() {
             let (here, above) = (Slot { span: index, layer }, Slot { span: index, layer: LayerIndex(layer.0 + 1) });
             let (x_rw, dy_rw) = (self.pool.stage(here)?, self.pool.stage(above)?);
-            let rows = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_rw };
+            let choices = self.captured.choices.of(index);
+            let rows = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
             let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient)?;
             self.pool.release(above);
             self.pool.put(here, &dx_rw)?;
@@ -288,17 +290,20 @@ impl Replay<'_> {
         let layout = &self.work.layout;
         let span = layout.tail();
         self.fill_tail(layer, &span)?;
+        self.choose_tail(layer, &span)?;
         let x_tw = self.tail_input(layer)?;
         self.expect_tail(below(layer))?;
-        let rows = SpanRows { span: &span, x_tw: &x_tw, dy_tw: &dy_tw };
+        let rows = SpanRows { span: &span, x_tw: &x_tw, dy_tw: &dy_tw, choices: self.captured.tail_choices.of(0) };
         let dx_tw = if self.pass.travels(&span) {
             self.pass.backward_tail(layer, &rows, &self.travelling(&span, staged), gradient)?
         } else {
             let past = Past::of_tail(staged, layout);
-            let mut constants = PastGradient::zeros(&past);
+            let mut constants = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
             self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants)?
         };
-        self.recomputed.release(Slot { span: 0, layer });
+        let slot = Slot { span: 0, layer };
+        self.recomputed.release(slot);
+        self.captured.tail_choices.release(Choice::Index, slot);
         self.turns.push((start, Mark::now(self.pass.decoder.device())?));
         Ok(Some(dx_tw))
     }
@@ -329,6 +334,7 @@ impl Replay<'_> {
             let above = LayerIndex(under.0 + 1);
             // After the last of them the sweep goes on from the layer below this one.
             let next = if above < layer { Some(above) } else { below(layer) };
+            self.choose_tail(under, span)?;
             let staged = self.stage(under, next)?;
             let x_tw = self.tail_input(under)?;
             let y_tw = self.pass.forward_tail(under, &x_tw, &self.travelling(span, &staged))?;
@@ -340,9 +346,30 @@ impl Replay<'_> {
         Ok(())
     }
 
+    /// Chooses the keys of a long tail's rows for `layer` again, where they are not held: going down, a layer that borrows them
+    /// comes before the one that chose. Every rank takes part, with or without rows.
+    fn choose_tail(&mut self, layer: LayerIndex, span: &Span) -> Result<(), Failure> {
+        let Some(owner) = self.pass.decoder.index_owner(layer) else { return Ok(()) };
+        let slot = Slot { span: 0, layer: owner };
+        if self.captured.tail_choices.holds(Choice::Index, slot) {
+            return Ok(());
+        }
+        let filled_from = self.filled_from;
+        if owner < layer {
+            self.fill_tail(owner, span)?;
+        }
+        let staged = self.stage(owner, Some(layer))?;
+        let x_tw = self.tail_input(owner)?;
+        self.pass.choose_tail(owner, &x_tw, &self.travelling(span, &staged))?;
+        drop((x_tw, staged));
+        self.filled_from = filled_from;
+        Ok(())
+    }
+
     fn travelling<'b>(&'b self, span: &'b Span, staged: &'b Staged) -> Tail<'b> {
         let kept = self.captured.keeping.attention.then_some(&self.captured.mixed);
-        Tail { span, layout: &self.work.layout, staged, kept }
+        let choices = self.captured.tail_choices.of(0);
+        Tail { span, layout: &self.work.layout, staged, kept, choices }
     }
 
     fn no_rows(&self) -> Tensor {

@@ -52,7 +52,8 @@ pub fn hidden(pass: &Pass, work: &PlacedGroup, captured: &Captured, tracker: &Tr
         let staged = captured.pages.stage(layer, Some(next), pass.adapters.stamp())?;
         let past = Past::of_answers(&staged, &work.layout);
         for (index, answer) in work.with_rows() {
-            let y_rw = pass.forward(layer, &answer.span, &*pool.stage(slot(index))?, &past);
+            let choices = captured.choices.of(index);
+            let y_rw = pass.forward(layer, &answer.span, &*pool.stage(slot(index))?, &past, choices)?;
             pool.put(slot(index), &y_rw)?;
         }
     }

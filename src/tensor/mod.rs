@@ -11,6 +11,7 @@ mod ffi;
 pub mod gpu;
 pub mod kernels;
 pub mod link;
+pub mod selection;
 pub mod stored;
 pub mod views;
 

@@ -378,7 +378,7 @@ impl Study<'_> {
     ) -> Result<Taken, Failure> {
         let group = data.group(index);
         let world = self.world;
-        let cp_group = CpGroup { axis: &world.cp, ledger: &self.ledger };
+        let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: &self.ledger };
         let transaction = Transaction {
             policy: Pass { decoder: &*self.decoder, adapters, cp_group, micro_block: self.options.micro_block },
             reference: None,

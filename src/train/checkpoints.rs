@@ -96,7 +96,7 @@ impl Checkpoints {
         session.policy.adapters.restore(&saved.masters, adapter_version);
         session.policy.optimizer.restore(saved.moments);
         session.data.cursor = cursor;
-        world.require_equal("the adapters (digest)", &session.policy.adapters.digest())?;
+        world.require_equal("the adapters (digest)", &session.policy.digest(world))?;
         session.data.round = world.agree(round_state::restore(round, session, world).map_err(Failure::from))?;
         self.saved = Some(updates);
         notes.extend(world.from_root(|| Ok(self.keep_aside(&passed_over)?))?);
@@ -160,7 +160,10 @@ impl Checkpoints {
             world.tracker().enter(Phase::Save);
             // What rank 0 writes is every rank's.
             let policy = &session.policy;
-            world.require_equal("the adapters (digest)", &policy.adapters.digest())?;
+            world.require_equal("the adapters (digest)", &policy.digest(world))?;
+            let gathered = policy.gathered(world);
+            let own = (&policy.adapters, policy.optimizer.moments());
+            let (adapters, moments) = gathered.as_ref().map_or(own, |all| (&all.adapters, &all.moments));
             let state = state(session, world, held_out_before, round_state::save(session, world));
             let updates = state.updates;
             world.on_root(|| {
@@ -168,7 +171,7 @@ impl Checkpoints {
                     return Ok(());
                 }
                 reporter.settle()?;
-                Ok(self.store.write(state, &policy.adapters, policy.optimizer.moments(), &policy.shape)?)
+                Ok(self.store.write(state, adapters, moments, &policy.shape)?)
             })?;
             world.on_root(|| {
                 self.store.point(updates)?;
@@ -202,6 +205,9 @@ impl Checkpoints {
         whole: &WholeUpdate,
     ) -> Result<(), Failure> {
         let policy = &session.policy;
+        if policy.adapters.is_spread() {
+            return Err(checkpoint::Error::Spread { ranks: world.ep.size() }.into());
+        }
         let state =
             State { cursor: whole.cursor.clone(), ..state(session, world, held_out_before, whole.round.clone()) };
         if let Err(error) = reporter.settle() {
@@ -221,7 +227,9 @@ impl Checkpoints {
     pub(super) fn export_adapters(session: &Session, world: &World) -> Result<(), Failure> {
         let policy = &session.policy;
         let folder = session.loaded.rank.dir.join("adapter");
-        world.on_root(|| checkpoint::save(&folder, &policy.adapters, &policy.shape)).map(drop)
+        let gathered = policy.gathered(world);
+        let adapters = gathered.as_ref().map_or(&policy.adapters, |all| &all.adapters);
+        world.on_root(|| checkpoint::save(&folder, adapters, &policy.shape)).map(drop)
     }
 }
 

@@ -13,8 +13,9 @@ use crate::checkpoint;
 use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
 use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
+use crate::model::experts;
 use crate::model::lora::Adapters;
-use crate::model::spec::Spec;
+use crate::model::spec::{EXPERT_PROJECTIONS, Linear, Spec};
 use crate::plan::{self, Plan, Room};
 use crate::prompt::handoff::Keeping;
 use crate::report::open_log;
@@ -45,6 +46,7 @@ impl Prepared {
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let direct = open_transport(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
+        link_experts(config, world, &spec, device)?;
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
         let plan = agree_on_plan(config, direct, world, &spec, device)?;
@@ -68,7 +70,7 @@ impl Session {
         let mut resolved = loaded.clone();
         resolved.run.grpo.reward_fn = Some(inputs.reward_fn.clone());
         Ok(Session {
-            input_digests: input_digests(&model, &inputs, &policy),
+            input_digests: input_digests(&model, &inputs, &policy, world),
             data: start_of_data(config, inputs),
             loaded: resolved,
             model,
@@ -86,7 +88,7 @@ fn agree_on_config(loaded: &Loaded, world: &mut World) -> Result<(), Failure> {
     let problems = config.check(Some(ranks));
     let checked = if problems.is_empty() { Ok(()) } else { Err(config::Error::Refused { problems }.into()) };
     world.agree(checked)?;
-    world.cut(as_index(config.cp_size(ranks)))?;
+    world.cut(as_index(config.cp_size(ranks)), as_index(config.parallel.ep_size))?;
     world.agree(loaded.check_laptop_model().map_err(Failure::from))
 }
 
@@ -96,6 +98,17 @@ fn open_transport(config: &RunConfig, world: &World, device: Device) -> Result<b
     let open = wanted != When::Never && exchange::connect(&world.cp, device)?;
     let missed = wanted == When::Always && !open && device != Device::Cpu && world.cp.size() > 1;
     world.agree(if missed { Err(devices::Error::NoTransport.into()) } else { Ok(open) })
+}
+
+/// Refuses experts that cannot be spread, and opens the transport from GPU to GPU among the ranks that hold them together.
+fn link_experts(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<(), Failure> {
+    let Some(experts) = &spec.experts else { return Ok(()) };
+    let spread = experts::check_spread(experts, spec.model_type, config.parallel.ep_size);
+    world.agree(spread.map_err(Failure::from))?;
+    if config.run.direct != When::Never {
+        exchange::connect(&world.ep, device)?;
+    }
+    Ok(())
 }
 
 fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
@@ -148,7 +161,8 @@ fn agree_on_plan(
 fn agree_on_keeping(plan: &Plan, world: &World) -> Keeping {
     let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);
     let attention = !world.any(!plan.keeping.attention);
-    Keeping { every: as_index(every), attention, ..plan.keeping }
+    let index_sets = !world.any(!plan.keeping.index_sets);
+    Keeping { every: as_index(every), attention, index_sets, ..plan.keeping }
 }
 
 /// This rank's share of what its GPU can still give to tensors; `None` without a GPU.
@@ -184,8 +198,8 @@ fn open_policy(
     shape: AdapterShape,
     device: Device,
 ) -> Result<Policy, Failure> {
-    let adapters = world.agree(start_adapters(config, spec, &shape, device))?;
-    world.require_equal("the adapters (digest)", &adapters.digest())?;
+    let adapters = world.agree(start_adapters(config, world, spec, &shape, device))?;
+    world.require_equal("the adapters (digest)", &experts::adapters::digest(&adapters, &world.ep))?;
     let reference = (config.grpo.kl_coef > 0.0).then(|| adapters.frozen("reference"));
     let optimizer = &config.optimizer;
     let settings = Settings { betas: optimizer.betas, eps: optimizer.eps, weight_decay: optimizer.weight_decay };
@@ -197,14 +211,24 @@ fn open_policy(
     Ok(Policy { adapters, shape, reference, optimizer, _held: held, gradients: OnceCell::new() })
 }
 
-fn start_adapters(config: &RunConfig, spec: &Spec, shape: &AdapterShape, device: Device) -> Result<Adapters, Failure> {
+fn start_adapters(
+    config: &RunConfig,
+    world: &World,
+    spec: &Spec,
+    shape: &AdapterShape,
+    device: Device,
+) -> Result<Adapters, Failure> {
     let acc = accumulation(kind_of(config.model.dtype));
-    if let Some(folder) = &config.lora.init_from {
-        return checkpoint::load(folder, spec, shape, acc, device);
-    }
-    let linears = spec.adapted(config.lora.targets.as_deref())?;
-    let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
-    Ok(Adapters::starting(&linears, config.lora.rank, config.lora.alpha, seed, acc, device))
+    let holds = |linear: &Linear| experts::adapters::is_held(spec, linear, &world.ep);
+    let adapters = if let Some(folder) = &config.lora.init_from {
+        checkpoint::load(folder, spec, shape, holds, acc, device)?
+    } else {
+        let linears = spec.adapted(config.lora.targets.as_deref())?;
+        let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
+        Adapters::starting_where(holds, &linears, config.lora.rank, config.lora.alpha, seed, acc, device)
+    };
+    let of_experts = shape.targets.iter().any(|target| EXPERT_PROJECTIONS.contains(&target.as_str()));
+    Ok(if of_experts && world.ep.size() > 1 { adapters.spread() } else { adapters })
 }
 
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
@@ -215,12 +239,12 @@ fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
 }
 
 /// Digests of what the run reads, under the names that checkpoints and messages use.
-fn input_digests(model: &Model, inputs: &Inputs, policy: &Policy) -> BTreeMap<String, String> {
+fn input_digests(model: &Model, inputs: &Inputs, policy: &Policy, world: &World) -> BTreeMap<String, String> {
     let digests = [
         ("the model", model.digest.clone()),
         ("the data", inputs.train_digest.clone()),
         ("the held-out data", inputs.held_out_digest.clone()),
-        ("the starting adapters", policy.adapters.digest()),
+        ("the starting adapters", experts::adapters::digest(&policy.adapters, &world.ep)),
     ];
     let rubric = inputs.rubric_digest.clone().map(|digest| ("the rubric", digest));
     digests.into_iter().chain(rubric).map(|(name, digest)| (name.to_owned(), digest)).collect()

@@ -130,7 +130,7 @@ impl Records {
             memory: RunMemory::of(&memory),
             stage_wait_seconds: ranks.iter().map(|rank| rank.stage_wait_s).collect(),
             layers_by_phase: layers.filter(|(_, count)| *count > 0).collect(),
-            unmoved: self.unmoved(&session.policy.adapters),
+            unmoved: self.unmoved_anywhere(&session.policy.adapters, world),
         }
     }
 
@@ -139,7 +139,19 @@ impl Records {
         Phase::ALL.map(|phase| recorder.layers.get(&phase).map_or(0, |layers| from_index(layers.len())))
     }
 
-    /// Names of the tensors B that have not changed in any value.
+    /// Names of the tensors B that have not changed in any value, those of experts on other ranks included.
+    fn unmoved_anywhere(&self, adapters: &Adapters, world: &World) -> Vec<String> {
+        let own = self.unmoved(adapters);
+        if !adapters.is_spread() {
+            return own;
+        }
+        let mut all: Vec<String> = world.gather(&own).concat();
+        all.sort();
+        all.dedup();
+        all
+    }
+
+    /// Names of this rank's tensors B that have not changed in any value.
     fn unmoved(&self, adapters: &Adapters) -> Vec<String> {
         let digests = adapters.b_digests();
         let pairs = adapters.entries().iter().zip(self.start_b.iter().zip(&digests));

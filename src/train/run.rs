@@ -106,7 +106,7 @@ impl Run {
         if !self.start.resumed || self.start.updates < steps {
             return Ok(None);
         }
-        let adapters = self.session.policy.adapters.digest();
+        let adapters = self.session.policy.digest(world);
         world.from_root(|| {
             // A receipt that cannot be read is written again: the evaluation after the last update is all that is left.
             let text = fs::read(self.folder.dir.join("receipt.json")).unwrap_or_default();

@@ -14,6 +14,7 @@ use crate::config::{
 use crate::data::{Dataset, Group, GroupOrder, Tokenizer};
 use crate::model::adapter_file::AdapterShape;
 use crate::model::decoder::Decoder;
+use crate::model::experts;
 use crate::model::head::Head;
 use crate::model::lora::Adapters;
 use crate::model::mixer::CpGroup;
@@ -21,12 +22,12 @@ use crate::model::pass::Pass;
 use crate::model::spec::Spec;
 use crate::model::weights::Weights;
 use crate::plan::{self, Plan};
-use crate::prompt::handoff::{Keeping, PlacedGroup};
+use crate::prompt::handoff::{Keeping, Moments, PlacedGroup};
 use crate::report::AdapterForm;
 use crate::reward::Scorer;
 use crate::runtime::failure::Failure;
 use crate::runtime::memory::{Held, MemorySpace, Purpose};
-use crate::runtime::units::{Tokens, as_index, from_index};
+use crate::runtime::units::{Rank, Tokens, as_index, from_index};
 use crate::step::objective::{self, Aggregation, Importance, Objective, Scaling};
 use crate::step::optimizer::AdamW;
 use crate::step::rollout::{SampleRequest, Sampling, Stream};
@@ -72,6 +73,38 @@ pub(super) struct Policy {
     pub(super) _held: [Held; 2],
     /// Entry of the adapters' gradients, which the first backward makes and which stay.
     pub(super) gradients: OnceCell<Held>,
+}
+
+impl Policy {
+    /// Digest of all adapters, also of those on other ranks. Every rank takes part.
+    pub(super) fn digest(&self, world: &World) -> String {
+        experts::adapters::digest(&self.adapters, &world.ep)
+    }
+
+    /// All adapters and their moments in the order of the spec, on rank 0, where experts' are spread over ranks; else `None`,
+    /// for each rank has them all. Every rank takes part.
+    pub(super) fn gathered(&self, world: &World) -> Option<Gathered> {
+        let adapters = &self.adapters;
+        let gather = |tensors: &[&Tensor]| {
+            experts::adapters::gathered(adapters, tensors, &world.ep, world.all.rank() == Rank(0))
+        };
+        let moment = |tensors: &[Tensor]| {
+            let pairs = gather(&tensors.iter().collect::<Vec<_>>());
+            pairs.into_iter().flat_map(|pair| [pair.a_ri, pair.b_or]).collect()
+        };
+        adapters.is_spread().then(|| {
+            let masters = gather(&adapters.tensors().collect::<Vec<_>>());
+            let Moments { steps, mean, square } = self.optimizer.moments();
+            let moments = Moments { steps: *steps, mean: moment(mean), square: moment(square) };
+            Gathered { adapters: Adapters::new(masters, adapters.scale(), adapters.stamp().policy), moments }
+        })
+    }
+}
+
+/// The adapters of all ranks with their moments.
+pub(super) struct Gathered {
+    pub(super) adapters: Adapters,
+    pub(super) moments: Moments,
 }
 
 /// What the policy learns from, and where the run stands in it.
@@ -172,6 +205,13 @@ impl Session {
         Ok(self.data.train.prompt_ids(0)?.into_owned())
     }
 
+    /// Where `parallel.ep_size` is given and there are no experts to spread.
+    fn unused_ranks_line(&self) -> Option<String> {
+        let (ep, spec) = (self.config().parallel.ep_size, self.spec());
+        let unused = ep > 1 && spec.experts.is_none();
+        unused.then(|| format!("parallel.ep_size = {ep} has no effect: {} has no experts", spec.model_type))
+    }
+
     /// What a user should know before the first step.
     pub(super) fn notes(&self) -> Vec<String> {
         let endless = self.samples() && self.data.end_ids.is_empty();
@@ -194,6 +234,7 @@ impl Session {
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));
+        notes.extend(self.unused_ranks_line());
         notes.extend(plan::context_note(self.config(), self.spec()));
         notes.extend(self.model.weights.notes().iter().cloned());
         notes.extend(kept("data.path", &self.data.train));
@@ -232,7 +273,7 @@ impl Session {
     /// What every group of an update goes through, under the run's settings.
     pub(super) fn transaction<'a>(&'a self, world: &'a World) -> Transaction<'a> {
         let config = self.config();
-        let cp_group = CpGroup { axis: &world.cp, ledger: world.ledger() };
+        let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: world.ledger() };
         let Policy { adapters, reference, .. } = &self.policy;
         let micro_block = config.memory.micro_block;
         Transaction {

@@ -160,7 +160,7 @@ impl RunTotals {
             advantages: self.advantages,
             held_out: [held_out_before, held_out_after],
             lora_b_unmoved: records.unmoved,
-            adapter_digest: world.all.gather_texts(&session.policy.adapters.digest()),
+            adapter_digest: world.all.gather_texts(&session.policy.digest(world)),
             // The other fields are a gate's.
             ..Receipt::default()
         }

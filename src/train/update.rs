@@ -94,7 +94,7 @@ fn finalize(
     let adapters = &session.policy.adapters;
     let reduced = observer.host_phase(Phase::Finalize, || {
         let local = objective::divide_gradients(finalize::take(adapters), denominator);
-        finalize::run(&world.all, local, adapters, session.config().optimizer.max_grad_norm)
+        finalize::run_everywhere(world, local, adapters, session.config().optimizer.max_grad_norm)
     });
     world.agree(reduced)
 }

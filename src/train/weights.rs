@@ -26,7 +26,8 @@ pub(super) fn open(
 ) -> Result<Weights, Failure> {
     let config = &loaded.run;
     if config.model.random_init {
-        let drawn = Weights::random_as(spec, config.run.seed, kind, device, ExpertShare::ALL, form(config));
+        let experts = ExpertShare::of(&world.ep);
+        let drawn = Weights::random_as(spec, config.run.seed, kind, device, experts, form(config));
         return world.agree(drawn.map_err(Failure::from));
     }
     let opened = config
@@ -40,8 +41,9 @@ pub(super) fn open(
     let identities = machine.gather_texts(&opening.identity());
     let same_files = identities.iter().all(|identity| *identity == identities[0]);
     let share = if same_files { Share { rank: machine.rank().0, ranks: machine.size() } } else { Share::ALL };
-    let loading =
-        world.agree(opening.load(spec, kind, device, zeros(config), share, ExpertShare::ALL).map_err(Failure::from))?;
+    let loading = world.agree(
+        opening.load(spec, kind, device, zeros(config), share, ExpertShare::of(&world.ep)).map_err(Failure::from),
+    )?;
     let own = serde_json::to_string(loading.own_digests()).unwrap_or_default();
     let shares = machine.gather_texts(&own);
     let shares = shares.iter().filter(|_| same_files);

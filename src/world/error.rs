@@ -21,6 +21,10 @@ pub enum Error {
     #[error("{ranks} ranks cannot be cut into context-parallel groups of {cp_size}: start a multiple of {cp_size}")]
     Uneven { ranks: u64, cp_size: u64 },
     #[error(
+        "{cp_size} ranks that share a prompt cannot be cut into expert-parallel groups of {ep_size}: give a divisor of {cp_size}"
+    )]
+    UnevenExperts { cp_size: u64, ep_size: u64 },
+    #[error(
         "ranks disagree about {what}: rank {first} has {first_value}, rank {other} has {other_value}; give all ranks the \
          same files, flags and LONGSTRAW_ variables"
     )]
@@ -38,7 +42,7 @@ pub enum Error {
 impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
-            Error::Uneven { .. } => Exit::Config,
+            Error::Uneven { .. } | Error::UnevenExperts { .. } => Exit::Config,
             Error::Watch { .. } => Exit::Data,
             Error::Panicked { exit } | Error::Elsewhere { exit, .. } => *exit,
             _ => Exit::Disagree,

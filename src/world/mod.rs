@@ -43,6 +43,10 @@ pub struct World {
     pub all: Axis,
     /// The ranks that share this rank's prompt (context parallel).
     pub cp: Axis,
+    /// The ranks that hold the experts of a layer together, each of them its own (expert parallel); part of `cp`.
+    pub ep: Axis,
+    /// The ranks of the job that hold the same experts as this one: those with its index on `ep`.
+    pub edp: Axis,
     /// Index of this rank's data-parallel replica.
     pub dp_index: usize,
     /// Number of data-parallel replicas.
@@ -84,9 +88,13 @@ impl World {
             return Err(Error::Alone { variable, tasks }.into());
         }
         let cp = all.split(0);
+        let ep = all.split(all.rank().0);
+        let edp = all.split(0);
         Ok(World {
             all,
             cp,
+            ep,
+            edp,
             dp_index: 0,
             dp_size: 1,
             tracker,
@@ -149,18 +157,24 @@ impl World {
         OsStr::from_bytes(&bytes).into()
     }
 
-    /// Cuts the world into context-parallel groups of `cp_size` consecutive ranks.
+    /// Cuts the world into context-parallel groups of `cp_size` consecutive ranks, and each of these into expert-parallel
+    /// groups of `ep_size` consecutive ranks.
     ///
     /// # Errors
-    /// When the world is no multiple of `cp_size`.
-    pub fn cut(&mut self, cp_size: usize) -> Result<(), Failure> {
+    /// When the world is no multiple of `cp_size`, or `cp_size` none of `ep_size`.
+    pub fn cut(&mut self, cp_size: usize, ep_size: usize) -> Result<(), Failure> {
         let ranks = self.all.size();
         if cp_size == 0 || !ranks.is_multiple_of(cp_size) {
             return Err(self.common_failure(Error::Uneven { ranks: ranks as u64, cp_size: cp_size as u64 }));
         }
+        if ep_size == 0 || !cp_size.is_multiple_of(ep_size) {
+            return Err(self.common_failure(Error::UnevenExperts { cp_size: cp_size as u64, ep_size: ep_size as u64 }));
+        }
         self.dp_index = self.all.rank().0 / cp_size;
         self.dp_size = ranks / cp_size;
         self.cp = self.all.split(self.dp_index);
+        self.ep = self.all.split(self.all.rank().0 / ep_size);
+        self.edp = self.all.split(self.all.rank().0 % ep_size);
         Ok(())
     }
 

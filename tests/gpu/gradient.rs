@@ -106,7 +106,7 @@ impl Case {
 
     fn paged(&self, world: &World, gradient: Gradient) -> Paged {
         let ledger = Ledger::default();
-        let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+        let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: &ledger };
         let transaction = Transaction {
             policy: Pass { decoder: &*self.decoder, adapters: &self.adapters, cp_group, micro_block: Tokens(4096) },
             reference: None,

@@ -56,7 +56,7 @@ pub(crate) fn attention(world: &World, device: Device) -> Vec<Value> {
     let layout = PromptLayout::new(Tokens(2_200_000), Tokens(64), 1, Tokens(1));
     let span = layout.answer(Tokens(65));
     let ledger = Ledger::default();
-    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+    let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: &ledger };
     let state = |k: &Tensor, v: &Tensor| KeyValue { k_tgd: k.shallow_clone(), v_tgd: v.shallow_clone() }.into();
     let past = Past { runs: vec![PastRun { start: Position(0), state: state(&k, &v), carries_gradient: false }] };
     let queries = Queries { q_thd: own_q.shallow_clone() }.into();

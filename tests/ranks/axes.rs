@@ -29,7 +29,7 @@ pub(crate) fn dp_equals_accumulation(world: &mut World) {
         step(world, &model, group, PLAIN, &batch);
     }
     let accumulated: Vec<Tensor> = reduced(world, &model.adapters).gradients().iter().map(Tensor::copy).collect();
-    world.cut(ranks / parts).expect("prompt groups side by side");
+    world.cut(ranks / parts, 1).expect("prompt groups side by side");
     step(world, &model, &groups[world.dp_index], PLAIN, &batch);
     let side_by_side = reduced(world, &model.adapters);
     let Distance { worst, worst_tensor, .. } = distance(&model.adapters, side_by_side.gradients(), &accumulated);

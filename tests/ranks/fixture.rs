@@ -147,7 +147,7 @@ pub(crate) struct Done {
 
 /// The transaction under the model's own adapters.
 pub(crate) fn transaction<'a>(world: &'a World, model: &'a Model, how: How, ledger: &'a Ledger) -> Transaction<'a> {
-    let cp_group = CpGroup { axis: &world.cp, ledger };
+    let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger };
     let micro_block = Tokens(how.micro_block);
     Transaction {
         policy: Pass { decoder: &*model.decoder, adapters: &model.adapters, cp_group, micro_block },

@@ -129,10 +129,10 @@ pub(crate) fn ten_exact_updates(world: &mut World) {
         optimizers[0].update(&mut paged.adapters, &gradients, 1e-3);
         conventional_step(&judged, &group, how.tail, &batch);
         // Every rank has the whole gradient here, so the sum over one rank is the gradient itself.
-        world.cut(1).expect("one rank a prompt");
+        world.cut(1, 1).expect("one rank a prompt");
         let whole = finalize::run(&world.cp, finalize::take(&judged.adapters), &judged.adapters, 0.0);
         optimizers[1].update(&mut judged.adapters, &run(whole), 1e-3);
-        world.cut(world.all.size()).expect("all ranks on one prompt");
+        world.cut(world.all.size(), 1).expect("all ranks on one prompt");
     }
     let tensors = |model: &Model| model.adapters.tensors().map(Tensor::detach).collect::<Vec<_>>();
     let Distance { worst, worst_tensor, .. } = distance(&paged.adapters, &tensors(&paged), &tensors(&judged));

@@ -86,7 +86,7 @@ pub(crate) fn falling_pages(world: &mut World) {
     let alive = || counted(MemorySpace::Device).live.0 + counted(MemorySpace::Host).live.0;
     let all = world.all.size();
     for ranks in (1..=all).filter(|ranks| all.is_multiple_of(*ranks)) {
-        world.cut(ranks).expect("a divisor of the world");
+        world.cut(ranks, 1).expect("a divisor of the world");
         let ledger = Ledger::default();
         let (transaction, work) = (transaction(world, &model, how, &ledger), placed(world, &model, &group, how));
         let before = alive();

@@ -71,9 +71,9 @@ pub(crate) fn as_scored(world: &mut World) {
                 let gap = worst_gap(&all, &scores);
                 assert!(gap <= most, "{family} {kind:?} prompt {prompt}: {gap}");
                 let ranks = world.all.size();
-                world.cut(1).expect("every rank by itself");
+                world.cut(1, 1).expect("every rank by itself");
                 let (alone, _) = sample(world, &model, prompt, how, &request(true));
-                world.cut(ranks).expect("all of them");
+                world.cut(ranks, 1).expect("all of them");
                 let ids =
                     |sampled: &[SampledAnswer]| sampled.iter().map(|answer| answer.ids.clone()).collect::<Vec<_>>();
                 assert_eq!(ids(&all), ids(&alone), "{family} {kind:?} prompt {prompt}");

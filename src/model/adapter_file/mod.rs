@@ -84,6 +84,21 @@ pub fn load(
     kind: Kind,
     device: Device,
 ) -> Result<(AdapterShape, Vec<Adapter>), Error> {
+    load_where(|_| true, folder, spec, wanted, kind, device)
+}
+
+/// As [`load`], the adapters of the linear layers for which `holds`; the whole folder is checked, but values that are not loaded.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_where(
+    holds: impl Fn(&Linear) -> bool,
+    folder: &Path,
+    spec: &Spec,
+    wanted: Option<&AdapterShape>,
+    kind: Kind,
+    device: Device,
+) -> Result<(AdapterShape, Vec<Adapter>), Error> {
     let refused = |problems| Error::Refused { folder: folder.to_owned(), problems: Problems(problems) };
     let mut problems = Vec::new();
     let read = read_config(folder, spec, &mut problems)?;
@@ -97,7 +112,7 @@ pub fn load(
         return Err(refused(problems));
     }
     let mut entries = Vec::with_capacity(linears.len());
-    for linear in linears {
+    for linear in linears.into_iter().filter(holds) {
         let [(a_name, a_shape), (b_name, b_shape)] = pair(&linear, shape.rank);
         let mut read = |name: String, size: [u64; 2]| {
             let filled = read_tensor(&tensors, &name, size, kind, device);

@@ -5,6 +5,7 @@ use std::ops::Range;
 use tch::Kind;
 
 use crate::runtime::units::from_index;
+use crate::world::Axis;
 
 /// The share of a checkpoint's tensors whose digests one rank makes: every `ranks`-th one from `rank` on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -31,6 +32,12 @@ pub struct ExpertShare {
 impl ExpertShare {
     /// All experts on one rank.
     pub const ALL: ExpertShare = ExpertShare { index: 0, of: 1 };
+
+    /// The share of this rank among those of `ep`, the ranks over which experts are spread.
+    #[must_use]
+    pub fn of(ep: &Axis) -> ExpertShare {
+        ExpertShare { index: ep.rank().0, of: ep.size() }
+    }
 
     /// Global numbers of the experts that this rank holds of `count`; empty where there are more ranks than experts.
     #[must_use]

@@ -14,6 +14,7 @@
 //! ```
 
 mod adapter_version;
+mod choices;
 mod hidden;
 mod transit;
 
@@ -23,6 +24,7 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 pub use adapter_version::AdapterVersion;
+pub use choices::{Choice, ChoicePool, SpanChoices};
 pub use hidden::{HiddenPool, Slot, StagedHidden};
 
 use transit::{Arrival, Outbox};
@@ -260,16 +262,17 @@ impl PagePool {
         Ok(Arriving { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, MemorySpace::Device, bytes) })
     }
 
-    /// Compares the real storage of each layer with pages × page bytes, and returns the sum of all layers.
+    /// Compares the real storage of each layer with pages × page bytes, and returns the sum of all layers. `rows_of` gives a
+    /// layer's planes.
     ///
     /// # Errors
     /// When a layer's storage differs from the bytes of its pages.
-    pub fn audit(&self, rows: &[PlaneRow]) -> Result<Bytes, Error> {
+    pub fn audit(&self, rows_of: impl Fn(LayerIndex) -> Vec<PlaneRow>) -> Result<Bytes, Error> {
         let pages = self.layout.pages_of(self.rank);
-        let page_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0 * self.layout.page_size().0;
-        let expected = Bytes(pages.0 * page_bytes);
         let mut total = Bytes(0);
         for (index, slabs) in self.layers.iter().enumerate() {
+            let page_bytes = rows_of(LayerIndex(index)).iter().map(PlaneRow::bytes).sum::<Bytes>().0;
+            let expected = Bytes(pages.0 * page_bytes * self.layout.page_size().0);
             let stored = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
             if stored != expected {
                 return Err(Error::Storage { layer: LayerIndex(index), stored, pages, expected });
@@ -294,7 +297,13 @@ impl PagePool {
 
 fn poison(planes: &[Tensor]) {
     for plane in planes {
-        if plane.device() == tch::Device::Cpu && plane.numel() > 0 {
+        if plane.device() != tch::Device::Cpu || plane.numel() == 0 {
+            continue;
+        }
+        if matches!(plane.kind(), tch::Kind::Int | tch::Kind::Int64) {
+            // Beyond every position and expert: whoever reads it is refused.
+            let _ = plane.detach().fill_(i64::from(i32::MAX));
+        } else {
             let _ = plane.detach().fill_(f64::NAN);
         }
     }
@@ -344,7 +353,7 @@ mod tests {
     fn page_storage_is_pages_times_bytes_exactly() {
         for residency in [Residency::Host, Residency::Device] {
             let (pool, rows) = pool(residency);
-            assert_eq!(pool.audit(&rows).unwrap(), Bytes(2 * 3 * 64 * (2 * 4 * 4 + 3 * 2)));
+            assert_eq!(pool.audit(|_| rows.clone()).unwrap(), Bytes(2 * 3 * 64 * (2 * 4 * 4 + 3 * 2)));
         }
     }
 
@@ -353,7 +362,7 @@ mod tests {
         let (mut pool, rows) = pool(Residency::Device);
         let larger = Tensor::zeros([400, 2, 4], (Kind::Float, tch::Device::Cpu));
         pool.layers[1][0].planes[0] = larger.narrow(0, 0, 128);
-        assert!(matches!(pool.audit(&rows), Err(Error::Storage { layer: LayerIndex(1), .. })));
+        assert!(matches!(pool.audit(|_| rows.clone()), Err(Error::Storage { layer: LayerIndex(1), .. })));
     }
 
     #[test]

@@ -49,13 +49,15 @@ pub enum Purpose {
     Stage,
     /// Block inputs and attention outputs of the tail, saved for backward.
     Checkpoints,
+    /// What was chosen for rows and is used again: index sets, and experts.
+    Choices,
     /// Page runs of other ranks that pass round the ring, and the gradient sums passed with them.
     Foreign,
 }
 
 impl Purpose {
     /// In the order of declaration, as `as usize` counts.
-    pub const ALL: [Purpose; 9] = [
+    pub const ALL: [Purpose; 10] = [
         Purpose::Weights,
         Purpose::Adapters,
         Purpose::Optimizer,
@@ -64,6 +66,7 @@ impl Purpose {
         Purpose::Answers,
         Purpose::Stage,
         Purpose::Checkpoints,
+        Purpose::Choices,
         Purpose::Foreign,
     ];
 
@@ -79,6 +82,7 @@ impl Purpose {
             Purpose::Pages => "pages",
             Purpose::Stage => "stage",
             Purpose::Checkpoints => "checkpoints",
+            Purpose::Choices => "choices",
             Purpose::Foreign => "foreign",
         }
     }

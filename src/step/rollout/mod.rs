@@ -20,6 +20,7 @@ use tch::{Kind, Tensor};
 
 use crate::model::answers::{AnswerRows, AnswerState};
 use crate::model::head::Head;
+use crate::model::latent::IndexSet;
 use crate::model::pass::Pass;
 use crate::model::past::Past;
 use crate::prompt::handoff::Captured;
@@ -228,6 +229,7 @@ impl<'a> Rollout<'a> {
     fn rows(&mut self, tokens: &[i64], tracker: &Tracker) -> Result<Tensor, Failure> {
         let Pass { decoder, adapters, cp_group, .. } = *self.pass;
         let mut x_aw = decoder.embed(tokens);
+        let mut keys: Option<IndexSet> = None;
         let layers = decoder.layers();
         for layer in 0..layers {
             // After the last layer the next token starts from the first.
@@ -242,10 +244,20 @@ impl<'a> Rollout<'a> {
             }
             // One position for all rows: the tables of one row serve every answer.
             let position = as_dim(self.layout.end().plus(Tokens(length)).0);
-            let projected = decoder.project(index, &x_aw, position..position + 1, adapters);
-            self.states[layer].push(&projected.input.state);
-            let mixed = mixer.decode(&cp_group, &projected.input.queries, &past, &self.states[layer]);
-            x_aw = decoder.finish(index, &x_aw, &mixed, &projected.handed, adapters);
+            let at = position..position + 1;
+            let projected = decoder.project(index, &x_aw, at.clone(), adapters);
+            let own = decoder.indexer(index).map(|_| decoder.project_index(index, &x_aw, at, adapters));
+            self.states[layer].push(&projected.input.state.and(own.as_ref().map(|own| own.key_ti.shallow_clone())));
+            if let (Some(indexer), Some(own)) = (decoder.indexer(index), &own) {
+                keys = Some(indexer.choose_next(&cp_group, &own.rows, &past, &self.states[layer]));
+            }
+            let lent = keys.as_ref().map(IndexSet::lend);
+            let mixed = mixer.decode(&cp_group, &projected.input.queries, &past, &self.states[layer], lent);
+            let finished = decoder.finish(index, &x_aw, &mixed, &projected.handed, adapters, None);
+            x_aw = finished.y_tw;
+            if let (Some(experts), Some(routed)) = (decoder.experts(index), &finished.routed) {
+                x_aw += experts.replicated(cp_group.ep, routed, adapters);
+            }
         }
         Ok(x_aw)
     }

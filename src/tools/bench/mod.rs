@@ -245,8 +245,9 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         return world.agree(Err(Error::Ranks { ranks: world.all.size() }.into()));
     }
     let spec = world.agree(Spec::read(&options.model, None).map_err(Failure::from))?;
-    let weights = world
-        .agree(Weights::random(&spec, 0, options.kind, options.device, ExpertShare::ALL).map_err(Failure::from))?;
+    let weights = world.agree(
+        Weights::random(&spec, 0, options.kind, options.device, ExpertShare::of(&world.ep)).map_err(Failure::from),
+    )?;
     let ledger = world.ledger();
     let held_weights = ledger.hold(Purpose::Weights, MemorySpace::Device, weights.bytes());
     world.tracker().set_layers(spec.layers);
@@ -389,7 +390,7 @@ impl Bench<'_> {
 
     fn paged(&self, decoder: &dyn Decoder, prompt: Tokens, answers: u64, gradient: Gradient) -> Result<Run, Failure> {
         let RandomGroup { prompt_ids, answer_ids, answers: trained } = self.group(prompt, answers);
-        let cp_group = CpGroup { axis: &self.world.cp, ledger: self.world.ledger() };
+        let cp_group = CpGroup { axis: &self.world.cp, ep: &self.world.ep, ledger: self.world.ledger() };
         let transaction = Transaction {
             policy: Pass { decoder, adapters: &self.adapters, cp_group, micro_block: self.options.micro_block },
             reference: None,

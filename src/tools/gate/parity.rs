@@ -175,7 +175,7 @@ impl<'a> Case<'a> {
 
     /// The paged step on all ranks.
     fn paged(&self, gradient: Gradient, world: &World) -> Result<Vec<Tensor>, Failure> {
-        let cp_group = CpGroup { axis: &world.cp, ledger: world.ledger() };
+        let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: world.ledger() };
         let transaction = Transaction {
             policy: Pass { decoder: &*self.decoder, adapters: &self.adapters, cp_group, micro_block: self.micro_block },
             reference: None,

@@ -6,6 +6,7 @@
 
 mod autograd_reference;
 mod case;
+mod choices;
 pub mod distance;
 pub mod random;
 
@@ -21,6 +22,7 @@ use distance::{Squares, comparable, relative};
 
 use crate::config::Gradient;
 use crate::model::decoder::Decoder;
+use crate::model::experts;
 use crate::model::head::Head;
 use crate::model::lora::Adapters;
 use crate::model::mixer::CpGroup;
@@ -113,9 +115,9 @@ impl Report {
 /// # Errors
 /// When the case or its checkpoint cannot be read, or a phase fails.
 pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Failure> {
-    let Opened { case, decoder, adapters } = world.agree(open(folder, options))?;
+    let Opened { case, decoder, adapters } = world.agree(open(world, folder, options))?;
     let ledger = Ledger::default();
-    let cp_group = CpGroup { axis: &world.cp, ledger: &ledger };
+    let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: &ledger };
     let transaction = Transaction {
         policy: Pass { decoder: &*decoder, adapters: &adapters, cp_group, micro_block: options.micro_block },
         reference: None,
@@ -130,6 +132,9 @@ pub fn run(world: &World, folder: &Path, options: &Options) -> Result<Report, Fa
     let mut errors = Errors { world, found: Vec::new() };
     let scored = transaction.score(&case.prompt_ids, None, case.answers.clone(), &mut observer)?;
     errors.of_logits(&case, &transaction.policy, &scored)?;
+    if options.kind != Kind::BFloat16 {
+        errors.found.extend(choices::differing(world, &case, &transaction.policy, &scored)?);
+    }
     let (acc, rank) = (accumulation(options.kind), world.cp.rank());
     let given = Rc::new(case.given_scores(&scored.group, rank, acc, options.device)?);
     let frozen = scored.scores;
@@ -162,7 +167,7 @@ struct Opened {
 }
 
 /// The case with everything that can be wrong with it: what fails here fails on all ranks with one message.
-fn open(folder: &Path, options: &Options) -> Result<Opened, Failure> {
+fn open(world: &World, folder: &Path, options: &Options) -> Result<Opened, Failure> {
     let case = Case::read(folder)?;
     let prompt = Tokens(from_index(case.prompt_ids.len()));
     if let Gradient::Last(last) = options.gradient
@@ -171,7 +176,10 @@ fn open(folder: &Path, options: &Options) -> Result<Opened, Failure> {
         return Err(Error::Tail { last, prompt }.into());
     }
     let spec = Spec::read(folder, None)?;
-    let weights = Rc::new(Weights::load(folder, &spec, options.kind, options.device, ExpertShare::ALL)?);
+    if let Some(experts) = &spec.experts {
+        experts::check_spread(experts, spec.model_type, from_index(world.ep.size()))?;
+    }
+    let weights = Rc::new(Weights::load(folder, &spec, options.kind, options.device, ExpertShare::of(&world.ep))?);
     let adapters = case.adapters(&spec, accumulation(options.kind), options.device);
     Ok(Opened { case, decoder: spec.decoder(weights, options.kind), adapters })
 }

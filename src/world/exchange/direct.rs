@@ -74,7 +74,7 @@ pub(crate) fn messages(tensors: &[Tensor], peer: Rank) -> Vec<Message> {
 }
 
 /// Row ranges of every rank but this one, in rank order: (rank, first row, rows).
-fn others(axis: &Axis, counts: &[Tokens]) -> Vec<(Rank, i64, i64)> {
+pub(super) fn others(axis: &Axis, counts: &[Tokens]) -> Vec<(Rank, i64, i64)> {
     let ends = counts.iter().scan(0, |sum, count| {
         let first = *sum;
         *sum += count.dim();
@@ -114,7 +114,7 @@ pub(crate) fn return_rows(link: &Link, axis: &Axis, parts: &Tensor, counts: &[To
     home
 }
 
-fn resized(like: &Tensor, rows: u64) -> Vec<i64> {
+pub(super) fn resized(like: &Tensor, rows: u64) -> Vec<i64> {
     let mut shape = like.size();
     shape[0] = as_dim(rows);
     shape

@@ -4,10 +4,12 @@
 //! in order of arrival, so results repeat bit for bit. Tensors on GPUs go from GPU to GPU if [`connect`] has opened a
 //! transport, else through host memory; the bits are the same.
 
+mod all_to_all;
 pub(crate) mod direct;
 
 use tch::{Device, Kind, Tensor};
 
+pub use all_to_all::{Traffic, send_rows};
 pub use direct::{connect, is_direct};
 
 use crate::runtime::units::{Tokens, as_dim, as_index, from_dim};

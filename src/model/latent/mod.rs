@@ -1,0 +1,11 @@
+//! Attention over latents, with an index that chooses the keys of each query.
+
+mod attention;
+pub mod index;
+mod keys;
+mod project;
+
+pub use attention::LatentAttention;
+pub(crate) use attention::QueryGradient;
+pub use index::{IndexProjected, IndexSet, Indexer, LentIndex};
+pub(in crate::model) use project::LatentBlock;

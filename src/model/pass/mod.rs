@@ -1,0 +1,336 @@
+//! One block over one span's rows: forward, and backward with everything recomputed from the block's input.
+//!
+//! ```text
+//!   forward    x ──A──▶ q k v ──mixer (ranks meet)──▶ mixed ──B──▶ y
+//!   backward   1. recompute A without a graph, run the mixer
+//!              2. B with a graph, backward from dy: d mixed
+//!              3. the mixer's backward, by hand: dq dk dv
+//!              4. A with a graph, backward from dq dk dv: dx
+//!              The largest graph that is ever alive is one segment of one micro-block.
+//! ```
+//!
+//! What an index or a router chooses in a forward is kept for the backward, and for every other pass over the same rows.
+//! Experts add to B's output; their part has no graph of its own either (`experts`).
+
+mod gathered;
+mod prompt;
+mod ring;
+
+pub use prompt::{PromptOutput, PromptRows, Tail};
+pub use ring::MIXED_ROWS;
+
+use tch::Tensor;
+
+use super::decoder::{Decoder, Projected};
+use super::latent::{IndexProjected, IndexSet};
+use super::lora::Adapters;
+use super::mixer::{Backward, CpGroup, MixerInput};
+use super::past::{Past, PastGradient};
+use super::planes::{Planes, join_rows};
+use crate::prompt::layout::{Piece, Span, positions};
+use crate::prompt::pages::{Choice, SpanChoices};
+use crate::runtime::units::{LayerIndex, Position, Rank, Tokens};
+use crate::tensor;
+use crate::tensor::boundary::backward as backward_graph;
+
+/// What a pass over blocks needs besides rows.
+#[derive(Clone, Copy)]
+pub struct Pass<'a> {
+    /// Frozen weights and the maths of blocks.
+    pub decoder: &'a dyn Decoder,
+    /// The policy's trained part.
+    pub adapters: &'a Adapters,
+    /// This rank among those that share the prompt.
+    pub cp_group: CpGroup<'a>,
+    /// Most rows of a segment at one time; equal on all ranks and in all phases.
+    pub micro_block: Tokens,
+}
+
+/// Rows that a segment computes at one time.
+#[derive(Clone, Copy, Debug)]
+pub struct MicroBlock {
+    /// Positions of the rows.
+    pub piece: Piece,
+    /// First row in a tensor of this rank's rows.
+    pub first: i64,
+}
+
+impl MicroBlock {
+    /// The block's rows in a tensor of this rank's rows; a view.
+    pub fn rows_of(&self, x: &Tensor) -> Tensor {
+        x.narrow(0, self.first, self.piece.rows().dim())
+    }
+
+    fn planes_of(&self, planes: &Planes) -> Planes {
+        planes.narrow(self.first, self.piece.rows().dim())
+    }
+}
+
+/// This rank's rows of a span in blocks of at most `rows_max`. A rank without rows gets one empty block, so that it still
+/// knows the shapes with which it takes part. Where experts are spread over ranks, every rank gets as many blocks as the
+/// one with the most: it takes part in every exchange.
+#[must_use]
+pub fn micro_blocks(span: &Span, cp_group: &CpGroup, rows_max: Tokens) -> Vec<MicroBlock> {
+    let rank = cp_group.axis.rank();
+    let mut blocks = blocks_of(span, rank, rows_max);
+    let end = |block: &MicroBlock| (block.piece.stop, block.first + block.piece.rows().dim());
+    let (stop, first) = blocks.last().map_or((Position(0), 0), end);
+    let empty = MicroBlock { piece: Piece { rank, start: stop, stop }, first };
+    let ranks = if cp_group.ep.size() > 1 { cp_group.axis.size() } else { 0 };
+    let most = (0..ranks).map(|rank| blocks_of(span, Rank(rank), rows_max).len()).max().unwrap_or(0);
+    blocks.resize(most.max(blocks.len()).max(1), empty);
+    blocks
+}
+
+fn blocks_of(span: &Span, rank: Rank, rows_max: Tokens) -> Vec<MicroBlock> {
+    let mut blocks = Vec::new();
+    let mut first = 0;
+    for piece in span.of(rank) {
+        let mut start = piece.start;
+        while start < piece.stop {
+            let stop = start.plus(rows_max).min(piece.stop);
+            let piece = Piece { rank, start, stop };
+            blocks.push(MicroBlock { piece, first });
+            first += piece.rows().dim();
+            start = stop;
+        }
+    }
+    blocks
+}
+
+/// One span's rows on this rank, for a backward.
+#[derive(Clone, Copy)]
+pub struct SpanRows<'a> {
+    /// Rows of all ranks.
+    pub span: &'a Span,
+    /// Input of the block.
+    pub x_tw: &'a Tensor,
+    /// Gradient of the block's output.
+    pub dy_tw: &'a Tensor,
+    /// What was chosen for the rows.
+    pub choices: SpanChoices<'a>,
+}
+
+/// Gradients that segment B's backward returns besides that of the residual.
+struct FinishGradient {
+    dmixed: Tensor,
+    dhanded: Planes,
+}
+
+impl Pass<'_> {
+    /// Segment A of one micro-block of this rank's rows `x_tw`.
+    #[must_use]
+    pub fn project(&self, layer: LayerIndex, micro: &MicroBlock, x_tw: &Tensor) -> Projected {
+        self.decoder.project(layer, &micro.rows_of(x_tw), positions(&micro.piece), self.adapters)
+    }
+
+    /// One block forward over a span, no graph: this rank's rows in, this rank's rows out. What was chosen for the rows before
+    /// is used again, else it is chosen and kept in `choices`.
+    ///
+    /// # Errors
+    /// When a choice cannot be kept or brought back.
+    pub fn forward(
+        &self,
+        layer: LayerIndex,
+        span: &Span,
+        x_tw: &Tensor,
+        past: &Past,
+        choices: SpanChoices,
+    ) -> Result<Tensor, tensor::Error> {
+        tch::no_grad(|| {
+            let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
+            let Projected { input, handed } = self.project_all(layer, &blocks, x_tw);
+            let index = self.index_set(layer, span, x_tw, past, choices)?;
+            let lent = index.as_ref().map(IndexSet::lend);
+            let mixed = self.decoder.mixer(layer).forward(&self.cp_group, span, &input, past, lent);
+            let y_tw = x_tw.empty_like();
+            let kept = choices.stage(Choice::Experts, layer)?;
+            let mut finishing = Finishing::new(self, layer, kept.as_deref());
+            for micro in &blocks {
+                finishing.rows(micro, x_tw, &micro.rows_of(&mixed.out), &micro.planes_of(&handed), &y_tw);
+            }
+            if let Some(chosen) = finishing.end() {
+                choices.put(Choice::Experts, layer, &chosen)?;
+            }
+            Ok(y_tw)
+        })
+    }
+
+    /// The keys of a span's rows, in layers that choose them: as they were chosen in an earlier pass or layer, else chosen here
+    /// and kept.
+    fn index_set(
+        &self,
+        layer: LayerIndex,
+        span: &Span,
+        x_tw: &Tensor,
+        past: &Past,
+        choices: SpanChoices,
+    ) -> Result<Option<IndexSet>, tensor::Error> {
+        let Some(owner) = self.decoder.index_owner(layer) else { return Ok(None) };
+        if let Some(kept) = choices.stage(Choice::Index, owner)? {
+            return Ok(Some(IndexSet::staged(kept)));
+        }
+        let indexer = self.decoder.indexer(layer).expect("an index set is made before a layer borrows it");
+        let own = self.project_index(layer, span, x_tw);
+        let chosen = indexer.choose(&self.cp_group, span, &own, past);
+        choices.put(Choice::Index, owner, chosen.lend().positions())?;
+        Ok(Some(chosen))
+    }
+
+    /// What the layer's index reads and leaves of this rank's rows of a span.
+    fn project_index(&self, layer: LayerIndex, span: &Span, x_tw: &Tensor) -> IndexProjected {
+        let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
+        let of = |micro: &MicroBlock| {
+            self.decoder.project_index(layer, &micro.rows_of(x_tw), positions(&micro.piece), self.adapters)
+        };
+        IndexProjected::join(&blocks.iter().map(of).collect::<Vec<_>>())
+    }
+
+    /// One block backward over a span: from the gradient of this rank's output rows to that of its input rows. Adapter
+    /// gradients add up in the adapters' `.grad`, gradients of earlier positions' state in `past_gradient`. `later` is the
+    /// gradient that later rows have left on the span's own state.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn backward(
+        &self,
+        layer: LayerIndex,
+        rows: &SpanRows,
+        past: &Past,
+        later: Option<Planes>,
+        past_gradient: &mut PastGradient,
+    ) -> Result<Tensor, tensor::Error> {
+        let SpanRows { span, x_tw, choices, .. } = *rows;
+        let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
+        let mixer = self.decoder.mixer(layer);
+        // 1. Segment A and the mixer, no graph.
+        let index = tch::no_grad(|| self.index_set(layer, span, x_tw, past, choices))?;
+        let lent = index.as_ref().map(IndexSet::lend);
+        let (projected, mixed) = tch::no_grad(|| {
+            let projected = self.project_all(layer, &blocks, x_tw);
+            let mixed = mixer.forward(&self.cp_group, span, &projected.input, past, lent);
+            (projected, mixed)
+        });
+        // 2. Segment B.
+        let kept = choices.stage(Choice::Experts, layer)?;
+        let dx_tw = x_tw.detach().zeros_like();
+        let mut dmixed = Vec::with_capacity(blocks.len());
+        let mut dhanded = Vec::with_capacity(blocks.len());
+        for micro in &blocks {
+            let handed = micro.planes_of(&projected.handed);
+            let b = BackwardRows { micro, rows, kept: kept.as_deref() };
+            let done = self.backward_finish(layer, &b, &micro.rows_of(&mixed.out), &handed, &dx_tw)?;
+            dmixed.push(done.dmixed);
+            dhanded.push(done.dhanded);
+        }
+        let dmixed = join_rows(dmixed);
+        // 3. The mixer.
+        let dinput = tch::no_grad(|| {
+            let input = &projected.input;
+            let backward = Backward { span, input, past, mixed: &mixed, dout: &dmixed, later, index: lent };
+            mixer.backward(&self.cp_group, backward, past_gradient)
+        });
+        drop((projected, mixed, dmixed));
+        // 4. Segment A.
+        for (micro, handed) in blocks.iter().zip(dhanded) {
+            let queries = micro.planes_of(&dinput.queries);
+            let state = micro.planes_of(&dinput.state);
+            let gradient = Projected { input: MixerInput { queries, state }, handed };
+            self.backward_project(layer, micro, x_tw, &gradient, &dx_tw)?;
+        }
+        Ok(dx_tw)
+    }
+
+    fn project_all(&self, layer: LayerIndex, blocks: &[MicroBlock], x_tw: &Tensor) -> Projected {
+        Projected::join(blocks.iter().map(|micro| self.project(layer, micro, x_tw)).collect())
+    }
+
+    /// Segment B of one micro-block with a graph, and its backward. Writes the residual's gradient to the block's rows of
+    /// `dx_tw`. `mixed` and `handed` are the block's rows.
+    fn backward_finish(
+        &self,
+        layer: LayerIndex,
+        of: &BackwardRows,
+        mixed: &Tensor,
+        handed: &Planes,
+        dx_tw: &Tensor,
+    ) -> Result<FinishGradient, tensor::Error> {
+        let BackwardRows { micro, rows, kept } = *of;
+        let leaf = |x: &Tensor| x.detach().set_requires_grad(true);
+        let x = leaf(&micro.rows_of(rows.x_tw));
+        let mixed = leaf(mixed);
+        let handed = handed.map(leaf);
+        let dy_tw = micro.rows_of(rows.dy_tw);
+        let kept = kept.map(|kept| micro.rows_of(kept));
+        let finished = self.decoder.finish(layer, &x, &mixed, &handed, self.adapters, kept.as_ref());
+        if let (Some(routed), Some(experts)) = (&finished.routed, self.decoder.experts(layer)) {
+            let done = experts.backward(self.cp_group.ep, routed, &dy_tw, self.adapters)?;
+            let pairs = [(&finished.y_tw, &dy_tw), (&routed.x_tw, &done.dx_tw), (&routed.weight_tk, &done.dweight_tk)];
+            backward_graph(&pairs)?;
+        } else {
+            backward_graph(&[(&finished.y_tw, &dy_tw)])?;
+        }
+        micro.rows_of(dx_tw).copy_(&x.grad());
+        Ok(FinishGradient { dmixed: mixed.grad(), dhanded: handed.map(Tensor::grad) })
+    }
+
+    /// Segment A of one micro-block with a graph, and its backward from the block's rows of `gradient`. Adds to the block's
+    /// rows of `dx_tw`.
+    fn backward_project(
+        &self,
+        layer: LayerIndex,
+        micro: &MicroBlock,
+        x_tw: &Tensor,
+        gradient: &Projected,
+        dx_tw: &Tensor,
+    ) -> Result<(), tensor::Error> {
+        let x = micro.rows_of(x_tw).detach().set_requires_grad(true);
+        let projected = self.decoder.project(layer, &x, positions(&micro.piece), self.adapters);
+        let pairs: Vec<(&Tensor, &Tensor)> = projected.tensors().zip(gradient.tensors()).collect();
+        backward_graph(&pairs)?;
+        let _ = micro.rows_of(dx_tw).g_add_(&x.grad());
+        Ok(())
+    }
+}
+
+/// Rows of one micro-block in the backward of segment B.
+#[derive(Clone, Copy)]
+struct BackwardRows<'a> {
+    micro: &'a MicroBlock,
+    rows: &'a SpanRows<'a>,
+    /// Experts of all of this rank's rows, where the layer has them.
+    kept: Option<&'a Tensor>,
+}
+
+/// Segment B of several micro-blocks, one after another, without a graph; keeps what experts they chose.
+struct Finishing<'a> {
+    pass: &'a Pass<'a>,
+    layer: LayerIndex,
+    /// Experts that an earlier pass has chosen for this rank's rows.
+    kept: Option<&'a Tensor>,
+    chosen: Vec<Tensor>,
+}
+
+impl<'a> Finishing<'a> {
+    fn new(pass: &'a Pass, layer: LayerIndex, kept: Option<&'a Tensor>) -> Self {
+        Finishing { pass, layer, kept, chosen: Vec::new() }
+    }
+
+    /// Writes the micro-block's output to its rows of `y_tw`, [t, w] like `x_tw`. `out` and `handed` are the block's rows.
+    fn rows(&mut self, micro: &MicroBlock, x_tw: &Tensor, out: &Tensor, handed: &Planes, y_tw: &Tensor) {
+        let Pass { decoder, adapters, cp_group, .. } = *self.pass;
+        let kept = self.kept.map(|kept| micro.rows_of(kept));
+        let finished = decoder.finish(self.layer, &micro.rows_of(x_tw), out, handed, adapters, kept.as_ref());
+        let mut y = micro.rows_of(y_tw);
+        y.copy_(&finished.y_tw);
+        if let (Some(routed), Some(experts)) = (finished.routed, decoder.experts(self.layer)) {
+            let _ = y.g_add_(&experts.forward(cp_group.ep, &routed, adapters));
+            self.chosen.push(routed.expert_tk);
+        }
+    }
+
+    /// The experts of all rows, [t, k], where the layer has them and they were chosen here.
+    fn end(self) -> Option<Tensor> {
+        (self.kept.is_none() && !self.chosen.is_empty()).then(|| join_rows(self.chosen))
+    }
+}

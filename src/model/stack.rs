@@ -1,0 +1,283 @@
+//! The decoder as a stack of blocks, in the variants that a [`Spec`] describes: attention over keys and values of its own or over
+//! latents, a gated feed-forward or experts.
+//!
+//! Norms are computed in the accumulation dtype; rotation tables are computed in the accumulation dtype and applied in the
+//! model's, as the published models do.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use tch::{Device, Kind, Tensor};
+
+use super::attention::Attention;
+use super::attention_rows::{KeyValue, Queries};
+use super::decoder::{Decoder, Finished, Projected};
+use super::experts::{Experts, route};
+use super::formulas::Formulas;
+use super::latent::{IndexProjected, Indexer, LatentAttention, LatentBlock};
+use super::lora::{Adapters, linear};
+use super::mixer::{Mixer, MixerInput};
+use super::parts::LatentSpec;
+use super::planes::Planes;
+use super::rope::rotate_half_split;
+use super::rotation::Rotation;
+use super::spec::{BlockNorms, EMBEDDING, HEAD, Spec};
+use super::weights::Weights;
+use crate::runtime::units::{LayerIndex, as_dim, float};
+use crate::tensor::gpu;
+use crate::tensor::kernels::{Heads, Kernel};
+use crate::tensor::selection::Scoring;
+
+/// A decoder with frozen weights.
+pub struct Stack {
+    formulas: Formulas,
+    rotation: Rotation,
+    /// Of the layers with a window, where that is another.
+    sliding_rotation: Option<Rotation>,
+    /// √width in the model's dtype, where embedding rows are scaled.
+    embedding_scale: Option<Tensor>,
+    mixers: Vec<Box<dyn Mixer>>,
+    indexers: Vec<Option<Indexer>>,
+    experts: Vec<Option<Experts>>,
+    kernel: Kernel,
+}
+
+impl Spec {
+    /// A decoder of this spec over `weights`, computing in `kind`.
+    #[must_use]
+    pub fn decoder(&self, weights: Rc<Weights>, kind: Kind) -> Box<dyn Decoder> {
+        Box::new(Stack::new(self, weights, kind))
+    }
+}
+
+impl Stack {
+    /// A decoder of `spec` over `weights`, computing in `kind`.
+    #[must_use]
+    pub fn new(spec: &Spec, weights: Rc<Weights>, kind: Kind) -> Self {
+        let device = weights.device();
+        let embedding_scale = || Tensor::from(float(spec.width).sqrt()).to_kind(kind).to_device(device);
+        let kernel = kernel(spec, kind, device);
+        let layers = || (0..spec.layers).map(LayerIndex);
+        let experts = |layer| spec.experts_of(layer).map(|experts| Experts::new(experts, layer, Rc::clone(&weights)));
+        Stack {
+            rotation: Rotation::new(&spec.rope, kind, device),
+            sliding_rotation: spec.sliding_rope.map(|rope| Rotation::new(&rope, kind, device)),
+            embedding_scale: spec.scaled_embeddings.then(embedding_scale),
+            mixers: layers().map(|layer| mixer(spec, layer, kind, kernel)).collect(),
+            indexers: indexers(spec, kind, device),
+            experts: layers().map(experts).collect(),
+            formulas: Formulas { spec: spec.clone(), weights, kind },
+            kernel,
+        }
+    }
+
+    fn rotation_of(&self, layer: LayerIndex) -> &Rotation {
+        let sliding = self.sliding_rotation.as_ref().filter(|_| self.formulas.spec.window[layer.0].is_some());
+        sliding.unwrap_or(&self.rotation)
+    }
+
+    /// The projections of a layer with attention over latents.
+    fn latent<'a>(&'a self, layer: LayerIndex, latent: &'a LatentSpec, adapters: &'a Adapters) -> LatentBlock<'a> {
+        LatentBlock { formulas: &self.formulas, rotation: &self.rotation, latent, layer, adapters }
+    }
+}
+
+/// What computes attention where no window cuts it. Keys of latents are gathered for each query, by matrix products.
+fn kernel(spec: &Spec, kind: Kind, device: Device) -> Kernel {
+    match (&spec.latent, device) {
+        (Some(_), Device::Cpu) => Kernel::Cpu,
+        (Some(_), _) => Kernel::Plain,
+        (None, _) => {
+            let (query, kv, dim) = (as_dim(spec.query_heads), as_dim(spec.kv_heads), as_dim(spec.head_dim));
+            Kernel::choose(device, &Heads { query, kv, dim, kind }, gpu::repeats())
+        }
+    }
+}
+
+fn mixer(spec: &Spec, layer: LayerIndex, kind: Kind, kernel: Kernel) -> Box<dyn Mixer> {
+    let (heads, kv_heads, head_dim) = (as_dim(spec.query_heads), as_dim(spec.kv_heads), as_dim(spec.head_dim));
+    let scale = spec.score_scalar.unwrap_or_else(|| float(spec.head_dim)).powf(-0.5);
+    match &spec.latent {
+        None => {
+            let window = spec.window[layer.0].map(as_dim);
+            Box::new(Attention { heads, kv_heads, head_dim, window, scale, kind, kernel })
+        }
+        Some(latent) => Box::new(LatentAttention {
+            heads,
+            latent: as_dim(latent.latent),
+            rotated: as_dim(latent.rotated),
+            index_dim: latent.index.owners[layer.0].then(|| as_dim(latent.index.dim)),
+            scale,
+            kind,
+        }),
+    }
+}
+
+fn indexers(spec: &Spec, kind: Kind, device: Device) -> Vec<Option<Indexer>> {
+    let Some(latent) = &spec.latent else { return vec![None; spec.layers] };
+    let index = &latent.index;
+    let (heads, dim, top) = (as_dim(index.heads), as_dim(index.dim), as_dim(index.top));
+    let indexer = Indexer { top, scoring: Scoring::choose(device, heads, dim, kind, top) };
+    index.owners.iter().map(|&owner| owner.then_some(indexer)).collect()
+}
+
+impl Decoder for Stack {
+    fn layers(&self) -> usize {
+        self.formulas.spec.layers
+    }
+
+    fn width(&self) -> i64 {
+        as_dim(self.formulas.spec.width)
+    }
+
+    fn vocabulary(&self) -> i64 {
+        as_dim(self.formulas.spec.vocabulary)
+    }
+
+    fn kind(&self) -> Kind {
+        self.formulas.kind
+    }
+
+    fn device(&self) -> Device {
+        self.formulas.weights.device()
+    }
+
+    fn embed(&self, ids: &[i64]) -> Tensor {
+        let ids = Tensor::from_slice(ids).to_device(self.device());
+        let x_tw = self.formulas.weights.get(EMBEDDING).index_select(0, &ids);
+        match &self.embedding_scale {
+            Some(scale) => x_tw * scale,
+            None => x_tw,
+        }
+    }
+
+    fn project(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Projected {
+        let spec = &self.formulas.spec;
+        if let Some(latent) = &spec.latent {
+            let block = self.latent(layer, latent, adapters);
+            let (queries, state) = (block.queries(x_tw, positions.clone()), block.keys(x_tw, positions));
+            let input = MixerInput { queries: vec![queries].into(), state: vec![state].into() };
+            return Projected { input, handed: Planes::default() };
+        }
+        let block = format!("model.layers.{layer}");
+        let attention = format!("{block}.self_attn");
+        let x = self.formulas.norm(x_tw, &format!("{block}.input_layernorm"));
+        // 1. Projections, a head apart.
+        let heads = |name: &str, count: u64| {
+            let y = self.formulas.linear(&x, &format!("{attention}.{name}_proj"), adapters);
+            y.view([x_tw.size()[0], as_dim(count), as_dim(spec.head_dim)])
+        };
+        let mut q_thd = heads("q", spec.query_heads);
+        let mut k_tgd = heads("k", spec.kv_heads);
+        let v_tgd = heads("v", spec.kv_heads);
+        // 2. Norms by head.
+        if spec.qk_norm {
+            q_thd = self.formulas.norm(&q_thd, &format!("{attention}.q_norm"));
+            k_tgd = self.formulas.norm(&k_tgd, &format!("{attention}.k_norm"));
+        }
+        // 3. Rotation.
+        let angles = self.rotation_of(layer).angles(positions);
+        q_thd = rotate_half_split(&q_thd, &angles.cos_td, &angles.sin_td);
+        k_tgd = rotate_half_split(&k_tgd, &angles.cos_td, &angles.sin_td);
+        let input = MixerInput { queries: Queries { q_thd }.into(), state: KeyValue { k_tgd, v_tgd }.into() };
+        Projected { input, handed: Planes::default() }
+    }
+
+    fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
+        match &self.formulas.spec.latent {
+            Some(latent) => vec![self.latent(layer, latent, adapters).queries(x_tw, positions)].into(),
+            None => self.project(layer, x_tw, positions, adapters).input.queries,
+        }
+    }
+
+    fn project_state(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
+        match &self.formulas.spec.latent {
+            Some(latent) => vec![self.latent(layer, latent, adapters).keys(x_tw, positions)].into(),
+            None => self.project(layer, x_tw, positions, adapters).input.state,
+        }
+    }
+
+    fn index_owner(&self, layer: LayerIndex) -> Option<LayerIndex> {
+        self.formulas.spec.latent.as_ref().map(|latent| latent.index.owner_of(layer))
+    }
+
+    fn indexer(&self, layer: LayerIndex) -> Option<&Indexer> {
+        self.indexers[layer.0].as_ref()
+    }
+
+    fn project_index(
+        &self,
+        layer: LayerIndex,
+        x_tw: &Tensor,
+        positions: Range<i64>,
+        adapters: &Adapters,
+    ) -> IndexProjected {
+        let latent = self.formulas.spec.latent.as_ref().expect("only layers that own an index are asked for its rows");
+        self.latent(layer, latent, adapters).index(x_tw, positions)
+    }
+
+    fn experts(&self, layer: LayerIndex) -> Option<&Experts> {
+        self.experts[layer.0].as_ref()
+    }
+
+    fn mixer(&self, layer: LayerIndex) -> &dyn Mixer {
+        &*self.mixers[layer.0]
+    }
+
+    fn finish(
+        &self,
+        layer: LayerIndex,
+        x_tw: &Tensor,
+        mixed: &Tensor,
+        _handed: &Planes,
+        adapters: &Adapters,
+        kept: Option<&Tensor>,
+    ) -> Finished {
+        let (formulas, spec) = (&self.formulas, &self.formulas.spec);
+        let block = format!("model.layers.{layer}");
+        let norm = |x_tw: &Tensor, name: &str| formulas.norm(x_tw, &format!("{block}.{name}_layernorm"));
+        let heads_tn = match &spec.latent {
+            Some(latent) => self.latent(layer, latent, adapters).values(mixed),
+            None => mixed.reshape([x_tw.size()[0], as_dim(spec.query_heads * spec.head_dim)]),
+        };
+        let out_tw = formulas.linear(&heads_tn, &format!("{block}.self_attn.o_proj"), adapters);
+        let feed_forward = |x_tw: &Tensor| formulas.feed_forward(x_tw, &format!("{block}.mlp"), adapters);
+        if let Some(experts) = spec.experts_of(layer) {
+            let h_tw = x_tw + out_tw;
+            let normed_tw = norm(&h_tw, "post_attention");
+            let gate_ew = formulas.weights.get(&format!("{block}.mlp.gate.weight"));
+            let bias_e = formulas.weights.try_get(&format!("{block}.mlp.gate.e_score_correction_bias"));
+            let routed = route(experts, &normed_tw, &gate_ew, bias_e.as_ref(), kept);
+            let y_tw = match experts.shared_width {
+                0 => h_tw,
+                _ => h_tw + formulas.feed_forward(&normed_tw, &format!("{block}.mlp.shared_experts"), adapters),
+            };
+            return Finished { y_tw, routed: Some(routed) };
+        }
+        let y_tw = match spec.block_norms {
+            BlockNorms::Two => {
+                let h_tw = x_tw + out_tw;
+                &h_tw + feed_forward(&norm(&h_tw, "post_attention"))
+            }
+            BlockNorms::Four => {
+                let h_tw = x_tw + norm(&out_tw, "post_attention");
+                let y_tw = feed_forward(&norm(&h_tw, "pre_feedforward"));
+                h_tw + norm(&y_tw, "post_feedforward")
+            }
+        };
+        Finished { y_tw, routed: None }
+    }
+
+    fn kernel(&self) -> Kernel {
+        self.kernel
+    }
+
+    fn logits(&self, x_tw: &Tensor) -> Tensor {
+        let head = if self.formulas.spec.tied_embeddings { EMBEDDING } else { HEAD };
+        let logits_tv = linear(&self.formulas.norm(x_tw, "model.norm"), &self.formulas.weights.get(head), None, None);
+        match self.formulas.spec.logit_cap {
+            Some(cap) => (logits_tv / cap).tanh() * cap,
+            None => logits_tv,
+        }
+    }
+}

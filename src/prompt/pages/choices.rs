@@ -1,0 +1,117 @@
+//! What was chosen for rows of a span, between the passes that use it: index sets and experts.
+//!
+//! A choice is not a function of the numbers alone once they are rounded: two engines, or two runs of one, may choose
+//! differently where scores are nearly equal. So what a forward pass chooses is kept for every later pass over the same rows.
+
+use std::cell::RefCell;
+
+use tch::Tensor;
+
+use super::{HiddenPool, Residency, Slot, StagedHidden};
+use crate::runtime::memory::{Ledger, Purpose};
+use crate::runtime::units::{Bytes, LayerIndex};
+use crate::tensor;
+
+/// Choices of this rank's rows by span and layer. Every rank keeps a choice, or none does; a rank without rows keeps one
+/// without rows.
+#[derive(Debug)]
+pub struct ChoicePool {
+    index: RefCell<HiddenPool>,
+    experts: RefCell<HiddenPool>,
+}
+
+/// Which choice.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Choice {
+    /// Positions of the keys that an index chose, [t, n] int32, in a slot of the layer that chose.
+    Index,
+    /// Experts, [t, k] int64.
+    Experts,
+}
+
+impl ChoicePool {
+    /// An empty pool that counts its bytes in `ledger`.
+    #[must_use]
+    pub fn new(residency: Residency, ledger: &Ledger) -> Self {
+        let pool = || RefCell::new(HiddenPool::new(residency, Purpose::Choices, ledger.clone()));
+        ChoicePool { index: pool(), experts: pool() }
+    }
+
+    fn pool(&self, choice: Choice) -> &RefCell<HiddenPool> {
+        match choice {
+            Choice::Index => &self.index,
+            Choice::Experts => &self.experts,
+        }
+    }
+
+    /// Whether the choice has been made.
+    #[must_use]
+    pub fn holds(&self, choice: Choice, slot: Slot) -> bool {
+        self.pool(choice).borrow().holds(slot)
+    }
+
+    /// Keeps a choice.
+    ///
+    /// # Errors
+    /// When there is no more memory for it.
+    pub fn put(&self, choice: Choice, slot: Slot, rows: &Tensor) -> Result<(), tensor::Error> {
+        self.pool(choice).borrow_mut().put(slot, rows)
+    }
+
+    /// The choice on the device; `None` where it has not been made.
+    ///
+    /// # Errors
+    /// When it cannot be copied to the device.
+    pub fn stage(&self, choice: Choice, slot: Slot) -> Result<Option<StagedHidden>, tensor::Error> {
+        let pool = self.pool(choice).borrow();
+        if pool.holds(slot) { pool.stage(slot).map(Some) } else { Ok(None) }
+    }
+
+    /// Drops a choice; its memory is freed.
+    pub fn release(&self, choice: Choice, slot: Slot) {
+        self.pool(choice).borrow_mut().release(slot);
+    }
+
+    /// Bytes of all choices.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.index.borrow().bytes().0 + self.experts.borrow().bytes().0)
+    }
+}
+
+/// The choices of one span.
+#[derive(Clone, Copy, Debug)]
+pub struct SpanChoices<'a> {
+    pool: &'a ChoicePool,
+    span: usize,
+}
+
+impl ChoicePool {
+    /// The choices of the span with this number.
+    #[must_use]
+    pub fn of(&self, span: usize) -> SpanChoices<'_> {
+        SpanChoices { pool: self, span }
+    }
+}
+
+impl SpanChoices<'_> {
+    fn slot(&self, layer: LayerIndex) -> Slot {
+        Slot { span: self.span, layer }
+    }
+
+    /// As [`ChoicePool::put`].
+    ///
+    /// # Errors
+    /// As [`ChoicePool::put`].
+    pub fn put(&self, choice: Choice, layer: LayerIndex, rows: &Tensor) -> Result<(), tensor::Error> {
+        self.pool.put(choice, self.slot(layer), rows)
+    }
+
+    /// As [`ChoicePool::stage`].
+    ///
+    /// # Errors
+    /// As [`ChoicePool::stage`].
+    pub fn stage(&self, choice: Choice, layer: LayerIndex) -> Result<Option<StagedHidden>, tensor::Error> {
+        self.pool.stage(choice, self.slot(layer))
+    }
+}
