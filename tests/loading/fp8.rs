@@ -194,6 +194,24 @@ fn ranges_of_experts_are_parts_of_the_whole_tensor() {
 }
 
 #[test]
+fn a_layer_is_dequantised_once_until_another_is_asked_for() {
+    let draft = draft();
+    draft.write();
+    let weights = load(&draft, Kind::Float, ExpertShare::ALL, Form::Fp8).unwrap();
+    let other = "model.layers.0.mlp.up_proj.weight";
+    let (first, beside) = (weights.get(Q0), weights.get(other));
+    assert_eq!(weights.get(Q0).data_ptr(), first.data_ptr(), "the next micro-block takes the same tensor");
+    assert_eq!(weights.get(other).data_ptr(), beside.data_ptr());
+    // What belongs to no layer changes nothing; another layer does.
+    assert_eq!(weights.get("model.norm.weight").size(), [160]);
+    assert_eq!(weights.get(Q0).data_ptr(), first.data_ptr());
+    assert_eq!(weights.get("model.layers.1.self_attn.q_proj.weight").size(), [160, 160]);
+    let again = weights.get(Q0);
+    assert_ne!(again.data_ptr(), first.data_ptr(), "the layer was given up");
+    assert!(again.equal(&first));
+}
+
+#[test]
 fn a_part_shares_fp8_weights_and_another_dtype_has_none() {
     let draft = draft();
     draft.write();
