@@ -7,6 +7,8 @@ mod axes;
 #[path = "ranks/cases.rs"]
 mod cases;
 mod claims;
+#[path = "ranks/expert_adapters.rs"]
+mod expert_adapters;
 #[path = "ranks/experts.rs"]
 mod experts;
 #[path = "ranks/fixture.rs"]
@@ -41,6 +43,9 @@ const CLAIMS: &[Claim] = &[
     ("groups_of_ranks_that_hold_experts_together_change_nothing", experts::groups),
     ("equal_router_columns_choose_alike_on_every_rank_and_a_kept_choice_holds", experts::ties),
     ("experts_in_bfloat16_err_as_bfloat16_does", experts::bfloat16),
+    ("adapters_of_experts_are_summed_over_the_ranks_that_share_them_and_counted_once", expert_adapters::summed),
+    ("an_experts_gradient_that_is_not_finite_ends_all_ranks_and_is_named", expert_adapters::not_finite),
+    ("adapters_of_experts_saved_by_any_number_of_ranks_are_read_by_any_other", expert_adapters::saved),
     ("reference_cases_hold_in_every_gradient_mode", cases::hold),
     ("one_rank_and_all_ranks_agree", cases::one_and_all),
     ("a_mode_that_a_case_does_not_expect_is_judged_by_autograd", cases::judged),

@@ -197,6 +197,7 @@ pub(super) const TABLES: &[Table] = &[
             key("top_p", Kind::Number),
             key("top_k", Kind::Count),
             key("pages_on_device", Kind::When),
+            key("keep_choices", Kind::Switch),
             key("token_sec_max", Kind::Number),
             optional("gap_warn", Kind::Number),
         ],

@@ -184,6 +184,7 @@ pub struct RolloutConfig {
     pub top_p: f64,
     pub top_k: u64,
     pub pages_on_device: When,
+    pub keep_choices: bool,
     pub token_sec_max: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gap_warn: Option<f64>,

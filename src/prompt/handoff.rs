@@ -1,6 +1,8 @@
 //! What one phase hands to the next. The types enforce the order: the optimizer takes only [`ReducedGrads`], and only
 //! `finalize` makes them, from [`LocalGrads`] that it consumes.
 
+use std::rc::Rc;
+
 use serde::Serialize;
 use tch::Tensor;
 
@@ -152,8 +154,10 @@ pub struct Captured {
     pub mixed: MixedPool,
     /// What was chosen for this rank's tail rows; the tail is span 0.
     pub tail_choices: ChoicePool,
-    /// What was chosen for this rank's rows of answers, by the number of the answer.
-    pub choices: ChoicePool,
+    /// What was chosen for this rank's rows of answers, by the number of the answer; used by every pass over them.
+    pub choices: Rc<ChoicePool>,
+    /// Where the choices made in sampling are not used: those choices, to be compared.
+    pub drawn: Option<ChoicePool>,
     /// Last hidden state of row P−1, [1, w], on the rank that owns it.
     pub last_row: Option<Tensor>,
 }

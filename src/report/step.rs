@@ -57,6 +57,9 @@ pub struct Step {
     pub entropy: Option<f64>,
     /// Largest difference between a token's log-probability at sampling and its frozen score, in nats.
     pub sampled_gap: Option<f64>,
+    /// Share of the experts and index sets of sampled rows that were chosen differently when the rows were scored; absent where
+    /// those of sampling were used, or nothing chooses.
+    pub choices_changed: Option<f64>,
     /// Norm of the adapters' gradient before clipping.
     pub grad_norm: f64,
     pub learning_rate: f64,
@@ -124,6 +127,7 @@ impl Step {
         put("advantage_scale", self.advantage_scale);
         put("entropy", self.entropy);
         put("sampled_gap", self.sampled_gap);
+        put("choices_changed", self.choices_changed);
         put("tokens_per_second", Some(self.tokens_per_second));
         put("reward/mean", self.reward_mean);
         put("reward/std", self.reward_std);

@@ -1,6 +1,8 @@
 //! Capture: the shared prompt runs once, layer by layer, without a graph. What stays is the state of the pages that this
 //! rank owns, the block inputs of its tail rows, and the last hidden state of row P−1.
 
+use std::rc::Rc;
+
 use tch::{Device, Tensor};
 
 use crate::model::latent::IndexSet;
@@ -125,8 +127,16 @@ fn capture(pass: &Pass, group: &PlacedGroup, keeping: Keeping, tracker: &Tracker
     let last_row = (layout.last_row_owner() == rank).then(|| x_pw.narrow(0, rows - 1, 1).copy());
     drop(held);
     let TailKept { inputs, mixed, choices, .. } = tail;
-    let answers = ChoicePool::new(Residency::Host, ledger);
-    Ok(Captured { pages, keeping, tail: inputs, mixed, tail_choices: choices, choices: answers, last_row })
+    Ok(Captured {
+        pages,
+        keeping,
+        tail: inputs,
+        mixed,
+        tail_choices: choices,
+        choices: Rc::new(ChoicePool::new(Residency::Host, ledger)),
+        drawn: None,
+        last_row,
+    })
 }
 
 /// What capture keeps of this rank's tail rows, the last of its rows.

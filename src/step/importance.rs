@@ -10,6 +10,7 @@
 //! sum of a sequence is over its trained tokens, on all ranks of the prompt. A token without a log-probability takes its score,
 //! so its ratio starts at 1 and its weight is 1.
 
+use std::cell::RefCell;
 use tch::{Kind, Tensor};
 
 use super::objective::Importance;
@@ -57,7 +58,7 @@ pub fn freeze(
     cp: &Axis,
 ) -> FrozenScores {
     if answers.iter().all(|answer| answer.given.is_none()) && rule == Importance::Ratio {
-        return FrozenScores { old: scored, reference, importance: None };
+        return FrozenScores { old: scored, reference, importance: None, choices: RefCell::default() };
     }
     let mut old = Vec::new();
     let mut weights = Vec::new();
@@ -78,7 +79,8 @@ pub fn freeze(
         old.push(Logprobs { rows: old_rows, first: old_first });
         weights.extend(row_weights.map(|rows| Logprobs { rows, first: first_weight }));
     }
-    FrozenScores { old: Scores(old), reference, importance: (rule != Importance::Ratio).then_some(Scores(weights)) }
+    let importance = (rule != Importance::Ratio).then_some(Scores(weights));
+    FrozenScores { old: Scores(old), reference, importance, choices: RefCell::default() }
 }
 
 #[cfg(test)]

@@ -3,7 +3,9 @@
 use std::rc::Rc;
 
 use super::replay::{FrozenScores, Replayed, TrainedAnswer};
+use super::rollout::ChangedChoices;
 use crate::prompt::handoff::{Captured, PlacedGroup, Scores};
+use crate::prompt::pages::ChoicePool;
 
 /// What the caller decides once the answers are there.
 pub enum Verdict {
@@ -32,9 +34,13 @@ pub struct Scored {
 }
 
 /// A group whose answers were replayed. `scores` are those that the replay was given or that were frozen before it.
-#[expect(missing_docs, reason = "the types say everything")]
+#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Trained {
     pub group: PlacedGroup,
     pub scores: Rc<FrozenScores>,
     pub replayed: Replayed,
+    /// What was chosen for this rank's rows of the answers.
+    pub choices: Rc<ChoicePool>,
+    /// How many of the choices made in sampling were made differently here; nothing where they were used.
+    pub changed: ChangedChoices,
 }

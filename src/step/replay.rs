@@ -10,6 +10,9 @@
 //! of the pages, so the tail comes last in every layer; it runs once for the group. Only one layer's gradient of page
 //! state exists at a time. The pool holds exactly answers × rows × width × layers.
 
+use std::cell::RefCell;
+use std::rc::Rc;
+
 use tch::Tensor;
 
 use crate::model::head::Head;
@@ -17,7 +20,7 @@ use crate::model::pass::{Pass, SpanRows, Tail};
 use crate::model::past::{Past, PastGradient};
 use crate::prompt::handoff::{Captured, Logprobs, PlacedGroup, Scores};
 use crate::prompt::layout::Span;
-use crate::prompt::pages::{Choice, HiddenPool, Residency, Slot, Staged, StagedHidden};
+use crate::prompt::pages::{Choice, ChoicePool, HiddenPool, Residency, Slot, Staged, StagedHidden};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
@@ -50,6 +53,8 @@ pub struct FrozenScores {
     pub reference: Option<Scores>,
     /// No log-probabilities but the importance weights of the same tokens, if the objective has them.
     pub importance: Option<Scores>,
+    /// What was chosen for this rank's rows when the answers were sampled, for the further updates of the round.
+    pub choices: RefCell<Option<Rc<ChoicePool>>>,
 }
 
 impl TrainedAnswer {
@@ -423,7 +428,7 @@ impl Replay<'_> {
         part: impl Fn(&Logprobs) -> &Tensor,
     ) -> Tensor {
         let TrainedAnswer { advantage, weight, .. } = self.targets.answers[index];
-        let FrozenScores { old, reference, importance } = self.targets.scores;
+        let FrozenScores { old, reference, importance, .. } = self.targets.scores;
         let Some(advantage) = advantage else { return logprobs.zeros_like() };
         let trained = trained.map(|trained| trained.to_device(logprobs.device()));
         let tokens = AnswerTokens {

@@ -90,9 +90,9 @@ impl Transaction<'_> {
             self.pin(&self.placed(prompt_ids, longest), observer)?;
         }
         let group = self.placed(prompt_ids, Vec::new());
-        let captured = self.captured(&group, observer)?;
+        let mut captured = self.captured(&group, observer)?;
         let answers = observer.device_phase(Phase::Rollout, |tracker| {
-            rollout::run(&self.policy, &self.head, &group.layout, &captured, request, tracker)
+            rollout::run(&self.policy, &self.head, &group.layout, &mut captured, request, tracker)
         })?;
         Ok((captured, answers))
     }
@@ -133,6 +133,9 @@ impl Transaction<'_> {
             self.pin(&group, observer)?;
         }
         let mut reference = None;
+        let given_choices = given.as_ref().and_then(|given| given.choices.borrow().clone());
+        let choices = given_choices.or_else(|| captured.as_ref().map(|captured| captured.choices.clone()));
+        let drawn = captured.as_mut().and_then(|captured| captured.drawn.take());
         if let (Some(adapters), None) = (self.reference, &given) {
             captured = None;
             // The reference policy only scores: no prompt position carries gradient.
@@ -140,7 +143,8 @@ impl Transaction<'_> {
             let frozen = Transaction { policy, gradient: Gradient::Last(Tokens(0)), ..*self };
             reference = Some(frozen.score(prompt_ids, None, ids, observer)?.scores);
         }
-        let captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
+        let mut captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
+        captured.choices = choices.unwrap_or(captured.choices);
         let scores = if let Some(scores) = given {
             scores
         } else {
@@ -148,12 +152,14 @@ impl Transaction<'_> {
             let cp = self.policy.cp_group.axis;
             Rc::new(importance::freeze(self.objective.importance, scored, reference, &group, answers, cp))
         };
+        let changed =
+            drawn.map(|drawn| rollout::changed(&self.policy, &group, &drawn, &captured.choices)).transpose()?;
         observer.enter(Phase::Replay);
         let targets = ReplayTargets { answers, scores: &scores, objective: &self.objective };
         let replayed = replay::run(&self.policy, &self.head, &group, &captured, targets, observer.tracker())?;
         observer.add(Phase::Replay, replayed.seconds.up);
         observer.add(Phase::Sweep, replayed.seconds.down);
-        Ok(Trained { group, scores, replayed })
+        Ok(Trained { group, scores, replayed, choices: captured.choices, changed: changed.unwrap_or_default() })
     }
 
     /// Pins the host memory that `group` takes. A caller that measures calls this before, with `pins_memory` false.

@@ -75,6 +75,10 @@ impl Turns<'_> {
                 let scored = gather_logprobs(&trained.scores.old.0[index], index, &trained.group, world);
                 self.metrics.add_gap(rollout::gap(sampled, &Tensor::from_slice(&scored)));
             }
+            self.metrics.add_choices(trained.changed);
+            if session.config().grpo.updates_per_group > 1 && request.is_some_and(|request| request.keep_choices) {
+                trained.scores.choices.replace(Some(trained.choices.clone()));
+            }
             self.round.mine[turn].scores = Some(trained.scores.clone());
             self.add_trained(&trained);
         }

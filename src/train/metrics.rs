@@ -7,7 +7,7 @@ use crate::step::extremes::{Range, max_or_nan};
 use crate::step::objective::{self, TokenStats};
 use crate::step::observer::PhaseSeconds;
 use crate::step::replay::Replayed;
-use crate::step::rollout::SampledAnswer;
+use crate::step::rollout::{ChangedChoices, SampledAnswer};
 use crate::world::World;
 
 /// What an update's groups add up to, on one rank or on all of them.
@@ -23,10 +23,12 @@ pub(super) struct UpdateMetrics {
     pub(super) sampled_entropy: f64,
     /// Largest distance of a sampled token's log-probability from its score, nats; `None` where none was compared.
     pub(super) sampled_gap: Option<f64>,
+    /// Keys and experts that were chosen in sampling and not used, and how many were then chosen differently.
+    pub(super) choices: ChangedChoices,
 }
 
 /// An [`UpdateMetrics`] on its way to the other ranks: one word of 64 bits a field, floats by their bits.
-const WORDS: usize = 14;
+const WORDS: usize = 16;
 
 impl UpdateMetrics {
     /// Adds sampled answers.
@@ -40,6 +42,12 @@ impl UpdateMetrics {
     /// Adds the largest distance between sampling and scoring of one answer's tokens.
     pub(super) fn add_gap(&mut self, gap: f64) {
         self.sampled_gap = largest(self.sampled_gap, Some(gap));
+    }
+
+    /// Adds choices of a group that were made in sampling and again afterwards.
+    pub(super) fn add_choices(&mut self, changed: ChangedChoices) {
+        self.choices.choices += changed.choices;
+        self.choices.changed += changed.changed;
     }
 
     /// Adds a group that was replayed.
@@ -75,6 +83,10 @@ impl UpdateMetrics {
             sampled_tokens: count(|rank| rank.sampled_tokens),
             sampled_entropy: sum(|rank| rank.sampled_entropy),
             sampled_gap: ranks.iter().map(|rank| rank.sampled_gap).fold(None, largest),
+            choices: ChangedChoices {
+                choices: count(|rank| rank.choices.choices),
+                changed: count(|rank| rank.choices.changed),
+            },
         }
     }
 
@@ -95,6 +107,8 @@ impl UpdateMetrics {
             self.sampled_gap.unwrap_or_default().to_bits(),
             self.trained.importance.to_bits(),
             self.trained.importance_capped,
+            self.choices.choices,
+            self.choices.changed,
         ]
     }
 
@@ -118,6 +132,7 @@ impl UpdateMetrics {
             sampled_tokens: word(8),
             sampled_entropy: number(9),
             sampled_gap: (word(10) == 1).then(|| number(11)),
+            choices: ChangedChoices { choices: word(14), changed: word(15) },
         }
     }
 
@@ -140,6 +155,8 @@ impl UpdateMetrics {
             importance_capped_share: (has_weights && tokens > 0).then(|| share(importance_capped)),
             entropy: (self.sampled_tokens > 0).then_some(entropy),
             sampled_gap: self.sampled_gap,
+            choices_changed: (self.choices.choices > 0)
+                .then(|| float(self.choices.changed) / float(self.choices.choices)),
             ..Step::default()
         }
     }
@@ -186,6 +203,7 @@ mod tests {
             sampled_tokens: 3,
             sampled_entropy: 0.1 + 0.2,
             sampled_gap: Some(f64::NAN),
+            choices: ChangedChoices { choices: 11, changed: 13 },
         };
         for metrics in [metrics, UpdateMetrics::default()] {
             let bytes: Vec<u8> = metrics.to_words().iter().flat_map(|word| word.to_le_bytes()).collect();

@@ -1,5 +1,6 @@
 //! A round in a checkpoint: whole and not by rank, so that the run may go on with another number of ranks.
 
+use std::cell::RefCell;
 use std::rc::Rc;
 
 use serde::{Deserialize, Serialize};
@@ -115,8 +116,12 @@ fn restore_group(group: GroupState, summary: &GroupSummary, session: &Session, w
         }
     };
     let deal = |scores: Vec<Vec<f64>>| Scores(scores.into_iter().zip(&placed.answers).map(deal_answer).collect());
-    let freeze =
-        |old| FrozenScores { old: deal(old), reference: reference.map(deal), importance: importance.map(deal) };
+    let freeze = |old| FrozenScores {
+        old: deal(old),
+        reference: reference.map(deal),
+        importance: importance.map(deal),
+        choices: RefCell::default(),
+    };
     frozen.scores = old.map(freeze).map(Rc::new);
     frozen
 }

@@ -345,6 +345,7 @@ impl Session {
             sampling: Sampling { top_p: config.rollout.top_p, top_k: config.rollout.top_k },
             stream,
             pages_on_device: rollout.pages_on_device,
+            keep_choices: config.rollout.keep_choices,
         })
     }
 

@@ -26,8 +26,7 @@ pub(super) fn open(
 ) -> Result<Weights, Failure> {
     let config = &loaded.run;
     if config.model.random_init {
-        let experts = ExpertShare::of(&world.ep);
-        let drawn = Weights::random_as(spec, config.run.seed, kind, device, experts, form(config));
+        let drawn = Weights::random_as(spec, config.run.seed, kind, device, ExpertShare::of(&world.ep), form(config));
         return world.agree(drawn.map_err(Failure::from));
     }
     let opened = config

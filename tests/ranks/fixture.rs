@@ -1,5 +1,6 @@
 //! Small models, prompts and answers, and one whole step over them.
 
+use std::cell::RefCell;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::OnceLock;
@@ -181,7 +182,12 @@ pub(crate) fn step(world: &World, model: &Model, group: &Group, how: How, batch:
             .map(|one| Logprobs { rows: &one.rows + by, first: one.first.as_ref().map(|first| first + by) });
         Scores(logprobs.collect())
     };
-    let scores = Rc::new(FrozenScores { old: shifted(OLD), reference: Some(shifted(REFERENCE)), importance: None });
+    let scores = Rc::new(FrozenScores {
+        old: shifted(OLD),
+        reference: Some(shifted(REFERENCE)),
+        importance: None,
+        choices: RefCell::default(),
+    });
     let answers = group.trained(batch);
     let captured = Some(scored.captured);
     let done = run(transaction.train(&group.prompt_ids, captured, &answers, Some(scores), &mut observer));

@@ -21,7 +21,16 @@ const LONGEST: Tokens = Tokens(40);
 fn request(pages_on_device: bool) -> SampleRequest<'static> {
     let sampling = Sampling { top_p: 0.95, top_k: 30 };
     let stream = Stream::of_seed(7).part(4);
-    SampleRequest { answers: 5, greedy: 0, longest: LONGEST, ends: &ENDS, sampling, stream, pages_on_device }
+    SampleRequest {
+        answers: 5,
+        greedy: 0,
+        longest: LONGEST,
+        ends: &ENDS,
+        sampling,
+        stream,
+        pages_on_device,
+        keep_choices: true,
+    }
 }
 
 /// A group's answers as they are sampled, and the score pass's log-probabilities of them, in order.

@@ -13,10 +13,15 @@
 //!    log-probability and Gumbel noise is sampled (Gumbel 1954; Maddison et al. 2014), so rounding, which differs between
 //!    numbers of ranks, changes a token only where two sums are equal but for it. The prompt's first rank samples for all.
 
+mod choices;
 mod noise;
 mod sampling;
 
+use std::rc::Rc;
+
 use tch::{Kind, Tensor};
+
+use choices::Drawn;
 
 use crate::model::answers::{AnswerRows, AnswerState};
 use crate::model::head::Head;
@@ -25,12 +30,14 @@ use crate::model::pass::Pass;
 use crate::model::past::Past;
 use crate::prompt::handoff::Captured;
 use crate::prompt::layout::PromptLayout;
-use crate::prompt::pages::Staged;
+use crate::prompt::pages::{Choice, Staged};
 use crate::runtime::failure::{Classified, Exit, Failure};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::units::{LayerIndex, Rank, Tokens, as_dim, from_index};
 use crate::world::exchange::gather_rows;
 
+pub use choices::ChangedChoices;
+pub(crate) use choices::changed;
 pub use noise::Stream;
 pub use sampling::Sampling;
 
@@ -73,6 +80,8 @@ pub struct SampleRequest<'a> {
     pub stream: Stream,
     /// All layers' pages lie on the device meanwhile; equal on all ranks.
     pub pages_on_device: bool,
+    /// Whether the keys and experts that are chosen here are used by the passes that score and train the answers.
+    pub keep_choices: bool,
 }
 
 /// One answer that the policy has sampled.
@@ -96,14 +105,22 @@ pub fn run(
     pass: &Pass,
     head: &Head,
     layout: &PromptLayout,
-    captured: &Captured,
+    captured: &mut Captured,
     request: &SampleRequest,
     tracker: &Tracker,
 ) -> Result<Vec<SampledAnswer>, Failure> {
     tch::no_grad(|| {
         let adapters = pass.adapters.applied(pass.decoder.kind());
         let pass = Pass { adapters: &adapters, ..*pass };
-        Rollout::begin(&pass, head, layout, captured, request)?.all(tracker)
+        let (answers, drawn) = Rollout::begin(&pass, head, layout, captured, request)?.all(tracker)?;
+        let lengths: Vec<usize> = answers.iter().map(|answer| answer.ids.len()).collect();
+        let drawn = drawn.pool(&pass, layout, &lengths)?;
+        if request.keep_choices {
+            captured.choices = Rc::new(drawn);
+        } else {
+            captured.drawn = Some(drawn);
+        }
+        Ok(answers)
     })
 }
 
@@ -119,6 +136,7 @@ struct Rollout<'a> {
     /// Answers that have not ended, in order: the rows of every tensor here.
     live: Vec<usize>,
     sampled: Vec<SampledAnswer>,
+    drawn: Drawn,
 }
 
 impl<'a> Rollout<'a> {
@@ -151,6 +169,7 @@ impl<'a> Rollout<'a> {
             states: (0..pass.decoder.layers()).map(state).collect(),
             live: (0..request.answers).collect(),
             sampled: vec![SampledAnswer::default(); request.answers],
+            drawn: Drawn::new(pass.decoder.layers()),
         };
         if request.pages_on_device {
             let layers = pass.decoder.layers();
@@ -165,14 +184,14 @@ impl<'a> Rollout<'a> {
         Ok(self.captured.pages.stage(LayerIndex(layer), next.map(LayerIndex), stamp)?)
     }
 
-    fn all(mut self, tracker: &Tracker) -> Result<Vec<SampledAnswer>, Failure> {
+    fn all(mut self, tracker: &Tracker) -> Result<(Vec<SampledAnswer>, Drawn), Failure> {
         let x_1w = self.last_row();
         let mut logprobs_av =
             self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
         loop {
             let tokens = self.sample(&logprobs_av)?;
             if self.live.is_empty() {
-                return Ok(self.sampled);
+                return Ok((self.sampled, self.drawn));
             }
             let x_aw = self.rows(&tokens, tracker)?;
             logprobs_av = self.head.log_softmax(self.pass.decoder, &x_aw);
@@ -249,7 +268,9 @@ impl<'a> Rollout<'a> {
             let own = decoder.indexer(index).map(|_| decoder.project_index(index, &x_aw, at, adapters));
             self.states[layer].push(&projected.input.state.and(own.as_ref().map(|own| own.key_ti.shallow_clone())));
             if let (Some(indexer), Some(own)) = (decoder.indexer(index), &own) {
-                keys = Some(indexer.choose_next(&cp_group, &own.rows, &past, &self.states[layer]));
+                let chosen = indexer.choose_next(&cp_group, &own.rows, &past, &self.states[layer]);
+                self.drawn.add(Choice::Index, index, &self.live, chosen.lend().positions());
+                keys = Some(chosen);
             }
             let lent = keys.as_ref().map(IndexSet::lend);
             let mixed = mixer.decode(&cp_group, &projected.input.queries, &past, &self.states[layer], lent);
@@ -257,6 +278,7 @@ impl<'a> Rollout<'a> {
             x_aw = finished.y_tw;
             if let (Some(experts), Some(routed)) = (decoder.experts(index), &finished.routed) {
                 x_aw += experts.replicated(cp_group.ep, routed, adapters);
+                self.drawn.add(Choice::Experts, index, &self.live, &routed.expert_tk);
             }
         }
         Ok(x_aw)

@@ -1,5 +1,6 @@
 //! A reference case: a folder with a checkpoint, `case.json` and `expected.safetensors` (tests/cases/README.md).
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -163,7 +164,8 @@ impl Case {
             });
             Ok(Scores(answers.collect::<Result<_, Error>>()?))
         };
-        Ok(FrozenScores { old: scores("old")?, reference: Some(scores("ref")?), importance: None })
+        let (old, reference) = (scores("old")?, Some(scores("ref")?));
+        Ok(FrozenScores { old, reference, importance: None, choices: RefCell::default() })
     }
 
     pub(super) fn adapters(&self, spec: &Spec, acc: Kind, device: Device) -> Adapters {
