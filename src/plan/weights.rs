@@ -10,7 +10,7 @@ use crate::runtime::units::Bytes;
 const BLOCK: u64 = 128;
 /// Bytes of that factor.
 const FACTOR_BYTES: u64 = 4;
-/// Elements that are dequantised together, in float32.
+/// Elements that are dequantised together.
 const PIECE_ELEMENTS: u64 = 1 << 24;
 
 /// Bytes of a matrix in fp8, with its factors.
@@ -68,16 +68,16 @@ impl Sizes<'_> {
     }
 
     /// Weights in the model's dtype while they are used: a layer's linear layers, which its graph holds until their gradients
-    /// are made, and the float32 piece of a matrix that is being dequantised. Experts are dequantised a few at a time.
+    /// are made, this rank's experts of the layer, and a piece of a matrix that is being dequantised.
     fn dequantised(&self) -> Addend {
-        let layer = self.shape.most(elements);
-        let largest = self.shape.most(|layer| {
-            layer.projections.iter().map(|linear| product(&[linear.inputs, linear.outputs]).0).max().unwrap_or(0)
-        });
-        let piece = product(&[largest.min(PIECE_ELEMENTS), 4]);
+        let spread = self.config.parallel.ep_size.max(1);
+        let layer = self.shape.most(|layer| elements(layer).saturating_add(layer.experts.div_ceil(spread)));
+        let piece = product(&[layer.min(PIECE_ELEMENTS), self.model_bytes.min(4)]);
         let bytes = Bytes(product(&[layer, self.model_bytes]).0.saturating_add(piece.0));
-        let reason =
-            format!("{layer} values of a layer's linear layers × {} B, and {piece} in float32", self.model_bytes);
+        let reason = format!(
+            "{layer} values of a layer's linear layers and of its experts here × {} B, and {piece} on their way",
+            self.model_bytes
+        );
         addend(
             "dequantised weights",
             Place::Device,

@@ -14,6 +14,7 @@ mod convert;
 mod data;
 mod doctor;
 mod faults;
+mod fp8;
 mod gate;
 mod generate;
 mod job;

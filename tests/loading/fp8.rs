@@ -37,16 +37,12 @@ fn e4m3(byte: u8) -> f32 {
     if byte & 128 == 0 { size } else { -size }
 }
 
-fn blocks(side: usize) -> usize {
-    side.div_ceil(128)
-}
-
 /// The weights of a stored matrix, one by one.
 fn dequantised(weight: &Stored, scales: &Stored) -> Vec<f32> {
     let (columns, factors) = (weight.shape[1], scales.floats());
     let value = |(i, byte): (usize, &u8)| {
         let (row, column) = (i / columns, i % columns);
-        e4m3(*byte) * factors[row / 128 * blocks(columns) + column / 128]
+        e4m3(*byte) * factors[row / 128 * columns.div_ceil(128) + column / 128]
     };
     weight.bytes.iter().enumerate().map(value).collect()
 }
@@ -54,25 +50,7 @@ fn dequantised(weight: &Stored, scales: &Stored) -> Vec<f32> {
 /// A checkpoint whose linear layers are in fp8, with every byte that is a number and factors of their own.
 fn draft() -> Draft {
     let mut draft = Draft::made_of(&config());
-    let spec = Spec::from_config(&draft.config, None, "config.json".as_ref()).unwrap();
-    for (number, linear) in spec.linear_layers().iter().enumerate() {
-        let name = format!("{}.weight", linear.module);
-        let shape = draft.tensors[&name].shape.clone();
-        let byte = |i: usize| {
-            let byte = u8::try_from((i * 37 + number * 11) % 256).unwrap();
-            if byte & 127 == 127 { 3 } else { byte }
-        };
-        let bytes: Vec<u8> = (0..shape[0] * shape[1]).map(byte).collect();
-        let grid = [blocks(shape[0]), blocks(shape[1])];
-        let factor = |i: usize| 0.013 * f32::from(u16::try_from(1 + i * 7 + number).unwrap());
-        let factors: Vec<f32> = (0..grid[0] * grid[1]).map(factor).collect();
-        draft.tensors.insert(name.clone(), Stored { dtype: Dtype::F8_E4M3, shape, bytes });
-        draft.tensors.insert(format!("{name}_scale_inv"), Stored::float(&grid, &factors));
-    }
-    let quantised = json!({
-        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]
-    });
-    draft.config.insert("quantization_config".to_owned(), quantised);
+    draft.linears_in_fp8(0.013);
     draft
 }
 
@@ -213,6 +191,24 @@ fn ranges_of_experts_are_parts_of_the_whole_tensor() {
             }
         }
     }
+}
+
+#[test]
+fn a_layer_is_dequantised_once_until_another_is_asked_for() {
+    let draft = draft();
+    draft.write();
+    let weights = load(&draft, Kind::Float, ExpertShare::ALL, Form::Fp8).unwrap();
+    let other = "model.layers.0.mlp.up_proj.weight";
+    let (first, beside) = (weights.get(Q0), weights.get(other));
+    assert_eq!(weights.get(Q0).data_ptr(), first.data_ptr(), "the next micro-block takes the same tensor");
+    assert_eq!(weights.get(other).data_ptr(), beside.data_ptr());
+    // What belongs to no layer changes nothing; another layer does.
+    assert_eq!(weights.get("model.norm.weight").size(), [160]);
+    assert_eq!(weights.get(Q0).data_ptr(), first.data_ptr());
+    assert_eq!(weights.get("model.layers.1.self_attn.q_proj.weight").size(), [160, 160]);
+    let again = weights.get(Q0);
+    assert_ne!(again.data_ptr(), first.data_ptr(), "the layer was given up");
+    assert!(again.equal(&first));
 }
 
 #[test]

@@ -256,8 +256,7 @@ impl Experts {
     fn matrices(&self) -> (Tensor, Tensor) {
         match &self.source {
             Source::Weights(weights) => {
-                let taken = |name: &str| weights.get(name).shallow_clone();
-                (taken(&ExpertSpec::gate_up_name(self.layer)), taken(&ExpertSpec::down_name(self.layer)))
+                (weights.get(&ExpertSpec::gate_up_name(self.layer)), weights.get(&ExpertSpec::down_name(self.layer)))
             }
             Source::Given { gate_up, down } => (gate_up.shallow_clone(), down.shallow_clone()),
         }

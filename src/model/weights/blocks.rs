@@ -12,7 +12,7 @@ use tch::{Device, Kind, TchError, Tensor};
 use crate::runtime::units::Bytes;
 use crate::tensor::boundary::storage_bytes;
 
-/// Elements that are dequantised together, in float32.
+/// Elements that are dequantised together.
 const PIECE_ELEMENTS: i64 = 1 << 24;
 /// The largest value of e4m3.
 const LARGEST: f64 = 448.0;
@@ -105,19 +105,24 @@ impl Blocks {
     }
 }
 
-/// Writes float32(values) · scales into `target`, of the values' shape and any dtype, piece by piece.
+/// Writes float32(values) · scales into `target`, of the values' shape and any dtype, piece by piece. A piece is cast to a
+/// dtype that holds every e4m3 value, and the product goes from there to `target` at once: what is computed in float32
+/// never stands in memory.
 pub(super) fn dequantise_into(target: &mut Tensor, values: &Tensor, scales: &Tensor) -> Result<(), TchError> {
     let size = values.size();
     let Some(columns) = size.last().copied().filter(|_| values.numel() > 0) else { return Ok(()) };
     let (target, values) = (target.f_view([-1, columns])?, values.f_view([-1, columns])?);
     let flat = scales.f_view([-1, scales.size()[2]])?;
+    let between = match target.kind() {
+        kind @ (Kind::BFloat16 | Kind::Half) => kind,
+        _ => Kind::Float,
+    };
     for segment in segments(&values, scales, PIECE_ELEMENTS) {
         let apart = [segment.blocks, segment.height, columns];
-        let mut piece = values.f_narrow(0, segment.row, segment.rows())?.f_view(apart)?.f_to_kind(Kind::Float)?;
+        let piece = |x: &Tensor| x.f_narrow(0, segment.row, segment.rows())?.f_view(apart);
         let factors = flat.f_narrow(0, segment.block, segment.blocks)?.f_repeat_interleave_self_int(SIDE, 1, None)?;
-        let _itself = piece.f_mul_(&factors.f_narrow(1, 0, columns)?.f_unsqueeze(1)?)?;
-        let mut here = target.f_narrow(0, segment.row, segment.rows())?;
-        here.f_copy_(&piece.f_view([segment.rows(), columns])?)?;
+        let factors = factors.f_narrow(1, 0, columns)?.f_unsqueeze(1)?;
+        let _target = piece(&values)?.f_to_kind(between)?.f_multiply_out(&piece(&target)?, &factors)?;
     }
     Ok(())
 }

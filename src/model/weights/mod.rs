@@ -12,8 +12,10 @@ mod error;
 mod experts;
 mod loader;
 mod random;
+mod recent;
 mod share;
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -27,6 +29,7 @@ pub use self::error::{AllZero, Error, NotFinite};
 use self::experts::{Held, joined, kind_of_tensor};
 use self::loader::Loader;
 use self::random::fill_random;
+use self::recent::Recent;
 pub use self::share::{ExpertShare, Form, Share};
 use super::digests::{self, TensorDigests};
 use super::shards::{Checkpoint, Place};
@@ -205,13 +208,15 @@ impl Opening {
     }
 }
 
-/// The tensors of a model by name, all on one device, none of them with a gradient. All are of one dtype, but for the
-/// correction bias of a router, which is of the accumulation dtype; those in fp8 are of it when they are given out. Experts of a layer are two tensors,
+/// The tensors of a model by name, all on one device, none of them with a gradient. All are given out in one dtype, but for
+/// the correction bias of a router, which has the accumulation dtype. Experts of a layer are two tensors,
 /// [`ExpertSpec::gate_up_name`](super::parts::ExpertSpec::gate_up_name) and
 /// [`ExpertSpec::down_name`](super::parts::ExpertSpec::down_name), of the experts that the rank holds.
 #[derive(Debug)]
 pub struct Weights {
     tensors: BTreeMap<String, Value>,
+    /// Weights in fp8 of the layer that was asked for last, dequantised.
+    recent: RefCell<Recent>,
     digest: String,
     notes: Vec<String>,
     kind: Kind,
@@ -279,8 +284,8 @@ impl Weights {
         Ok(Weights::with_head(held.tensors, hex(hash), Vec::new(), kind, device))
     }
 
-    /// The tensor `name` in the model's dtype: its storage, or for a weight in fp8 a new tensor with the dequantised values,
-    /// which takes memory for as long as it is held.
+    /// The tensor `name` in the model's dtype: its storage, or for a weight in fp8 a tensor of its dequantised values. That
+    /// is kept until a weight of another layer is asked for, so that the micro-blocks of a layer share it.
     ///
     /// # Panics
     /// When the model has no such tensor: names come from the spec, whose tensors are all there after loading.
@@ -291,11 +296,15 @@ impl Weights {
     /// The tensor `name` as [`Weights::get`] gives it, if the model has it (a bias, say).
     #[must_use]
     pub fn try_get(&self, name: &str) -> Option<Tensor> {
-        self.tensors.get(name).map(Value::tensor)
+        Some(match self.tensors.get(name)? {
+            Value::Plain(tensor) => tensor.shallow_clone(),
+            Value::Blocks(blocks) => self.recent.borrow_mut().get(name, blocks),
+        })
     }
 
     /// Of the experts' tensor `name` ([`ExpertSpec::gate_up_name`](super::parts::ExpertSpec::gate_up_name), …) the experts
-    /// `range`, [range, rows, columns] as [`Weights::get`] gives them; 0 is the first expert that this rank holds.
+    /// `range`, [range, rows, columns] in the model's dtype; 0 is the first expert that this rank holds. Those in fp8 are
+    /// dequantised each time.
     ///
     /// # Panics
     /// When the model has no such tensor, or this rank holds fewer experts.
@@ -303,7 +312,7 @@ impl Weights {
         self.tensors.get(name).unwrap_or_else(|| panic!("the spec names no tensor {name}")).range(range)
     }
 
-    /// Names and tensors, by name, as [`Weights::get`] gives them.
+    /// Names and tensors, by name, in the model's dtype; one in fp8 is dequantised for as long as the caller holds it.
     pub fn iter(&self) -> impl Iterator<Item = (&str, Tensor)> {
         self.tensors.iter().map(|(name, value)| (name.as_str(), value.tensor()))
     }
@@ -331,7 +340,7 @@ impl Weights {
             (name.clone(), Value::Plain(value.tensor().to_kind(kind_of_tensor(name, kind))))
         };
         let tensors = self.tensors.iter().map(convert).collect();
-        Weights { tensors, digest: self.digest.clone(), notes: Vec::new(), kind, device: self.device }
+        Weights::with_head(tensors, self.digest.clone(), Vec::new(), kind, self.device)
     }
 
     /// The tensors that `spec` names, which is of this model with fewer layers, in another dtype; in the same dtype they are
@@ -381,7 +390,7 @@ impl Weights {
             let head = tensors.get(EMBEDDING).map(Value::shallow_clone);
             tensors.extend(head.map(|head| (HEAD.to_owned(), head)));
         }
-        Weights { tensors, digest, notes, kind, device }
+        Weights { tensors, recent: RefCell::default(), digest, notes, kind, device }
     }
 }
 
