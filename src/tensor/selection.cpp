@@ -151,8 +151,8 @@ void* function_of(void* module, const char* name) {
 // Shared memory that a launch of `function` may ask for.
 void allow_shared(void* function, unsigned bytes) {
   constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-  driven_well(driver<int (*)(void*, int, int)>("cuFuncSetAttribute")(function, kMaxDynamicShared, static_cast<int>(bytes)),
-              "shared memory for index scores");
+  static const auto set = driver<int (*)(void*, int, int)>("cuFuncSetAttribute");
+  driven_well(set(function, kMaxDynamicShared, static_cast<int>(bytes)), "shared memory for index scores");
 }
 
 Kernels load(const char* source, int heads, int width, bool portable) {
@@ -162,7 +162,7 @@ Kernels load(const char* source, int heads, int width, bool portable) {
   made.width = width;
   made.processors = attribute(kProcessors);
   made.hopper = !portable && major == 9 && minor == 0 && heads <= 32;
-  TORCH_CHECK(major >= 8, "index scores are compiled for compute capability 8.0 and later; this GPU has ", major, ".", minor);
+  TORCH_CHECK(major >= 8, "index scores are compiled for compute capability 8.0 and later, not for ", major, ".", minor);
   const std::string number = std::to_string(major * 10 + minor);
   const auto code = compile(source, {"--gpu-architecture=sm_" + number + (made.hopper ? "a" : ""), "--std=c++17",
                                      "-DHEADS=" + std::to_string(heads), "-DWIDTH=" + std::to_string(width),

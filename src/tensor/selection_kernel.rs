@@ -150,8 +150,9 @@ impl Chooser {
     /// # Errors
     /// When the driver refuses.
     pub fn offer(&mut self, key_si: &Tensor, first: i64, step: i64) -> Result<(), Error> {
-        let aligned = key_si.is_contiguous() && (key_si.data_ptr() as usize).is_multiple_of(16);
-        let key_si = if aligned { key_si.shallow_clone() } else { key_si.copy() };
+        let key_si = key_si.contiguous();
+        let aligned = (key_si.data_ptr() as usize).is_multiple_of(16);
+        let key_si = if aligned { key_si } else { key_si.copy() };
         let count = key_si.size()[0];
         let mut begin = 0;
         while begin < count {
