@@ -13,6 +13,7 @@ mod abort;
 mod convert;
 mod data;
 mod doctor;
+mod experts;
 mod faults;
 mod fp8;
 mod gate;

@@ -8,8 +8,8 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::Routed;
 use super::products::Segments;
+use super::routed::Routed;
 use crate::runtime::units::{Tokens, as_dim, as_index, from_dim};
 use crate::tensor::accumulation;
 use crate::world::Axis;

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::Routed;
+use super::routed::Routed;
 use crate::model::parts::{ExpertSpec, Router};
 use crate::runtime::units::as_dim;
 use crate::tensor::accumulation;

@@ -11,7 +11,7 @@ use crate::world::Axis;
 /// How many rows each rank sends to each other; the same on every rank.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Traffic {
-    /// `rows[from][to]`.
+    /// Those of rank `from` for rank `to` are `rows[from][to]`.
     rows: Vec<Vec<Tokens>>,
 }
 
