@@ -1,8 +1,8 @@
 //! The index of sparse attention: which keys a query sees, chosen over the keys of all ranks.
 //!
 //! How it departs from the textbook:
-//! 1. Scores are summed in the accumulation dtype, and ties are broken by the lowest position: after the ReLU many scores are
-//!    exactly 0, so a rule is needed for the same choice on every run, rank and number of ranks.
+//! 1. Scores are summed in the accumulation dtype, and ties are broken by the lowest position: negative products count as 0, so
+//!    many scores are exactly 0, and only a rule makes the same choice on every run, rank and number of ranks.
 //! 2. Keys never travel to answers' rows: each rank chooses the best of the keys that it holds, and the candidates meet.
 //! 3. The choice is a constant of the gradient, and belongs to one pass over one span: see [`IndexSet`].
 
@@ -95,15 +95,8 @@ impl LentIndex<'_> {
     }
 
     /// Positions of the keys of each row, [t, n] int32.
-    #[must_use]
     pub fn positions(&self) -> &Tensor {
         self.position_tn
-    }
-
-    /// Those of `rows` rows from `first` on; a view.
-    #[must_use]
-    pub fn narrow(&self, first: i64, rows: i64) -> Tensor {
-        self.position_tn.narrow(0, first, rows)
     }
 }
 

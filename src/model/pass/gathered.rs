@@ -42,7 +42,7 @@ impl Pass<'_> {
         if axis.size() == 1 {
             return own;
         }
-        let counts = rows_by_rank(layout, axis.size(), |run| run.rows());
+        let counts = rows_by_rank(layout, axis.size(), Run::rows);
         let all = gather_rows(axis, &own, &counts);
         let mut first = 0;
         let mut runs = Vec::new();
@@ -168,7 +168,6 @@ impl Pass<'_> {
 
     /// The mixer's output of one micro-block of a tail, as it was kept or computed.
     fn tail_block(
-        &self,
         latent: &LatentAttention,
         number: usize,
         layer: LayerIndex,
@@ -204,7 +203,7 @@ impl Pass<'_> {
             let queries = self.decoder.project_queries(layer, &x, positions(&micro.piece), self.adapters);
             let position_tn = micro.rows_of(index.lend().positions());
             let parts = TailParts { q_thk: &queries.tensors()[0], key_sk: &key_sk, position_tn: &position_tn };
-            let mixed = self.tail_block(latent, number, layer, tail, &parts)?;
+            let mixed = Self::tail_block(latent, number, layer, tail, &parts)?;
             finishing.rows(micro, x_tw, &mixed.out, &Planes::default(), &y_tw);
         }
         Ok(y_tw)
@@ -238,7 +237,7 @@ impl Pass<'_> {
             let queries = tch::no_grad(|| self.decoder.project_queries(layer, &x, range.clone(), self.adapters));
             let q_thk = &queries.tensors()[0];
             let parts = TailParts { q_thk, key_sk: &key_sk, position_tn: &position_tn };
-            let mixed = tch::no_grad(|| self.tail_block(latent, number, layer, tail, &parts))?;
+            let mixed = tch::no_grad(|| Self::tail_block(latent, number, layer, tail, &parts))?;
             let b = BackwardRows { micro, rows, kept: kept.as_deref() };
             let done = self.backward_finish(layer, &b, &mixed.out, &Planes::default(), &dx_tw)?;
             let rows_of =
