@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 /// A stretch of keys at consecutive positions.
 pub(super) struct KeyRun {
     pub(super) positions: Range<i64>,
-    /// [s, k]
+    /// Keys in order of position, [s, k].
     pub(super) key_sk: Tensor,
     /// [s, k] in the accumulation dtype: where gradient of the keys adds up; `None` for constants.
     pub(super) gradient_sk: Option<Tensor>,

@@ -87,7 +87,7 @@ impl Pass<'_> {
         indexer.choose_prompt(&projected.rows, index_si, last, indexer.top.min(index_si.size()[0]))
     }
 
-    /// See [`Pass::prompt`].
+    /// [`Pass::prompt`] where keys are gathered.
     pub(super) fn gathered_prompt(
         &self,
         latent: &LatentAttention,
@@ -183,7 +183,7 @@ impl Pass<'_> {
         }
     }
 
-    /// See [`Pass::forward_tail`].
+    /// [`Pass::forward_tail`] where keys are gathered.
     pub(super) fn gathered_forward_tail(
         &self,
         latent: &LatentAttention,
@@ -209,7 +209,7 @@ impl Pass<'_> {
         Ok(y_tw)
     }
 
-    /// See [`Pass::backward_tail`].
+    /// [`Pass::backward_tail`] where keys are gathered.
     pub(super) fn gathered_backward_tail(
         &self,
         latent: &LatentAttention,

@@ -49,7 +49,7 @@ impl PromptRows<'_> {
 
 /// What one block makes of prompt rows.
 pub struct PromptOutput {
-    /// [p, w]
+    /// Output rows, [p, w].
     pub y_pw: Tensor,
     /// Its bytes in the ledger.
     pub held: Held,

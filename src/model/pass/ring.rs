@@ -62,7 +62,7 @@ impl Pass<'_> {
         pieces.into_iter().map(mixer_block).collect()
     }
 
-    /// See [`Pass::prompt`].
+    /// [`Pass::prompt`] where state travels.
     pub(super) fn ring_prompt(
         &self,
         mixer: &dyn RingMixer,
@@ -121,7 +121,7 @@ impl Pass<'_> {
         finishing.end()
     }
 
-    /// See [`Pass::forward_tail`].
+    /// [`Pass::forward_tail`] where state travels.
     pub(super) fn ring_forward_tail(
         &self,
         mixer: &dyn RingMixer,
@@ -174,7 +174,7 @@ impl Pass<'_> {
         Ok(TailForward { queries, mixed, handed })
     }
 
-    /// See [`Pass::backward_tail`]. No rank holds rows of another, so a rank's memory grows with its own share of the tail only.
+    /// [`Pass::backward_tail`] where state travels. No rank holds rows of another, so a rank's memory grows with its own share of the tail only.
     pub(super) fn ring_backward_tail(
         &self,
         mixer: &dyn RingMixer,

@@ -20,7 +20,7 @@ pub struct ChoicePool {
     experts: RefCell<HiddenPool>,
 }
 
-/// Which choice.
+/// What a choice is of: keys or experts.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Choice {
     /// Positions of the keys that an index chose, [t, n] int32, in a slot of the layer that chose.
