@@ -52,6 +52,7 @@ const CLAIMS: &[Claim] = &[
     ("micro_blocks_change_nothing_but_rounding", cases::micro_blocks),
     ("conventional_autograd_agrees_on_uneven_prompts_and_answers", judged::uneven),
     ("conventional_autograd_agrees_where_a_window_cuts_pages_and_ranks", judged::windows),
+    ("conventional_autograd_agrees_with_adapters_on_experts_over_any_ranks", judged::mixtures),
     ("masked_tokens_take_no_part_in_gradient_or_loss", judged::masked),
     ("log_probabilities_that_came_with_answers_weigh_as_autograd_says", importance::weights),
     ("a_short_and_a_long_tail_take_different_ways_to_one_gradient", judged::both_tails),

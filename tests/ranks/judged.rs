@@ -51,6 +51,26 @@ pub(crate) fn uneven(world: &mut World) {
     }
 }
 
+/// Every linear layer has adapters, those of experts too, over every number of ranks that can hold the experts together.
+pub(crate) fn mixtures(world: &mut World) {
+    let size = world.all.size();
+    let extra = json!({
+        "num_experts": 3 * size, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1],
+        "decoder_sparse_step": 1, "norm_topk_prob": true
+    });
+    let model = Model::random(&config("qwen3_moe", &extra), Kind::Double);
+    for ep in (1..=size).filter(|ep| size.is_multiple_of(*ep)) {
+        run(world.cut(size, ep));
+        for ((prompt, page_size, lengths), tail) in
+            [(65, 7, &[9usize, 2, 1][..]), (33, 64, &[3, 1]), (40, 3, &[5, 8])].into_iter().zip([1, u64::MAX, 12])
+        {
+            let group = Group::random(5, 61, prompt, lengths);
+            let how = How { page_size, tail, ..PLAIN };
+            compare(world, &model, &group, how, &format!("experts over {ep} ranks, prompt {prompt}, tail {tail}"));
+        }
+    }
+}
+
 /// Tokens that a tool has put into an answer take no part, wherever they stand: first, last, at ranks' edges, nearly all.
 pub(crate) fn masked(world: &mut World) {
     let model = Model::random(&config("qwen3", &json!({})), Kind::Double);
