@@ -224,13 +224,15 @@ fn yarn_gain(rope: &mut ConfigReader<'_>, factor: f64) -> f64 {
 /// The factor that a stretched embedding puts on attention scores beside that on cosine and sine: (0.1 · `mscale_all_dim` · ln
 /// factor + 1)², in families that read `mscale_all_dim` so; `None` where there is none.
 #[must_use]
-pub fn yarn_score_gain(keys: &ConfigReader<'_>, replacement: Option<&Value>) -> Option<f64> {
+pub fn yarn_score_gain(keys: &ConfigReader<'_>, replacement: Option<&Value>, rope: &RopeSpec) -> Option<f64> {
     let scaling = keys.value("rope_scaling").filter(|value| value.as_object().is_some_and(|table| !table.is_empty()));
     let table = replacement.or(scaling).or_else(|| keys.value("rope_parameters"))?.as_object()?;
-    let kind = table.get("rope_type").or_else(|| table.get("type")).and_then(Value::as_str).unwrap_or("default");
-    let number = |key: &str| table.get(key).and_then(Value::as_f64);
-    let all_dims = number("mscale_all_dim").filter(|scale| *scale != 0.0)?;
-    let factor = number("factor").filter(|factor| *factor > 1.0 && kind != "default")?;
+    let all_dims = table.get("mscale_all_dim").and_then(Value::as_f64).filter(|scale| *scale != 0.0)?;
+    let factor = match rope.scaling {
+        Scaling::Default => return None,
+        Scaling::Linear { factor } | Scaling::Llama3 { factor, .. } | Scaling::Yarn { factor, .. } => factor,
+    };
+    let factor = Some(factor).filter(|factor| *factor > 1.0)?;
     Some((0.1 * all_dims * factor.ln() + 1.0).powi(2))
 }
 

@@ -156,6 +156,8 @@ pub struct Captured {
     pub tail_choices: ChoicePool,
     /// What was chosen for this rank's rows of answers, by the number of the answer; used by every pass over them.
     pub choices: Rc<ChoicePool>,
+    /// Whether these are choices of the sampled answers, made when they were sampled.
+    pub from_sampling: bool,
     /// Where the choices made in sampling are not used: those choices, to be compared.
     pub drawn: Option<ChoicePool>,
     /// Last hidden state of row P−1, [1, w], on the rank that owns it.

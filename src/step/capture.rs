@@ -134,6 +134,7 @@ fn capture(pass: &Pass, group: &PlacedGroup, keeping: Keeping, tracker: &Tracker
         mixed,
         tail_choices: choices,
         choices: Rc::new(ChoicePool::new(Residency::Host, ledger)),
+        from_sampling: false,
         drawn: None,
         last_row,
     })
@@ -165,7 +166,8 @@ impl TailKept {
 
     fn settle(&mut self) -> Result<(), tensor::Error> {
         self.inputs.settle()?;
-        self.mixed.settle()
+        self.mixed.settle()?;
+        self.choices.settle()
     }
 
     /// The tail's rows among all of this rank's; a view.

@@ -206,6 +206,7 @@ impl Replay<'_> {
     }
 
     fn up(&mut self, layer: LayerIndex) -> Result<(), Failure> {
+        self.captured.choices.settle()?;
         let above = LayerIndex(layer.0 + 1);
         let staged = self.stage(layer, Some(above))?;
         let past = Past::of_answers(&staged, &self.work.layout);

@@ -47,6 +47,7 @@ pub fn hidden(pass: &Pass, work: &PlacedGroup, captured: &Captured, tracker: &Tr
     let layers = pass.decoder.layers();
     for layer in (0..layers).map(LayerIndex) {
         tracker.layer(layer)?;
+        captured.choices.settle()?;
         // After the last layer the next phase starts from the first one.
         let next = LayerIndex((layer.0 + 1) % layers);
         let staged = captured.pages.stage(layer, Some(next), pass.adapters.stamp())?;

@@ -70,6 +70,8 @@ impl Transaction<'_> {
         match reward(observer, answers)? {
             Verdict::Skip => Ok(Outcome::Skipped),
             Verdict::Score(answers) => {
+                // They are other answers than those that were sampled.
+                let captured = captured.filter(|captured| !captured.from_sampling);
                 Ok(Outcome::Scored(Box::new(self.score(prompt_ids, captured, answers, observer)?)))
             }
             Verdict::Train(answers) => {
@@ -134,14 +136,19 @@ impl Transaction<'_> {
         }
         let mut reference = None;
         let given_choices = given.as_ref().and_then(|given| given.choices.borrow().clone());
-        let choices = given_choices.or_else(|| captured.as_ref().map(|captured| captured.choices.clone()));
+        let from_sampling = captured.as_ref().filter(|captured| captured.from_sampling);
+        let choices = given_choices.or_else(|| from_sampling.map(|captured| captured.choices.clone()));
         let drawn = captured.as_mut().and_then(|captured| captured.drawn.take());
         if let (Some(adapters), None) = (self.reference, &given) {
             captured = None;
             // The reference policy only scores: no prompt position carries gradient.
             let policy = Pass { adapters, ..self.policy };
             let frozen = Transaction { policy, gradient: Gradient::Last(Tokens(0)), ..*self };
-            reference = Some(frozen.score(prompt_ids, None, ids, observer)?.scores);
+            let placed = frozen.placed(prompt_ids, ids);
+            let mut captured = frozen.captured(&placed, observer)?;
+            // The same keys and experts: else the divergence would count what differs in the choice.
+            captured.choices = choices.clone().unwrap_or(captured.choices);
+            reference = Some(frozen.scored(&placed, &captured, observer)?);
         }
         let mut captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
         captured.choices = choices.unwrap_or(captured.choices);

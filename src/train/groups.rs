@@ -18,7 +18,7 @@ use crate::data::Group;
 use crate::report::Reporter;
 use crate::runtime::failure::{Failure, Phase};
 use crate::step::observer::Observer;
-use crate::step::rollout::{self, SampledAnswer};
+use crate::step::rollout::{self, DrawnChoices, SampledAnswer};
 use crate::step::transaction::{Outcome, Trained, Verdict};
 use crate::world::World;
 
@@ -76,7 +76,9 @@ impl Turns<'_> {
                 self.metrics.add_gap(rollout::gap(sampled, &Tensor::from_slice(&scored)));
             }
             self.metrics.add_choices(trained.changed);
-            if session.config().grpo.updates_per_group > 1 && request.is_some_and(|request| request.keep_choices) {
+            if session.config().grpo.updates_per_group > 1
+                && request.is_some_and(|request| request.choices == DrawnChoices::Use)
+            {
                 trained.scores.choices.replace(Some(trained.choices.clone()));
             }
             self.round.mine[turn].scores = Some(trained.scores.clone());

@@ -87,6 +87,13 @@ pub(super) fn restore(value: Value, session: &Session, world: &World) -> Result<
     }
     let RoundState { made, summaries, counts, groups } =
         serde_json::from_value(value).map_err(|source| checkpoint::Error::Round { reason: source.to_string() })?;
+    if session.keeps_choices() && groups.iter().any(|group| group.old.is_some()) {
+        let left = session.config().grpo.updates_per_group.saturating_sub(made);
+        world.warn_user(&format!(
+            "the checkpoint lies within a round, and the experts and keys chosen in sampling are not saved: the {left} updates \
+             left of the round choose again, so ratio and KL of their tokens differ from those of a run that was not interrupted"
+        ));
+    }
     let side_by_side = world.dp_size;
     if groups.len() != summaries.len() || groups.is_empty() || !groups.len().is_multiple_of(side_by_side) {
         return Err(checkpoint::Error::OtherRanks { groups: groups.len(), side_by_side });

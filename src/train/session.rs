@@ -30,7 +30,7 @@ use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{Rank, Tokens, as_index, from_index};
 use crate::step::objective::{self, Aggregation, Importance, Objective, Scaling};
 use crate::step::optimizer::AdamW;
-use crate::step::rollout::{SampleRequest, Sampling, Stream};
+use crate::step::rollout::{DrawnChoices, SampleRequest, Sampling, Stream};
 use crate::step::transaction::Transaction;
 use crate::tensor::boundary::storage_bytes;
 use crate::world::World;
@@ -331,7 +331,13 @@ impl Session {
     pub(super) fn sample_held_out_request(&self, index: usize) -> Option<SampleRequest<'_>> {
         let stream = Stream::of_seed(self.config().run.seed).part(HELD_OUT_BRANCH);
         let request = self.sample_request_from(stream.part(from_index(index)))?;
-        Some(SampleRequest { answers: request.answers + 1, greedy: 1, ..request })
+        Some(SampleRequest { answers: request.answers + 1, greedy: 1, choices: DrawnChoices::Drop, ..request })
+    }
+
+    /// Whether what is chosen in sampling is used by later passes over the same answers.
+    pub(super) fn keeps_choices(&self) -> bool {
+        let chooses = self.spec().experts.is_some() || self.spec().latent.is_some();
+        chooses && self.samples() && self.config().rollout.keep_choices
     }
 
     fn sample_request_from(&self, stream: Stream) -> Option<SampleRequest<'_>> {
@@ -345,7 +351,7 @@ impl Session {
             sampling: Sampling { top_p: config.rollout.top_p, top_k: config.rollout.top_k },
             stream,
             pages_on_device: rollout.pages_on_device,
-            keep_choices: config.rollout.keep_choices,
+            choices: if config.rollout.keep_choices { DrawnChoices::Use } else { DrawnChoices::Compare },
         })
     }
 

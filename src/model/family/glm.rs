@@ -24,7 +24,7 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>) ->
     let max_positions = keys.count("max_position_embeddings", Some(202_752));
     let latent = latent(keys, layers);
     let rope = RopeSpec::read(keys, rope_scaling, &RopeKeys::ONE, latent.rotated, max_positions);
-    let score_gain = yarn_score_gain(keys, rope_scaling);
+    let score_gain = yarn_score_gain(keys, rope_scaling, &rope);
     let head_dim = latent.plain + latent.rotated;
     let attention_bias = keys.flag("attention_bias", false);
     let query_heads = keys.size("num_attention_heads", Some(64));

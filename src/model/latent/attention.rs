@@ -45,7 +45,7 @@ pub struct LatentAttention {
 
 /// Most elements of keys that are gathered at one time: 256 MiB in bfloat16.
 const GATHERED_ELEMENTS_MAX: i64 = 1 << 27;
-/// Rows of a rank whose queries meet on all ranks at one time.
+/// Rows of all ranks together whose queries meet on every rank at one time.
 const ROUND_ROWS: u64 = 2048;
 
 /// Queries of some rows, with what backward adds of them.
@@ -243,9 +243,10 @@ fn blocks(rows: i64, most: i64) -> impl Iterator<Item = Range<i64>> {
 /// The rows of every rank in one round, and this rank's first of them.
 fn rounds(counts: &[Tokens]) -> impl Iterator<Item = (u64, Vec<Tokens>)> {
     let most = counts.iter().map(|count| count.0).max().unwrap_or(0);
-    (0..most.div_ceil(ROUND_ROWS)).map(move |round| {
-        let first = round * ROUND_ROWS;
-        (first, counts.iter().map(|count| Tokens(count.0.saturating_sub(first).min(ROUND_ROWS))).collect())
+    let each = (ROUND_ROWS / from_index(counts.len().max(1))).max(1);
+    (0..most.div_ceil(each)).map(move |round| {
+        let first = round * each;
+        (first, counts.iter().map(|count| Tokens(count.0.saturating_sub(first).min(each))).collect())
     })
 }
 

@@ -15,19 +15,28 @@ use tch::{Device, Kind, Tensor};
 
 use super::blocks::{Blocks, Value};
 use super::share::ExpertShare;
-use crate::model::parts::ExpertSpec;
+use crate::model::parts::{ExpertSpec, Router};
 use crate::model::spec::{Expected, Spec};
 use crate::runtime::units::{LayerIndex, as_dim};
 use crate::tensor::accumulation;
 use crate::tensor::bytes;
 
-/// End of the name of the router's bias for the choice of experts.
-const CORRECTION_BIAS: &str = ".mlp.gate.e_score_correction_bias";
+/// Ends of names of tensors with which scores are formed in the accumulation dtype: those of a sigmoid router and of the heads of
+/// an index.
+const WIDE: [&str; 2] = [".mlp.gate.e_score_correction_bias", ".indexer.weights_proj.weight"];
+/// End of the name of a router's matrix.
+const ROUTER: &str = ".mlp.gate.weight";
 
-/// The dtype in memory of the tensor `name` of a model of dtype `kind`: the router's correction bias decides between scores
-/// that lie close together, so it has the accumulation dtype.
-pub(super) fn kind_of_tensor(name: &str, kind: Kind) -> Kind {
-    if name.ends_with(CORRECTION_BIAS) { accumulation(kind) } else { kind }
+/// The dtype in memory of the tensor `name` of a model of dtype `kind`. What decides between scores that lie close together has
+/// the accumulation dtype where the published models keep it in float32; a softmax router computes in the model's.
+pub(super) fn kind_of_tensor(name: &str, kind: Kind, sigmoid: bool) -> Kind {
+    let wide = WIDE.iter().any(|end| name.ends_with(end)) || sigmoid && name.ends_with(ROUTER);
+    if wide { accumulation(kind) } else { kind }
+}
+
+/// Whether tensors of these names are of a sigmoid router: only such a one has a bias.
+pub(super) fn has_sigmoid_router<'a>(mut names: impl Iterator<Item = &'a String>) -> bool {
+    names.any(|name| name.ends_with(WIDE[0]))
 }
 
 /// Names and shapes in memory of the tensors of all layers' experts, of which a rank holds `share`.
@@ -51,6 +60,8 @@ pub(super) struct Held {
     share: ExpertShare,
     /// Experts of a layer.
     count: u64,
+    /// Whether routers are sigmoid ones.
+    sigmoid: bool,
     kind: Kind,
     device: Device,
 }
@@ -69,7 +80,8 @@ impl Held {
         device: Device,
     ) -> Result<Held, (Expected, bytes::Error)> {
         let count = spec.experts.as_ref().map_or(0, |experts| experts.count);
-        let mut held = Held { tensors: BTreeMap::new(), fp8, share, count, kind, device };
+        let sigmoid = spec.experts.as_ref().is_some_and(|experts| experts.router == Router::Sigmoid);
+        let mut held = Held { tensors: BTreeMap::new(), fp8, share, count, sigmoid, kind, device };
         let mut joined_fp8 = BTreeMap::new();
         for address in held.fp8.iter().filter_map(|name| Address::of(name)) {
             let parts: &mut i64 = joined_fp8.entry(address.joined).or_default();
@@ -114,7 +126,7 @@ impl Held {
     /// A tensor of `expected`'s shape without values; in fp8 if each entry of its first dimension is so many matrices.
     fn create(&self, expected: &Expected, fp8_parts: Option<i64>) -> Result<Value, bytes::Error> {
         let shape: Vec<i64> = expected.shape.iter().copied().map(as_dim).collect();
-        let kind = kind_of_tensor(&expected.name, self.kind);
+        let kind = kind_of_tensor(&expected.name, self.kind, self.sigmoid);
         Ok(match fp8_parts {
             Some(parts) => Value::Blocks(Blocks::empty(&shape, parts, kind, self.device)?),
             None => Value::Plain(Tensor::f_empty(shape, (kind, self.device))?),

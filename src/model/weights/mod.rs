@@ -26,7 +26,7 @@ use tch::{Device, Kind, Tensor};
 use self::blocks::Value;
 use self::error::failed;
 pub use self::error::{AllZero, Error, NotFinite};
-use self::experts::{Held, joined, kind_of_tensor};
+use self::experts::{Held, has_sigmoid_router, joined, kind_of_tensor};
 use self::loader::Loader;
 use self::random::fill_random;
 use self::recent::Recent;
@@ -336,8 +336,9 @@ impl Weights {
     /// The same values in another dtype, none of them in fp8; those that it cannot hold are rounded. The digest stays.
     #[must_use]
     pub fn converted(&self, kind: Kind) -> Weights {
+        let sigmoid = has_sigmoid_router(self.tensors.keys());
         let convert = |(name, value): (&String, &Value)| {
-            (name.clone(), Value::Plain(value.tensor().to_kind(kind_of_tensor(name, kind))))
+            (name.clone(), Value::Plain(value.tensor().to_kind(kind_of_tensor(name, kind, sigmoid))))
         };
         let tensors = self.tensors.iter().map(convert).collect();
         Weights::with_head(tensors, self.digest.clone(), Vec::new(), kind, self.device)
@@ -347,13 +348,14 @@ impl Weights {
     /// shared, in another one none of them is in fp8. The digest stays.
     #[must_use]
     pub fn part(&self, spec: &Spec, kind: Kind) -> Weights {
+        let sigmoid = has_sigmoid_router(self.tensors.keys());
         let named = spec.tensors().into_iter().chain(joined(spec, ExpertShare::ALL)).map(|expected| expected.name);
         let found = named.filter_map(|name| {
             let value = self.tensors.get(&name)?;
             let value = if kind == self.kind {
                 value.shallow_clone()
             } else {
-                Value::Plain(value.tensor().to_kind(kind_of_tensor(&name, kind)))
+                Value::Plain(value.tensor().to_kind(kind_of_tensor(&name, kind, sigmoid)))
             };
             Some((name, value))
         });

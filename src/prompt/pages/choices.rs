@@ -67,6 +67,15 @@ impl ChoicePool {
         if pool.holds(slot) { pool.stage(slot).map(Some) } else { Ok(None) }
     }
 
+    /// Makes the computation wait until choices that were put here have left the device; then their memory there is free.
+    ///
+    /// # Errors
+    /// When a copy has failed.
+    pub fn settle(&self) -> Result<(), tensor::Error> {
+        self.index.borrow_mut().settle()?;
+        self.experts.borrow_mut().settle()
+    }
+
     /// Drops a choice; its memory is freed.
     pub fn release(&self, choice: Choice, slot: Slot) {
         self.pool(choice).borrow_mut().release(slot);

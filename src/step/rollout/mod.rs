@@ -80,8 +80,19 @@ pub struct SampleRequest<'a> {
     pub stream: Stream,
     /// All layers' pages lie on the device meanwhile; equal on all ranks.
     pub pages_on_device: bool,
-    /// Whether the keys and experts that are chosen here are used by the passes that score and train the answers.
-    pub keep_choices: bool,
+    /// What becomes of the keys and experts that are chosen.
+    pub choices: DrawnChoices,
+}
+
+/// What becomes of the keys and experts that are chosen when answers are sampled.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum DrawnChoices {
+    /// The passes that score and train the answers use them.
+    Use,
+    /// Those passes choose again; what differs is counted.
+    Compare,
+    /// No other pass follows over these answers.
+    Drop,
 }
 
 /// One answer that the policy has sampled.
@@ -113,10 +124,12 @@ pub fn run(
         let adapters = pass.adapters.applied(pass.decoder.kind());
         let pass = Pass { adapters: &adapters, ..*pass };
         let (answers, drawn) = Rollout::begin(&pass, head, layout, captured, request)?.all(tracker)?;
+        let Some(drawn) = drawn else { return Ok(answers) };
         let lengths: Vec<usize> = answers.iter().map(|answer| answer.ids.len()).collect();
         let drawn = drawn.pool(&pass, layout, &lengths)?;
-        if request.keep_choices {
+        if request.choices == DrawnChoices::Use {
             captured.choices = Rc::new(drawn);
+            captured.from_sampling = true;
         } else {
             captured.drawn = Some(drawn);
         }
@@ -136,7 +149,8 @@ struct Rollout<'a> {
     /// Answers that have not ended, in order: the rows of every tensor here.
     live: Vec<usize>,
     sampled: Vec<SampledAnswer>,
-    drawn: Drawn,
+    /// `None` where no pass uses them.
+    drawn: Option<Drawn>,
 }
 
 impl<'a> Rollout<'a> {
@@ -169,7 +183,7 @@ impl<'a> Rollout<'a> {
             states: (0..pass.decoder.layers()).map(state).collect(),
             live: (0..request.answers).collect(),
             sampled: vec![SampledAnswer::default(); request.answers],
-            drawn: Drawn::new(pass.decoder.layers()),
+            drawn: (request.choices != DrawnChoices::Drop).then(|| Drawn::new(pass)),
         };
         if request.pages_on_device {
             let layers = pass.decoder.layers();
@@ -184,7 +198,7 @@ impl<'a> Rollout<'a> {
         Ok(self.captured.pages.stage(LayerIndex(layer), next.map(LayerIndex), stamp)?)
     }
 
-    fn all(mut self, tracker: &Tracker) -> Result<(Vec<SampledAnswer>, Drawn), Failure> {
+    fn all(mut self, tracker: &Tracker) -> Result<(Vec<SampledAnswer>, Option<Drawn>), Failure> {
         let x_1w = self.last_row();
         let mut logprobs_av =
             self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
@@ -269,7 +283,9 @@ impl<'a> Rollout<'a> {
             self.states[layer].push(&projected.input.state.and(own.as_ref().map(|own| own.key_ti.shallow_clone())));
             if let (Some(indexer), Some(own)) = (decoder.indexer(index), &own) {
                 let chosen = indexer.choose_next(&cp_group, &own.rows, &past, &self.states[layer]);
-                self.drawn.add(Choice::Index, index, &self.live, chosen.lend().positions());
+                if let Some(drawn) = &mut self.drawn {
+                    drawn.add(Choice::Index, index, &self.live, chosen.lend().positions());
+                }
                 keys = Some(chosen);
             }
             let lent = keys.as_ref().map(IndexSet::lend);
@@ -278,7 +294,9 @@ impl<'a> Rollout<'a> {
             x_aw = finished.y_tw;
             if let (Some(experts), Some(routed)) = (decoder.experts(index), &finished.routed) {
                 x_aw += experts.replicated(cp_group.ep, routed, adapters);
-                self.drawn.add(Choice::Experts, index, &self.live, &routed.expert_tk);
+                if let Some(drawn) = &mut self.drawn {
+                    drawn.add(Choice::Experts, index, &self.live, &routed.expert_tk);
+                }
             }
         }
         Ok(x_aw)
