@@ -264,6 +264,12 @@ pub(crate) fn distance(adapters: &Adapters, found: &[Tensor], expected: &[Tensor
     Distance::between(adapters.names(), found, expected)
 }
 
+/// Whether every ratio of a replay on this rank was exactly 1.
+pub(crate) fn ratio_is_one(replayed: &Replayed) -> bool {
+    let one = |ratio: f64| ratio.to_bits() == 1f64.to_bits();
+    replayed.ratio.is_none_or(|ratio| one(ratio.least) && one(ratio.most))
+}
+
 /// The value, or a panic with the failure's own words.
 pub(crate) fn run<T>(outcome: Result<T, longstraw::runtime::failure::Failure>) -> T {
     outcome.unwrap_or_else(|failure| panic!("{failure}"))

@@ -14,7 +14,9 @@ use longstraw::world::exchange::gather_rows;
 use serde_json::json;
 use tch::{Kind, Tensor};
 
-use crate::fixture::{Group, HEAD, How, Model, PLAIN, config, glm, mixture, observer, own, run, transaction};
+use crate::fixture::{
+    Group, HEAD, How, Model, PLAIN, config, glm, mixture, observer, own, ratio_is_one, run, transaction,
+};
 
 /// Seldom enough that some answers end by themselves and some are cut off.
 const ENDS: [i64; 2] = [3, 17];
@@ -229,8 +231,7 @@ pub(crate) fn changed_choices(world: &mut World) {
             Ok(Verdict::Train(numbered.map(|(number, sampled)| answer(sampled, number)).collect()))
         }));
         let Outcome::Trained(trained) = outcome else { panic!("the answers are trained") };
-        let ratio = trained.replayed.ratio;
-        assert!(ratio.is_none_or(|ratio| ratio.least == 1.0 && ratio.most == 1.0), "{ratio:?}");
+        assert!(ratio_is_one(&trained.replayed), "{:?}", trained.replayed.ratio);
         let _ = own(&model.adapters);
         let of_all = |own: u64| world.cp.gather_numbers(own).iter().sum::<u64>();
         let choices = of_all(trained.changed.choices);
