@@ -17,6 +17,8 @@ mod fixture;
 mod importance;
 #[path = "ranks/judged.rs"]
 mod judged;
+#[path = "ranks/latent.rs"]
+mod latent;
 #[path = "ranks/learning.rs"]
 mod learning;
 #[path = "ranks/memory.rs"]
@@ -45,9 +47,14 @@ const CLAIMS: &[Claim] = &[
     ("experts_in_bfloat16_err_as_bfloat16_does", experts::bfloat16),
     ("adapters_of_experts_are_summed_over_the_ranks_that_share_them_and_counted_once", expert_adapters::summed),
     ("an_experts_gradient_that_is_not_finite_ends_all_ranks_and_is_named", expert_adapters::not_finite),
+    ("adapters_of_experts_have_the_gradient_of_autograd_wherever_experts_lie", expert_adapters::as_conventional),
     ("adapters_of_experts_saved_by_any_number_of_ranks_are_read_by_any_other", expert_adapters::saved),
     ("reference_cases_hold_in_every_gradient_mode", cases::hold),
     ("one_rank_and_all_ranks_agree", cases::one_and_all),
+    ("reference_cases_hold_with_experts_spread_over_ranks", cases::spread),
+    ("keys_that_the_sweep_chooses_again_give_the_bits_of_kept_ones", latent::chosen_again),
+    ("equal_scores_choose_the_lowest_key_and_expert_on_any_ranks_and_the_first_ratio_is_1", latent::ties),
+    ("prompts_of_fewer_positions_than_an_index_chooses_agree_with_autograd", latent::short),
     ("a_mode_that_a_case_does_not_expect_is_judged_by_autograd", cases::judged),
     ("micro_blocks_change_nothing_but_rounding", cases::micro_blocks),
     ("conventional_autograd_agrees_on_uneven_prompts_and_answers", judged::uneven),
@@ -69,6 +76,8 @@ const CLAIMS: &[Claim] = &[
     ("sampled_answers_are_the_same_on_any_ranks_and_their_log_probabilities_are_their_scores", sampling::as_scored),
     ("sampled_answers_have_the_log_probabilities_of_a_whole_sequence", sampling::as_conventional),
     ("an_answer_ends_at_an_end_or_at_the_longest_length", sampling::ends),
+    ("kept_choices_make_drawn_log_probabilities_those_of_the_score_pass", sampling::with_choices),
+    ("choices_that_are_kept_are_the_drawn_ones_and_those_that_are_not_are_counted", sampling::changed_choices),
     ("answers_are_sampled_alike_from_pages_on_the_device_and_pages_that_are_staged", sampling::residency),
     ("stale_pages_are_refused_after_an_update", learning::stale_pages),
     ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),

@@ -104,6 +104,27 @@ pub(crate) fn one_and_all(world: &mut World) {
     }
 }
 
+/// Experts over 2, 4, … ranks of the world: the reference's numbers, and those of one rank that has all experts.
+pub(crate) fn spread(world: &mut World) {
+    let size = world.all.size();
+    let options = options(Gradient::Exact, Kind::Double, 3);
+    for case in ["glm_moe_dsa/base", "qwen3_moe/base"] {
+        world.cut(1, 1).expect("one rank a prompt");
+        let one = report(world, case, &options);
+        for ep in [2, 4, 8].into_iter().filter(|ep| size.is_multiple_of(*ep)) {
+            world.cut(size, ep).expect("a divisor of the world");
+            let spread = report(world, case, &options);
+            assert!(spread.worst <= 1e-9, "experts over {ep} ranks: {}", spread.text());
+            assert!(spread.ratio_is_one, "{case}, experts over {ep} ranks: replay and score differ");
+            assert_eq!(spread.gradients.len(), gradient_count(case), "{case}");
+            for ((name, spread), (_, one)) in spread.gradients.iter().zip(&one.gradients) {
+                let apart = relative(spread, one);
+                assert!(apart <= 1e-12, "{case}, experts over {ep} ranks, {name}: {apart:.1e}");
+            }
+        }
+    }
+}
+
 /// A mode without an expectation is judged by conventional autograd, so that it compares gradients too.
 pub(crate) fn judged(world: &mut World) {
     for (tail, micro_block) in [(5, 2048), (50, 7)] {

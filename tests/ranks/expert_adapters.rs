@@ -8,14 +8,17 @@ use longstraw::model::adapter_file::AdapterShape;
 use longstraw::model::experts::adapters::{digest, gathered, is_held};
 use longstraw::model::lora::{Adapter, Adapters};
 use longstraw::model::spec::{EXPERT_PROJECTIONS, Linear, Spec, expert_of};
+use longstraw::model::weights::ExpertShare;
 use longstraw::prompt::handoff::{LocalGrads, Moments};
 use longstraw::runtime::units::{Rank, float, from_index};
 use longstraw::step::finalize;
+use longstraw::tools::parity::distance::relative;
+use longstraw::tools::parity::random::RandomAdapters;
 use longstraw::world::World;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use crate::fixture::{config, run};
+use crate::fixture::{Group, How, Model, PLAIN, config, conventional_step, device, glm, mixture, own, run, step};
 
 const RANK: u64 = 2;
 const ALPHA: f64 = 6.0;
@@ -53,8 +56,12 @@ fn all(spec: &Spec) -> Adapters {
 
 /// Those of them that this rank holds.
 fn part(world: &World, spec: &Spec, all: &Adapters) -> Adapters {
-    let linears = linears(spec);
-    let held = all.entries().iter().zip(&linears).filter(|(_, linear)| is_held(spec, linear, &world.ep));
+    part_of(world, spec, &linears(spec), all)
+}
+
+/// As [`part`], of adapters of `linears`.
+fn part_of(world: &World, spec: &Spec, linears: &[Linear], all: &Adapters) -> Adapters {
+    let held = all.entries().iter().zip(linears).filter(|(_, linear)| is_held(spec, linear, &world.ep));
     let copy = |entry: &Adapter| Adapter {
         module: entry.module.clone(),
         a_ri: entry.a_ri.detach().copy(),
@@ -109,6 +116,59 @@ pub(crate) fn summed(world: &mut World) {
             }
             let bits = format!("{:x}", reduced.norm().to_bits());
             assert!(world.all.gather_texts(&bits).iter().all(|other| *other == bits), "one norm on all ranks");
+        }
+    }
+}
+
+/// A model whose projections and experts have adapters; of the experts' those that this rank holds.
+fn model(config: &Value, world: &World) -> Model {
+    let Model { decoder, .. } = Model::of(config, Kind::Double, ExpertShare::of(&world.ep), &|_| {});
+    let table = config.as_object().expect("an object");
+    let spec = Spec::from_config(table, None, Path::new("config.json")).unwrap_or_else(|error| panic!("{error}"));
+    let targets = EXPERT_PROJECTIONS.map(str::to_owned);
+    let mut linears = spec.adapted(None).expect("the default targets");
+    linears.extend(spec.adapted(Some(&targets)).expect("experts"));
+    let random = RandomAdapters {
+        rank: RANK,
+        alpha: ALPHA,
+        a_deviation: 0.2,
+        b_deviation: 0.2,
+        seed: 11,
+        sampled_in: Kind::Double,
+        kind: Kind::Double,
+        device: device(),
+    };
+    let adapters = part_of(world, &spec, &linears, &random.sample(linears.clone()));
+    Model { decoder, adapters }
+}
+
+/// Experts here or elsewhere, every gradient mode: the summed gradient of each adapter is that of whole sequences.
+pub(crate) fn as_conventional(world: &mut World) {
+    let size = world.all.size();
+    for config in [glm(&json!({})), mixture(&json!({}))] {
+        for tail in [0, 1, u64::MAX] {
+            let group = Group::random(5, 61, 29, &[6, 1, 9]);
+            world.cut(1, 1).expect("one rank a prompt");
+            let whole = model(&config, world);
+            let _loss = conventional_step(&whole, &group, tail, &group.batch());
+            let expected = own(&whole.adapters);
+            let names: Vec<String> = whole.adapters.names().collect();
+            for ep in [1, 2].into_iter().filter(|ep| size.is_multiple_of(*ep)) {
+                world.cut(size, ep).expect("a divisor of the world");
+                let model = model(&config, world);
+                step(world, &model, &group, How { tail, page_size: 3, ..PLAIN }, &group.batch());
+                let reduced =
+                    run(finalize::run_everywhere(world, finalize::take(&model.adapters), &model.adapters, 0.0));
+                let mut of_experts = 0;
+                for (name, found) in model.adapters.names().zip(reduced.gradients()) {
+                    let place = names.iter().position(|other| *other == name).expect("a name of the whole");
+                    let apart = relative(found, &expected[place]);
+                    let what = format!("{}, tail {tail}, ep {ep}", config["model_type"]);
+                    assert!(apart <= 1e-9, "{what}: {name} is {apart:.1e} off");
+                    of_experts += usize::from(expert_of(&name).is_some());
+                }
+                assert_eq!(of_experts * ep, names.iter().filter(|name| expert_of(name).is_some()).count());
+            }
         }
     }
 }

@@ -56,11 +56,15 @@ pub(crate) struct Model {
 
 /// A small config of `family`; `extra` keys replace its own.
 pub(crate) fn config(family: &str, extra: &Value) -> Value {
-    let mut config = json!({
+    let own = json!({
         "model_type": family, "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true, "hidden_act": "silu"
     });
+    with(own, extra)
+}
+
+fn with(mut config: Value, extra: &Value) -> Value {
     if let (Some(config), Some(extra)) = (config.as_object_mut(), extra.as_object()) {
         config.extend(extra.iter().map(|(key, value)| (key.clone(), value.clone())));
     }
@@ -69,10 +73,15 @@ pub(crate) fn config(family: &str, extra: &Value) -> Value {
 
 impl Model {
     pub(crate) fn random(config: &Value, kind: Kind) -> Model {
+        Self::of(config, kind, ExpertShare::ALL, &|_| {})
+    }
+
+    /// The same model with this rank's share of the experts; `change` may write other numbers into the weights.
+    pub(crate) fn of(config: &Value, kind: Kind, share: ExpertShare, change: &dyn Fn(&Weights)) -> Model {
         let table = config.as_object().expect("a config is an object");
         let spec = Spec::from_config(table, None, Path::new("config.json")).unwrap_or_else(|error| panic!("{error}"));
-        let weights =
-            Weights::random(&spec, 7, kind, device(), ExpertShare::ALL).unwrap_or_else(|error| panic!("{error}"));
+        let weights = Weights::random(&spec, 7, kind, device(), share).unwrap_or_else(|error| panic!("{error}"));
+        change(&weights);
         let random = RandomAdapters {
             rank: 3,
             alpha: 6.0,
@@ -86,6 +95,27 @@ impl Model {
         let adapters = random.sample(spec.adapted(None).expect("the default targets"));
         Model { decoder: spec.decoder(Rc::new(weights), kind), adapters }
     }
+}
+
+/// A small `glm_moe_dsa`: three of five layers choose their keys, four have experts; `extra` keys replace its own.
+pub(crate) fn glm(extra: &Value) -> Value {
+    let own = json!({
+        "num_hidden_layers": 5, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4, "v_head_dim": 7, "index_head_dim": 8, "index_n_heads": 3, "index_topk": 6,
+        "indexer_types": ["full", "full", "shared", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"], "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 9, "tie_word_embeddings": false
+    });
+    with(config("glm_moe_dsa", &own), extra)
+}
+
+/// A small `qwen3_moe` with experts in every layer; `extra` keys replace its own.
+pub(crate) fn mixture(extra: &Value) -> Value {
+    let own = json!({
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 9, "mlp_only_layers": [],
+        "decoder_sparse_step": 1, "norm_topk_prob": true
+    });
+    with(config("qwen3_moe", &own), extra)
 }
 
 /// A prompt and its answers, the same on every rank.
@@ -232,6 +262,12 @@ pub(crate) fn own(adapters: &Adapters) -> Vec<Tensor> {
 /// Relative L2 distance of two sets of gradients.
 pub(crate) fn distance(adapters: &Adapters, found: &[Tensor], expected: &[Tensor]) -> Distance {
     Distance::between(adapters.names(), found, expected)
+}
+
+/// Whether every ratio of a replay on this rank was exactly 1.
+pub(crate) fn ratio_is_one(replayed: &Replayed) -> bool {
+    let one = |ratio: f64| ratio.to_bits() == 1f64.to_bits();
+    replayed.ratio.is_none_or(|ratio| one(ratio.least) && one(ratio.most))
 }
 
 /// The value, or a panic with the failure's own words.

@@ -1,18 +1,22 @@
 //! Answers that the policy samples.
 
+use longstraw::model::weights::ExpertShare;
 use longstraw::prompt::handoff::{Answer, Keeping, Logprobs, PlacedGroup};
-use longstraw::prompt::pages::Residency;
+use longstraw::prompt::pages::{Choice, ChoicePool, Residency};
 use longstraw::runtime::memory::Ledger;
-use longstraw::runtime::units::{Tokens, from_index};
+use longstraw::runtime::units::{LayerIndex, Tokens, from_index};
 use longstraw::step::conventional;
+use longstraw::step::replay::TrainedAnswer;
 use longstraw::step::rollout::{self, SampleRequest, SampledAnswer, Sampling, Stream};
-use longstraw::step::transaction::{Outcome, Verdict};
+use longstraw::step::transaction::{Outcome, Scored, Verdict};
 use longstraw::world::World;
 use longstraw::world::exchange::gather_rows;
 use serde_json::json;
 use tch::{Kind, Tensor};
 
-use crate::fixture::{Group, HEAD, How, Model, PLAIN, config, observer, run, transaction};
+use crate::fixture::{
+    Group, HEAD, How, Model, PLAIN, config, glm, mixture, observer, own, ratio_is_one, run, transaction,
+};
 
 /// Seldom enough that some answers end by themselves and some are cut off.
 const ENDS: [i64; 2] = [3, 17];
@@ -41,6 +45,19 @@ fn sample(
     how: How,
     request: &SampleRequest,
 ) -> (Vec<SampledAnswer>, Vec<Tensor>) {
+    let (sampled, scored) = scored(world, model, prompt, how, request);
+    let pairs = scored.scores.0.iter().zip(&scored.group.answers);
+    let logprobs = pairs.map(|(one, answer)| whole(world, one, &scored.group, answer)).collect();
+    (sampled, logprobs)
+}
+
+fn scored(
+    world: &World,
+    model: &Model,
+    prompt: usize,
+    how: How,
+    request: &SampleRequest,
+) -> (Vec<SampledAnswer>, Scored) {
     let ledger = Ledger::default();
     let prompt_ids = Group::random(2, 61, prompt, &[1]).prompt_ids;
     let mut sampled = Vec::new();
@@ -50,9 +67,7 @@ fn sample(
         Ok(Verdict::Score(sampled.iter().map(|answer| answer.ids.clone()).collect()))
     }));
     let Outcome::Scored(scored) = outcome else { panic!("the answers are scored") };
-    let pairs = scored.scores.0.iter().zip(&scored.group.answers);
-    let logprobs = pairs.map(|(one, answer)| whole(world, one, &scored.group, answer)).collect();
-    (sampled, logprobs)
+    (sampled, *scored)
 }
 
 /// All ranks' log-probabilities of an answer, in the order of its tokens.
@@ -140,6 +155,92 @@ pub(crate) fn ends(world: &mut World) {
     let one = SampleRequest { longest: Tokens(1), ..request(true) };
     let (short, scores) = sample(world, &model, 50, PLAIN, &one);
     assert!(short.iter().all(|answer| answer.ids.len() == 1) && worst_gap(&short, &scores) <= 1e-4);
+}
+
+/// A few short answers: every token of a deep model is many messages.
+fn few(keep_choices: bool) -> SampleRequest<'static> {
+    SampleRequest { answers: 3, longest: Tokens(14), keep_choices, ..request(true) }
+}
+
+/// With the keys and experts that were drawn, scores are the drawn log-probabilities to rounding: whatever ranks share the
+/// prompt or the experts, and where answers grow beyond what an index chooses.
+pub(crate) fn with_choices(world: &mut World) {
+    let size = world.all.size();
+    for config in [glm(&json!({})), mixture(&json!({}))] {
+        for (prompt, page_size) in [(50, 7), (3, 3)] {
+            let how = How { page_size, ..PLAIN };
+            let mut answers = Vec::new();
+            for (ranks, ep) in [(1, 1), (size, 1), (size, 2)] {
+                if !ranks.is_multiple_of(ep) {
+                    continue;
+                }
+                world.cut(ranks, ep).expect("a divisor of the world");
+                let model = Model::of(&config, Kind::Double, ExpertShare::of(&world.ep), &|_| {});
+                let (sampled, scores) = sample(world, &model, prompt, how, &few(true));
+                let gap = worst_gap(&sampled, &scores);
+                assert!(gap <= 1e-12, "{}, prompt {prompt}, {ranks} ranks, ep {ep}: {gap}", config["model_type"]);
+                answers.push(sampled.into_iter().map(|answer| answer.ids).collect::<Vec<_>>());
+            }
+            assert!(answers.iter().all(|other| *other == answers[0]), "{}: the same answers", config["model_type"]);
+        }
+    }
+}
+
+/// Every answer's choices of both kinds in all layers.
+fn all_choices(model: &Model, group: &PlacedGroup, pool: &ChoicePool) -> Vec<Tensor> {
+    let mut found = Vec::new();
+    for layer in (0..model.decoder.layers()).map(LayerIndex) {
+        for choice in [Choice::Index, Choice::Experts] {
+            for (answer, _) in group.with_rows() {
+                let staged = run(pool.of(answer).stage(choice, layer).map_err(Into::into));
+                found.extend(staged.map(|chosen| chosen.copy()));
+            }
+        }
+    }
+    found
+}
+
+/// In bfloat16, rows one by one and rows in blocks choose differently where scores are nearly equal. Kept choices are what
+/// sampling drew, after the score pass too; without them, the share that differs is counted.
+pub(crate) fn changed_choices(world: &mut World) {
+    let size = world.all.size();
+    let answer = |sampled: SampledAnswer, number: usize| TrainedAnswer {
+        ids: sampled.ids,
+        mask: None,
+        given: None,
+        advantage: Some([1.0, -1.0, 0.5][number]),
+        weight: 0.2,
+    };
+    let ep = if size.is_multiple_of(2) { 2 } else { 1 };
+    world.cut(size, ep).expect("a divisor of the world");
+    for config in [glm(&json!({})), mixture(&json!({}))] {
+        let model = Model::of(&config, Kind::BFloat16, ExpertShare::of(&world.ep), &|_| {});
+        let (sampled, drawn) = scored(world, &model, 50, PLAIN, &few(false));
+        let (again, kept) = scored(world, &model, 50, PLAIN, &few(true));
+        assert_eq!(sampled, again, "the same noise");
+        assert!(kept.captured.drawn.is_none(), "kept choices are used");
+        let drawn = all_choices(&model, &drawn.group, drawn.captured.drawn.as_ref().expect("drawn to be compared"));
+        let kept = all_choices(&model, &kept.group, &kept.captured.choices);
+        assert!(!drawn.is_empty() && drawn.len() == kept.len());
+        assert!(drawn.iter().zip(&kept).all(|(drawn, kept)| drawn.equal(kept)), "score uses what was drawn");
+        let ledger = Ledger::default();
+        let prompt_ids = Group::random(2, 61, 50, &[1]).prompt_ids;
+        let transaction = transaction(world, &model, PLAIN, &ledger);
+        let outcome = run(transaction.run(&prompt_ids, Some(&few(false)), &mut observer(world), |_, answers| {
+            let numbered = answers?.into_iter().enumerate();
+            Ok(Verdict::Train(numbered.map(|(number, sampled)| answer(sampled, number)).collect()))
+        }));
+        let Outcome::Trained(trained) = outcome else { panic!("the answers are trained") };
+        assert!(ratio_is_one(&trained.replayed), "{:?}", trained.replayed.ratio);
+        let _ = own(&model.adapters);
+        let of_all = |own: u64| world.cp.gather_numbers(own).iter().sum::<u64>();
+        let choices = of_all(trained.changed.choices);
+        let changed = of_all(trained.changed.changed);
+        assert!(choices > 0 && changed <= choices, "{changed} of {choices}");
+        if world.all.rank().0 == 0 {
+            println!("{}: {changed} of {choices} choices that bfloat16 makes anew differ", config["model_type"]);
+        }
+    }
 }
 
 fn most_entropy(tokens: u64) -> f64 {

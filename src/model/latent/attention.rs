@@ -114,7 +114,7 @@ impl LatentAttention {
     }
 
     /// What `q_thk` see of the keys that were found for them.
-    fn attend(&self, q_thk: &Tensor, keys: &Keys, found: &Found) -> Partial {
+    pub(super) fn attend(&self, q_thk: &Tensor, keys: &Keys, found: &Found) -> Partial {
         let (rows, width) = (q_thk.size()[0], found.width());
         let merging = Merging::new([rows, self.heads, self.latent], accumulation(self.kind), q_thk.device());
         if width > 0 && keys.rows() > 0 {
@@ -130,7 +130,7 @@ impl LatentAttention {
 
     /// Backward of [`LatentAttention::attend`] with merged outputs: dq in the accumulation dtype. Gradient of keys adds up in
     /// `keys`.
-    fn backward_attend(&self, rows_of: &QueryGradient, keys: &Keys, found: &Found) -> Tensor {
+    pub(super) fn backward_attend(&self, rows_of: &QueryGradient, keys: &Keys, found: &Found) -> Tensor {
         let acc = accumulation(self.kind);
         let (rows, width) = (rows_of.q_thk.size()[0], found.width());
         let dq_thk = Tensor::zeros(rows_of.q_thk.size(), (acc, rows_of.q_thk.device()));

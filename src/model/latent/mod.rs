@@ -4,6 +4,8 @@ mod attention;
 pub mod index;
 mod keys;
 mod project;
+#[cfg(test)]
+mod tests;
 
 pub use attention::LatentAttention;
 pub(crate) use attention::QueryGradient;
