@@ -7,7 +7,7 @@ use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{LayerIndex, Tokens, from_index};
 use longstraw::step::conventional;
 use longstraw::step::replay::TrainedAnswer;
-use longstraw::step::rollout::{self, SampleRequest, SampledAnswer, Sampling, Stream};
+use longstraw::step::rollout::{self, DrawnChoices, SampleRequest, SampledAnswer, Sampling, Stream};
 use longstraw::step::transaction::{Outcome, Scored, Verdict};
 use longstraw::world::World;
 use longstraw::world::exchange::gather_rows;
@@ -33,7 +33,7 @@ fn request(pages_on_device: bool) -> SampleRequest<'static> {
         sampling,
         stream,
         pages_on_device,
-        keep_choices: true,
+        choices: DrawnChoices::Use,
     }
 }
 
@@ -159,7 +159,8 @@ pub(crate) fn ends(world: &mut World) {
 
 /// A few short answers: every token of a deep model is many messages.
 fn few(keep_choices: bool) -> SampleRequest<'static> {
-    SampleRequest { answers: 3, longest: Tokens(14), keep_choices, ..request(true) }
+    let choices = if keep_choices { DrawnChoices::Use } else { DrawnChoices::Compare };
+    SampleRequest { answers: 3, longest: Tokens(14), choices, ..request(true) }
 }
 
 /// With the keys and experts that were drawn, scores are the drawn log-probabilities to rounding: whatever ranks share the

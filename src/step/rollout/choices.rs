@@ -20,11 +20,9 @@ use crate::world::exchange::{Traffic, send_rows};
 /// Steps whose choices go to host memory together, on one rank: the ranks of the prompt take turns.
 const STEPS: usize = 64;
 
-/// Consecutive steps with the same live answers.
+/// Choices of consecutive steps with the same live answers.
 #[derive(Debug)]
 struct Block {
-    first: usize,
-    steps: usize,
     live: Vec<usize>,
     /// [steps, answers, n] in host memory, on the rank whose turn it was, with its bytes in the ledger.
     chosen: Option<(Tensor, Held)>,
@@ -65,7 +63,7 @@ impl Steps {
             let held = turns.ledger.hold(Purpose::Choices, MemorySpace::Host, storage_bytes(&chosen));
             (chosen, held)
         });
-        self.blocks.push(Block { first, steps, live: self.live.clone(), chosen });
+        self.blocks.push(Block { live: self.live.clone(), chosen });
     }
 
     /// The choices of an answer's steps that this rank holds, in their order, [steps, n].
