@@ -5,7 +5,7 @@ pub mod index;
 mod keys;
 mod project;
 
-pub use attention::LatentAttention;
 pub(crate) use attention::QueryGradient;
+pub use attention::{GATHERED_ELEMENTS_MAX, LatentAttention};
 pub use index::{IndexProjected, IndexSet, Indexer, LentIndex};
 pub(in crate::model) use project::LatentBlock;
