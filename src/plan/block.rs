@@ -64,7 +64,8 @@ impl Sizes<'_> {
     /// Bytes that attention over gathered keys takes besides queries and outputs of `rows` rows.
     pub(super) fn attending(&self, sizes: LatentSizes, rows: u64, graph: bool) -> u64 {
         let (model, acc) = (self.model_bytes, self.acc_bytes);
-        let LatentSizes { heads, key, latent, top } = sizes;
+        let LatentSizes { heads, key, latent, .. } = sizes;
+        let top = sizes.top.min(self.config.context.max_seq_len.0);
         let at_once = (from_dim(GATHERED_ELEMENTS_MAX) / (top * key).max(1)).clamp(1, rows.max(1));
         if graph {
             // Half as many queries: keys, their gradient in two parts; scores, weights and gradients.
@@ -85,7 +86,12 @@ impl Sizes<'_> {
         };
         let scratch =
             |scoring: Scoring| scoring.scratch_bytes(as_dim(rows), as_dim(index.heads), kind, as_dim(index.top)).0;
+        // The plain form takes as many keys at a time as there are, up to a bound; candidates are the keys and the best so far.
+        let keys = self.config.context.max_seq_len.0;
+        let candidates = 2 * keys * (2 * (self.acc_bytes + 8) + 3 * 8);
+        let plain = product(&[rows, keys * index.heads * self.acc_bytes + candidates]).0;
+        let compiled = if self.copies_overlap { scratch(Scoring::Compiled) } else { 0 };
         let queries = product(&[rows, index.heads, index.dim, self.model_bytes]).0;
-        queries.saturating_add(scratch(Scoring::Plain).max(scratch(Scoring::Compiled)))
+        queries.saturating_add(scratch(Scoring::Plain).min(plain).max(compiled))
     }
 }
