@@ -121,6 +121,12 @@ pub trait Decoder {
     /// What computes attention where no window cuts it; must be equal on all ranks.
     fn kernel(&self) -> Kernel;
 
+    /// Name of what computes attention, for receipts; must be equal on all ranks.
+    fn attention_name(&self) -> &'static str;
+
+    /// Name of what computes index scores; `None` where no layer has an index. Must be equal on all ranks.
+    fn index_scores_name(&self) -> Option<&'static str>;
+
     /// Last norm and head: logits of rows, [t, v].
     fn logits(&self, x_tw: &Tensor) -> Tensor;
 }

@@ -272,6 +272,17 @@ impl Decoder for Stack {
         self.kernel
     }
 
+    fn attention_name(&self) -> &'static str {
+        match &self.formulas.spec.latent {
+            Some(_) => "gathered keys, matrix products",
+            None => self.kernel.name(),
+        }
+    }
+
+    fn index_scores_name(&self) -> Option<&'static str> {
+        self.indexers.iter().flatten().next().map(|indexer| indexer.scoring.name())
+    }
+
     fn logits(&self, x_tw: &Tensor) -> Tensor {
         let head = if self.formulas.spec.tied_embeddings { EMBEDDING } else { HEAD };
         let logits_tv = linear(&self.formulas.norm(x_tw, "model.norm"), &self.formulas.weights.get(head), None, None);

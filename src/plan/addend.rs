@@ -67,10 +67,15 @@ fn counted(name: &str) -> &'static [Purpose] {
         "adapters" => &[Purpose::Adapters, Purpose::Optimizer],
         "pages" | "states at a border" => &[Purpose::Pages],
         "staged pages" | "pages of all layers" => &[Purpose::Stage],
-        "foreign page runs" | "messages between ranks" => &[Purpose::Foreign],
+        "foreign page runs" | "messages between ranks" | "gathered keys" | "gradient of gathered keys" => {
+            &[Purpose::Foreign]
+        }
         "answers' keys and values" | "answers' recurrent states" => &[Purpose::Answers],
-        "answers' hidden states" | "answers' index sets" => &[Purpose::Hidden],
-        "tail's block inputs" | "tail's attention outputs" | "prompt's index sets" => &[Purpose::Checkpoints],
+        "answers' hidden states" => &[Purpose::Hidden],
+        "tail's block inputs" | "tail's attention outputs" => &[Purpose::Checkpoints],
+        "answers' index sets" | "prompt's index sets" | "answers' chosen experts" | "tail's chosen experts" => {
+            &[Purpose::Choices]
+        }
         _ => &[],
     }
 }

@@ -6,7 +6,8 @@
 //!     sizes              lengths and widths that addends share, and what stays for the whole run
 //!     weights            frozen weights, and what stays while they are dequantised
 //!     phases, rollout    what capture, replay, sweep and sampling add
-//!     special            what dense decoders do not have
+//!     special            what only some families have: states at a border, choices, gathered keys
+//!     block              one micro-block of a layer: experts, attention over gathered keys
 //!   choose               picks what the configuration leaves open
 //!   budget               the plan: the layout, the peak of the sum, and what does not fit
 //!   work, operations     operations and bytes by phase, and those of one layer
@@ -17,6 +18,7 @@
 //! What a run measures is a second number, compared with the plan in the receipt; it never comes from the same formula.
 
 mod addend;
+mod block;
 mod budget;
 mod error;
 pub mod ladder;

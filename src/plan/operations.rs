@@ -13,8 +13,14 @@ pub(super) struct Work {
     pub(super) attention_forward: f64,
     /// Operations of attention, backward.
     pub(super) attention_backward: f64,
-    /// Index scores that keys are chosen from.
+    /// Operations of attention over gathered keys, forward.
+    pub(super) gathered_forward: f64,
+    /// Operations of attention over gathered keys, backward.
+    pub(super) gathered_backward: f64,
+    /// Operations of index scores, with the choice of the largest.
     pub(super) choosing: f64,
+    /// Operations of grouped products of experts.
+    pub(super) experts: f64,
     /// Bytes from host memory to the device.
     pub(super) bytes_in: f64,
     /// Bytes from the device to host memory.
@@ -36,7 +42,10 @@ impl Work {
             products: self.products * by,
             attention_forward: self.attention_forward * by,
             attention_backward: self.attention_backward * by,
+            gathered_forward: self.gathered_forward * by,
+            gathered_backward: self.gathered_backward * by,
             choosing: self.choosing * by,
+            experts: self.experts * by,
             bytes_in: self.bytes_in * by,
             bytes_out: self.bytes_out * by,
             reads: self.reads * by,
@@ -115,11 +124,12 @@ pub(super) fn mixing(layer: &Layer, rows: Rows, runs: Runs, work: &mut Work) {
         }
         Mix::Latent { heads, latent, rotated, index } => {
             let row = float(latent) * 2.0 + float(rotated);
-            attention(2.0 * float(heads) * row * rows.pairs(Some(index.top)));
+            let operations = 2.0 * float(heads) * row * rows.pairs(Some(index.top));
+            work.gathered_forward += forward * operations;
+            work.gathered_backward += 2.5 * backward * operations;
             if index.owner {
                 let scores = runs.choosing * rows.pairs(None);
-                work.products += 2.0 * float(index.heads) * float(index.dim) * scores;
-                work.choosing += scores;
+                work.choosing += 2.0 * float(index.heads) * float(index.dim) * scores;
             }
         }
         Mix::Delta { value_heads, key_dim, value_dim, .. } => {

@@ -1,6 +1,7 @@
 //! The addends of single phases: what capture, replay and the sweep hold while they run.
 
 use super::addend::{Addend, Place, addend, product, within};
+use super::block::LatentSizes;
 use super::sizes::Sizes;
 use crate::config::Dtype;
 use crate::model::attention::KEYS_MAX;
@@ -17,17 +18,26 @@ impl Sizes<'_> {
     /// kernel's workspace for `queries`, and one micro-block's intermediates of a segment, with its graph if there is one.
     /// `spared` bytes of each row are not alive together with the second.
     fn scratch(&self, phase: Phase, rows: u64, queries: u64, graph: bool, spared: u64) -> Addend {
-        let ffn_width = self.ffn_width();
-        let width = self.shape.width;
         let micro = self.config.memory.micro_block.0.min(rows);
-        let wide = if graph { 7 * ffn_width + 8 * width } else { 3 * ffn_width + 4 * width };
-        let segment = product(&[micro, wide, self.model_bytes]).0.saturating_sub(product(&[rows, spared]).0);
+        let block = self.shape.most(|layer| self.block(layer, rows, graph));
+        let segment = block.saturating_sub(product(&[rows, spared]).0);
         let (kernel, reason) = self.workspace(queries, self.run_keys(), graph);
         if kernel > segment {
             return within(phase, "kernel workspace", Bytes(kernel), reason, "nothing: it is bounded");
         }
-        let reason = format!("{micro} rows × one block's intermediates, less what is not alive beside them");
+        let reason =
+            format!("{micro} rows × one block's intermediates{}, less what is not alive beside them", self.parts());
         within(phase, "segment scratch", Bytes(segment), reason, "choose a smaller memory.micro_block")
+    }
+
+    /// What a micro-block's intermediates hold in families other than dense ones.
+    fn parts(&self) -> &'static str {
+        let gathers = self.shape.layers.iter().any(|layer| matches!(layer.mix, Mix::Latent { .. }));
+        match (gathers, self.shape.experts() > 0) {
+            (true, _) => " (queries and outputs, attention over gathered keys, rows at experts)",
+            (false, true) => " (rows at experts among them)",
+            (false, false) => "",
+        }
     }
 
     /// Rows of one call of the mixer, which takes each half of a rank's pages by itself.
@@ -80,7 +90,7 @@ impl Sizes<'_> {
     }
 
     /// Bytes of a prompt row in capture besides its hidden state: its queries, what bypasses the mixer, its merged output,
-    /// and its page state. A latent layer gathers the latents of all ranks, so its rows pass block by block, and only the
+    /// and its page state. A latent layer gathers the keys of all ranks, so its rows pass block by block, and only the
     /// layer's input and output are held.
     fn captured_row(&self, layer: &Layer) -> u64 {
         // Slabs of this layer, and those of the layer before while they are copied to the host: large copies only.
@@ -185,8 +195,10 @@ impl Sizes<'_> {
         let Sizes { model_bytes: model, acc_bytes: acc, .. } = *self;
         let widths = layer.mix.widths();
         let rows = self.answer_rows.max(1);
-        let micro = self.config.memory.micro_block.0.min(rows);
-        let segment = product(&[micro, 7 * layer.ffn_width + 8 * self.shape.width, model]).0;
+        let segment = self.block(layer, rows, true);
+        if let Some(sizes) = LatentSizes::of(layer) {
+            return segment.max(self.latent_answer(layer, sizes));
+        }
         if !layer.mix.travels() {
             return segment;
         }
@@ -200,6 +212,21 @@ impl Sizes<'_> {
             .saturating_add(product(&[rows, widths.state, acc]).0)
             .saturating_add(kernel);
         held.saturating_add(segment.max(mixing))
+    }
+
+    /// The same of the mixer's backward where queries attend to latents: rows of all ranks meet with this rank's keys, which
+    /// are joined, as is their gradient.
+    fn latent_answer(&self, layer: &Layer, sizes: LatentSizes) -> u64 {
+        let Sizes { model_bytes: model, acc_bytes: acc, .. } = *self;
+        let widths = layer.mix.widths();
+        let all = self.config.context.answer_len.0;
+        let made = product(&[self.answer_rows, (widths.ask + 2 * widths.output) * model]).0;
+        let shared = self.config.cp_size(self.ranks) > 1;
+        let gathered =
+            if shared { product(&[all, (widths.ask + 2 * widths.output) * model + widths.ask * acc]).0 } else { 0 };
+        let gradient = if self.tail_is_long { widths.carries * acc } else { 0 };
+        let keys = product(&[self.prompt_rows, widths.carries * model + gradient]).0;
+        [made, gathered, keys, self.attending(sizes, all, true)].into_iter().fold(0, u64::saturating_add)
     }
 
     /// dk and dv of this rank's tail rows, in one layer.

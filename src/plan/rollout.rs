@@ -6,6 +6,7 @@
 use serde::Serialize;
 
 use super::addend::{Addend, product, within};
+use super::block::LatentSizes;
 use super::error::Error;
 use super::operations::partial;
 use super::sizes::{Sizes, adapter_elements};
@@ -207,14 +208,16 @@ impl Sizes<'_> {
                 format!("{group} answers × {heads} heads × {keys} keys × 3"),
             ));
         }
-        let chosen = |layer: &Layer| layer.mix.chooses().map_or(0, |index| index.top * layer.mix.widths().carries);
-        let latents = self.shape.most(chosen);
-        if latents > 0 {
-            let scores = 2 * self.prompt_rows * acc;
+        let latent = |layer: &Layer| {
+            let chosen = layer.mix.chooses().map_or(0, |index| self.choosing(index, group));
+            LatentSizes::of(layer).map_or(0, |sizes| chosen.max(self.attending(sizes, group, false)))
+        };
+        let latent = self.shape.most(latent);
+        if latent > 0 {
             sum.push(within(
-                "choosing",
-                product(&[group, scores + latents * model]),
-                format!("{group} answers × ({} scores and their order; the latents that are chosen)", self.prompt_rows),
+                "gathered keys of a token",
+                Bytes(latent),
+                format!("{group} answers: scores of a block of keys and the best of them, or the keys that are chosen"),
             ));
         }
         sum

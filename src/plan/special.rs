@@ -1,20 +1,19 @@
-//! Addends that dense decoders do not have: states at a border, index sets, gathered latents, experts.
+//! Addends that only some families have: states at a border, choices of keys and experts, gathered keys.
 //!
-//! No family that has them is trained yet. These addends follow the design, and no run has been compared with them:
-//! docs/memory.md says which they are.
+//! Hybrid models are not trained yet: addends of states at a border follow the design, and no run has been compared with
+//! them. docs/memory.md says so.
 
 use super::addend::{Addend, Place, addend, product, within};
 use super::sizes::Sizes;
-use crate::model::experts::PAIRS_MAX;
 use crate::model::shape::{INDEX_BYTES, Layer, Mix};
 use crate::runtime::failure::Phase;
-use crate::runtime::units::{Bytes, from_dim};
+use crate::runtime::units::Bytes;
 
 /// Positions of a chunk in the chunked form of a delta rule.
 pub(super) const DELTA_CHUNK: u64 = 64;
 
-/// Queries of one block while keys are chosen.
-const CHOOSING: u64 = 64;
+/// Bytes of the number of a chosen expert.
+pub(super) const EXPERT_BYTES: u64 = 8;
 
 /// Phases that run layers, each with whether it has a graph.
 const RUNNING: [(Phase, bool); 3] = [(Phase::Capture, false), (Phase::Replay, true), (Phase::Sweep, true)];
@@ -71,61 +70,87 @@ impl Sizes<'_> {
         sum
     }
 
-    /// Sets of chosen keys: those of all answers, those of the prompt where they are kept, and one layer's on the device.
-    pub(super) fn index_sets(&self) -> Vec<Addend> {
-        let top = self.shape.most(|layer| layer.mix.chooses().map_or(0, |index| index.top));
-        let owners = self.shape.sum(|layer| u64::from(layer.mix.chooses().is_some()));
-        if owners == 0 {
+    /// Bytes of one row's choices in all layers: keys in the layers that choose them, and experts.
+    fn choice_bytes(&self) -> (u64, u64) {
+        let keys = self.shape.sum(|layer| layer.mix.chooses().map_or(0, |index| index.top * INDEX_BYTES));
+        (keys, self.shape.sum(|layer| layer.chosen * EXPERT_BYTES))
+    }
+
+    /// Chosen keys and experts: those of all answers and of the tail, and a layer's keys on the device.
+    pub(super) fn choices(&self) -> Vec<Addend> {
+        let (keys, experts) = self.choice_bytes();
+        let mut sum = self.kept_choices("answers' index sets", "prompt's index sets", keys, self.keeping.index_sets);
+        sum.extend(self.kept_choices("answers' chosen experts", "tail's chosen experts", experts, true));
+        let group = self.config.grpo.group_size;
+        let tokens = self.config.sampled_len();
+        if self.config.rollout.sample && self.config.rollout.keep_choices && keys + experts > 0 {
+            let name = "choices of sampled answers";
+            let bytes = product(&[group, tokens.0, keys + experts]);
+            let reason = format!("{group} answers × {tokens} tokens × {} B, on every rank alike", keys + experts);
+            let knob = "set rollout.keep_choices = false, or a smaller rollout.max_tokens";
+            sum.push(Addend { place: Place::Host, ..within(Phase::Rollout, name, bytes, reason, knob) });
+        }
+        sum.extend(self.staged_sets());
+        sum
+    }
+
+    /// Choices of `row` bytes that are kept of every answer row, and, if `tail_kept`, of every tail row.
+    fn kept_choices(&self, answers: &'static str, tail: &'static str, row: u64, tail_kept: bool) -> Vec<Addend> {
+        if row == 0 {
             return Vec::new();
         }
-        let set = top * INDEX_BYTES;
         let group = self.config.grpo.group_size;
         let mut sum = vec![addend(
-            "answers' index sets",
+            answers,
             Place::Host,
-            product(&[group, self.answer_rows, owners, set]),
-            format!("{group} answers × {} rows × {owners} layers × {set} B", self.answer_rows),
+            product(&[group, self.answer_rows, row]),
+            format!("{group} answers × {} rows × {row} B in all layers", self.answer_rows),
             "choose a smaller grpo.group_size, or a shorter context.answer_len",
         )];
-        if self.tail_is_long && self.choice.keeping.index_sets {
+        if self.tail_is_long && tail_kept {
             sum.push(addend(
-                "prompt's index sets",
+                tail,
                 self.keeping.tail.into(),
-                product(&[self.tail_rows, owners, set]),
-                format!("{} positions × {owners} layers × {set} B", self.tail_rows),
-                "leave the plan less host memory: it chooses them again then",
-            ));
-        }
-        let prompt = self.config.context.prompt_len.0;
-        for (phase, graph) in self.running() {
-            let rows = match phase {
-                Phase::Capture => self.prompt_rows,
-                Phase::Sweep => self.tail_rows,
-                _ => self.answer_rows,
-            };
-            sum.push(within(
-                phase,
-                "a layer's index sets",
-                product(&[rows, set]),
-                format!("{rows} positions × {set} B, until the next layer that chooses"),
-                "use more ranks (parallel.cp_size)",
-            ));
-            let latent =
-                self.shape.most(|layer| layer.mix.widths().carries) * self.model_bytes * if graph { 3 } else { 1 };
-            sum.push(within(
-                phase,
-                "choosing",
-                Bytes(product(&[CHOOSING, 2, prompt, self.acc_bytes]).0.saturating_add(CHOOSING * top * latent)),
-                format!("{CHOOSING} queries × ({prompt} scores and their order; {top} latents)"),
-                "choose a shorter context.prompt_len",
+                product(&[self.tail_rows, row]),
+                format!("{} positions × {row} B in all layers", self.tail_rows),
+                "leave the plan less host memory: it chooses keys again then; or set grpo.gradient = \"response\"",
             ));
         }
         sum
     }
 
-    /// Latents of the whole prompt, which every rank gathers layer by layer; their gradient in the sweep; and a block's
-    /// queries and outputs, which have the width of a latent for every head.
-    pub(super) fn latents(&self) -> Vec<Addend> {
+    /// A layer's chosen keys on the device, until the next layer that chooses.
+    fn staged_sets(&self) -> Vec<Addend> {
+        let set = self.shape.most(|layer| layer.mix.chooses().map_or(0, |index| index.top)) * INDEX_BYTES;
+        let owners = self.shape.sum(|layer| u64::from(layer.mix.chooses().is_some()));
+        if owners == 0 {
+            return Vec::new();
+        }
+        let sets = |(phase, _)| {
+            let (rows, sets, words) = match phase {
+                Phase::Capture => {
+                    // Parts are joined when the last micro-block is done: a third set, in the place of the block's tensors.
+                    let block = self.shape.most(|layer| self.block(layer, self.prompt_rows, false));
+                    let part = product(&[self.prompt_rows, set]).0;
+                    let joined = part.saturating_sub(block);
+                    let bytes = product(&[owners.min(2), part]).0.saturating_add(joined);
+                    (self.prompt_rows, Bytes(bytes), "the set that is lent, the one that is chosen, and its parts")
+                }
+                Phase::Sweep => (self.tail_rows, product(&[self.tail_rows, set]), "that of the layer"),
+                _ => {
+                    let rows = self.config.context.answer_len.0;
+                    (rows, product(&[rows, set]), "until the next layer that chooses")
+                }
+            };
+            let reason = format!("{rows} positions × {set} B: {words}");
+            within(phase, "a layer's index sets", sets, reason, "use more ranks (parallel.cp_size)")
+        };
+        self.running().map(sets).collect()
+    }
+
+    /// Keys of the whole prompt, which every rank gathers layer by layer in capture and in the sweep, and their gradient.
+    /// Answers do not gather them: their queries go to every rank.
+    pub(super) fn gathered(&self) -> Vec<Addend> {
         let latent = |layer: &Layer| matches!(layer.mix, Mix::Latent { .. });
         let most = |width: fn(&Layer) -> u64| self.shape.most(|layer| if latent(layer) { width(layer) } else { 0 });
         let state = most(|layer| layer.mix.widths().state) * self.model_bytes;
@@ -133,72 +158,67 @@ impl Sizes<'_> {
             return Vec::new();
         }
         let prompt = self.config.context.prompt_len.0;
-        let micro = self.config.memory.micro_block.0;
-        let carries = most(|layer| layer.mix.widths().carries) * self.acc_bytes;
-        let ask = most(|layer| layer.mix.widths().ask);
-        let output = most(|layer| layer.mix.widths().output);
-        let alone = self.config.cp_size(self.ranks) == 1;
-        let mut sum = Vec::new();
-        for (phase, graph) in self.running() {
-            let row = (ask + output) * (self.model_bytes + self.acc_bytes) * if graph { 2 } else { 1 };
-            sum.push(within(
-                phase,
-                "latent queries and outputs",
-                product(&[micro, row]),
-                format!("{micro} rows × ({ask} and {output} wide)"),
-                "choose a smaller memory.micro_block",
-            ));
-            if !alone {
-                sum.push(within(
-                    phase,
-                    "gathered latents",
-                    product(&[prompt, state]),
-                    format!("{prompt} positions × {state} B, one layer's"),
-                    "choose a shorter context.prompt_len",
-                ));
-            }
-            if graph && self.tail_is_long && !alone {
-                sum.push(within(
-                    phase,
-                    "gradient of gathered latents",
-                    product(&[prompt, carries]),
-                    format!("{prompt} positions × {carries} B, one layer's"),
-                    "set grpo.gradient = \"response\"",
-                ));
-            }
+        let key = most(|layer| layer.mix.widths().carries);
+        let shorter = "choose a shorter context.prompt_len";
+        let mut sum = vec![within(
+            Phase::Capture,
+            "gathered keys",
+            product(&[prompt, state]),
+            format!("{prompt} positions × {state} B, one layer's keys and index keys on every rank"),
+            shorter,
+        )];
+        if self.tail_is_long {
+            sum.extend(self.swept_keys(key));
         }
         if self.through_host() {
+            let carries = key * self.acc_bytes;
             sum.push(addend(
                 "messages between ranks",
                 Place::Host,
                 product(&[prompt, state + if self.tail_is_long { carries } else { 0 }]),
-                format!("{prompt} positions' latents of a layer, and their gradients"),
-                "choose a shorter context.prompt_len",
+                format!("{prompt} positions' keys of a layer, and their gradients"),
+                shorter,
             ));
         }
         sum
     }
 
-    /// Rows on their way to experts and back, if all experts get the same number of rows.
-    pub(super) fn experts(&self) -> Vec<Addend> {
-        let chosen = self.shape.most(|layer| layer.chosen);
-        if chosen == 0 {
-            return Vec::new();
-        }
-        let pairs = (self.config.memory.micro_block.0.saturating_mul(chosen)).min(from_dim(PAIRS_MAX));
-        let (width, inner) = (self.shape.width, self.shape.most(|layer| layer.expert_width));
-        let rows = |(phase, graph): (Phase, bool)| {
-            // Rows, and their gradient and its way back; gate, up and their products, or theirs and their gradients.
-            let (rows, inners, wide_inners) = if graph { (3, 4, 2) } else { (2, 3, 0) };
-            let elements = self.model_bytes * (rows * width + inners * inner) + self.acc_bytes * wide_inners * inner;
+    /// Keys of `key` elements a position in the sweep, with their gradient; then, when the keys are dropped, the gradient's
+    /// way to the owners of the keys.
+    fn swept_keys(&self, key: u64) -> Vec<Addend> {
+        let prompt = self.config.context.prompt_len;
+        let tail = self.config.tail(prompt).0;
+        let keys = product(&[prompt.0, key, self.model_bytes]).0;
+        let gradient = product(&[tail, key, self.acc_bytes]);
+        let knob = "set grpo.gradient = \"response\"";
+        let mut sum = vec![
             within(
-                phase,
-                "rows at experts",
-                product(&[pairs, elements]),
-                format!("{pairs} pairs of a row and an expert × {elements} B, evenly spread"),
-                "choose a smaller memory.micro_block",
-            )
-        };
-        self.running().map(rows).collect()
+                Phase::Sweep,
+                "gathered keys",
+                Bytes(keys),
+                format!("{prompt} positions × {key} × {} B, one layer's on every rank", self.model_bytes),
+                knob,
+            ),
+            within(
+                Phase::Sweep,
+                "gradient of gathered keys",
+                gradient,
+                format!("{tail} positions × {key} × {} B, one layer's on every rank", self.acc_bytes),
+                knob,
+            ),
+        ];
+        if self.config.cp_size(self.ranks) > 1 {
+            let block = self.shape.most(|layer| self.block(layer, self.tail_rows, true));
+            // Twice the gradient, when neither the keys nor a micro-block's tensors are there any more.
+            let further = product(&[gradient.0, 2]).0.saturating_sub(keys.saturating_add(block));
+            sum.push(within(
+                Phase::Sweep,
+                "gradient on its way to its owners",
+                Bytes(further),
+                "sorted by owner, and the parts of all ranks; less what is dropped before".to_owned(),
+                knob,
+            ));
+        }
+        sum
     }
 }

@@ -25,12 +25,10 @@ pub(super) fn addends(sizes: &Sizes<'_>) -> Vec<Addend> {
         sizes.capture(),
         // Saved inputs of the tail, and what the sweep computes in.
         sizes.tail(),
-        // Keys chosen by an indexer.
-        sizes.index_sets(),
-        // Latents of the whole prompt, one layer at a time.
-        sizes.latents(),
-        // Rows on their way to experts on other ranks.
-        sizes.experts(),
+        // Keys and experts that were chosen.
+        sizes.choices(),
+        // Keys of the whole prompt, one layer at a time.
+        sizes.gathered(),
     ]
     .concat()
 }

@@ -15,11 +15,12 @@
 //! the ranks. With sampling and a reference the policy's prompt is captured twice: before rollout, and after the reference.
 //!
 //! Frozen weights have no gradient, so their backward costs one forward, and that of an adapter costs two. Attention's
-//! backward is counted as 2.5 forwards, as in its rate. A multiplication and an addition are two operations.
+//! backward is counted as 2.5 forwards, as in its rates. A multiplication and an addition are two operations.
 
 use super::offload_choice::OffloadChoice;
 use super::operations::{Passes, Rows, Runs, Work, mixing, partial};
 use super::sizes::{adapter_elements, element_bytes};
+use super::special::EXPERT_BYTES;
 use crate::config::{RunConfig, When};
 use crate::model::shape::{INDEX_BYTES, Layer, Mix, Segment, Shape};
 use crate::prompt::pages::Residency;
@@ -133,6 +134,11 @@ impl<'a> StepWork<'a> {
             let operations = (forward + backward) * frozen + (forward + 2.0 * backward) * adapters;
             work.products += 2.0 * rows.count * operations;
         }
+        // Products of experts stand among those of segment B.
+        let experts = 3.0 * float(layer.chosen) * float(self.shape.width) * float(layer.expert_width);
+        let experts = 2.0 * rows.count * (runs.b.forward + runs.b.backward) * experts;
+        work.products -= experts;
+        work.experts += experts;
         work.products += 2.0 * rows.count * runs.choosing * float(layer.constant);
     }
 
@@ -142,7 +148,10 @@ impl<'a> StepWork<'a> {
             products: work.products / self.sharers,
             attention_forward: work.attention_forward / self.sharers,
             attention_backward: work.attention_backward / self.sharers,
+            gathered_forward: work.gathered_forward / self.sharers,
+            gathered_backward: work.gathered_backward / self.sharers,
             choosing: work.choosing / self.sharers,
+            experts: work.experts / self.sharers,
             ..work
         }
     }
@@ -187,6 +196,7 @@ impl<'a> StepWork<'a> {
         }
         let mut work = self.share(mixed);
         work.products += rows.products + 2.0 * float(self.shape.width) * float(self.shape.vocabulary);
+        work.experts += rows.experts / float(self.config.parallel.ep_size.max(1));
         let mut work = work.times(self.group());
         work.reads = self.token_reads();
         work.launches = LAYER_LAUNCHES * (float(self.shape.depth()) + 1.0);
@@ -330,8 +340,9 @@ impl<'a> StepWork<'a> {
             + float(self.shape.sum(|layer| layer.mix.widths().beside)) * self.acc_bytes;
         let sets = self.shape.sum(|layer| layer.mix.chooses().map_or(0, |index| index.top));
         let sets = float(sets) * float(INDEX_BYTES);
+        let experts = float(self.shape.sum(|layer| layer.chosen)) * float(EXPERT_BYTES);
         let kept = |kept: bool, bytes: f64| if kept && self.travels() { bytes } else { 0.0 };
-        self.tail_rows * (inputs + kept(keeping.attention, outputs) + kept(self.choice.keeping.index_sets, sets))
+        self.tail_rows * (inputs + experts + kept(keeping.attention, outputs) + kept(keeping.index_sets, sets))
     }
 
     /// Whether ranks exchange tensors through host memory. From GPU to GPU the time of a message is small.

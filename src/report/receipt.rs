@@ -208,6 +208,9 @@ pub struct Receipt {
     pub keeping: Keeping,
     /// Name of the attention kernel.
     pub attention_kernel: &'static str,
+    /// Name of what computed index scores; absent where no layer has an index.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub index_scores: Option<&'static str>,
     /// Whether ranks exchanged tensors from GPU to GPU; otherwise through host memory.
     pub direct: bool,
     /// Rows of a segment and of a log-probability chunk.

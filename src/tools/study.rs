@@ -244,7 +244,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let weights = world.agree(weights)?;
     world.require_equal("the checkpoint (digest)", weights.digest())?;
     let decoder = spec.decoder(Rc::new(weights), options.kind);
-    world.require_equal("the attention kernel", decoder.kernel().name())?;
+    world.require_equal("the attention kernel", decoder.attention_name())?;
+    world.require_equal("what computes index scores", decoder.index_scores_name().unwrap_or("none"))?;
     let head = Head { rows_max: 512, temperature: 1.0 };
     let study = Study { world, options, decoder, head, ledger: Ledger::default() };
     let mut runs = Vec::new();

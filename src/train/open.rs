@@ -185,9 +185,13 @@ fn open_model(loaded: &Loaded, world: &World, spec: Spec, device: Device) -> Res
     // Each rank forms them with its own machine's power function.
     world.require_equal("the rotary frequencies (digest)", &spec.rotary_digest(accumulation(kind)))?;
     let decoder = spec.decoder(weights.clone(), kind);
-    let kernel = decoder.kernel().name();
+    let kernel = decoder.attention_name();
     world.require_equal("the attention kernel", kernel)?;
     tracing::info!("attention kernel: {kernel}");
+    if let Some(scores) = decoder.index_scores_name() {
+        world.require_equal("what computes index scores", scores)?;
+        tracing::info!("index scores: {scores}");
+    }
     Ok(Model { spec, weights, decoder, digest, _held: held })
 }
 

@@ -175,7 +175,7 @@ impl Session {
     /// Name of the kernel that computes attention.
     #[must_use]
     pub fn attention_kernel(&self) -> &'static str {
-        self.model.decoder.kernel().name()
+        self.model.decoder.attention_name()
     }
 
     /// Digest of the model's checkpoint.

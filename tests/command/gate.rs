@@ -290,6 +290,21 @@ fn bfloat16_is_held_to_its_own_autograd() {
     assert_eq!([places(0), places(1)], [1 + 2 * (1 + 2 * (2 + 1)), 1 + 2]);
 }
 
+/// Each rank holds half of the experts; plain autograd needs all of them on one.
+#[test]
+fn experts_that_are_spread_are_judged_by_plain_autograd_over_all_of_them() {
+    for (family, attention, scores) in
+        [("qwen3_moe", "cpu", Value::Null), ("glm_moe_dsa", "gathered keys, matrix products", json!("plain"))]
+    {
+        let room = Room::with(&[("config.toml", &config(family)), KEY]);
+        gate(&room, "gate2_32k", &[], &["parallel.ep_size=2"]).ended(0, &[]);
+        let two = passed(&room, "gate2_32k");
+        assert!(checks(&two, true).contains(&"parity.exact"), "{two}");
+        let exact = receipt(&room, "gate2_32k/exact");
+        assert_eq!((&exact["attention_kernel"], &exact["index_scores"]), (&json!(attention), &scores), "{family}");
+    }
+}
+
 #[test]
 fn an_unknown_gate_and_a_scale_that_does_not_divide_are_refused() {
     let room = room();

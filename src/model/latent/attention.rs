@@ -44,7 +44,7 @@ pub struct LatentAttention {
 }
 
 /// Most elements of keys that are gathered at one time: 256 MiB in bfloat16.
-const GATHERED_ELEMENTS_MAX: i64 = 1 << 27;
+pub const GATHERED_ELEMENTS_MAX: i64 = 1 << 27;
 /// Rows of all ranks together whose queries meet on every rank at one time.
 const ROUND_ROWS: u64 = 2048;
 

@@ -7,7 +7,7 @@ mod project;
 #[cfg(test)]
 mod tests;
 
-pub use attention::LatentAttention;
 pub(crate) use attention::QueryGradient;
+pub use attention::{GATHERED_ELEMENTS_MAX, LatentAttention};
 pub use index::{IndexProjected, IndexSet, Indexer, LentIndex};
 pub(in crate::model) use project::LatentBlock;

@@ -14,6 +14,7 @@ mod loader;
 mod random;
 mod recent;
 mod share;
+mod whole;
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};

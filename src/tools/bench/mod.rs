@@ -145,6 +145,11 @@ pub struct Report {
     pub micro_block: Tokens,
     /// What the device can do.
     pub rates: Rates,
+    /// Name of what computed attention.
+    pub attention_kernel: &'static str,
+    /// Name of what computed index scores; absent where no layer has an index.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub index_scores: Option<&'static str>,
     /// What one pass over the prompt asks of it, all ranks together.
     pub work: rates::Work,
     /// The source it was built from.
@@ -255,7 +260,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
     let decoder = spec.decoder(weights.clone(), options.kind);
-    world.require_equal("the attention kernel", decoder.kernel().name())?;
+    world.require_equal("the attention kernel", decoder.attention_name())?;
+    world.require_equal("what computes index scores", decoder.index_scores_name().unwrap_or("none"))?;
     let short = spec.first_layers(2).decoder(weights, options.kind);
     let acc = accumulation(options.kind);
     let random = RandomAdapters {
@@ -273,6 +279,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let held_adapters = ledger.hold(Purpose::Adapters, MemorySpace::Device, masters);
     let head = Head { rows_max: 512, temperature: 1.0 };
     let work = rates::Work::of(&spec, options.prompt);
+    let names = (decoder.attention_name(), decoder.index_scores_name());
     let bench = Bench { world, options, decoder, short, adapters, head, work };
     let (mut runs, mut apart) = (Vec::new(), Vec::new());
     bench.warm_up()?;
@@ -303,6 +310,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         micro_block: options.micro_block,
         rates,
         work,
+        attention_kernel: names.0,
+        index_scores: names.1,
         commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
         runs,
         apart,

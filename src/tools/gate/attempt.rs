@@ -155,13 +155,20 @@ impl Attempt<'_> {
     }
 }
 
-/// Bytes of one page's keys and values over all layers.
+/// Bytes of one page over all layers: keys and values, or keys of latents, and index keys in layers that own an index.
 fn page_bytes(config: &RunConfig, spec: &Spec) -> Bytes {
     let element = match config.model.dtype {
         Dtype::Bfloat16 => 2,
         Dtype::Float32 => 4,
         Dtype::Float64 => 8,
     };
-    let position = 2 * spec.kv_heads * spec.head_dim * element;
-    Bytes(config.context.page_size.0 * position * from_index(spec.layers))
+    let layers = from_index(spec.layers);
+    let elements = match &spec.latent {
+        None => 2 * spec.kv_heads * spec.head_dim * layers,
+        Some(latent) => {
+            let owners = latent.index.owners.iter().filter(|&&owner| owner).count();
+            (latent.latent + latent.rotated) * layers + latent.index.dim * from_index(owners)
+        }
+    };
+    Bytes(config.context.page_size.0 * elements * element)
 }

@@ -2,8 +2,8 @@
 //!
 //! Same weights, same prompt, same answers (their first tokens: plain autograd keeps the scores of all of them), adapters
 //! whose B is not zero. Rank 0 runs plain autograd while the others wait. A model of which that does not fit one device is
-//! cut to its first layers; the check says to how many. Every schedule scores with its own forward, so all ratios are 1
-//! and gradients differ by arithmetic alone.
+//! cut to its first layers; the check says to how many. Experts that are spread over ranks are gathered for it on every
+//! rank. Every schedule scores with its own forward, so all ratios are 1 and gradients differ by arithmetic alone.
 //!
 //! float64 and float32 are held to rounding. bfloat16 has 8 bits, so its own autograd is the measure: against autograd in
 //! float32, the paged step may err little more than plain bfloat16 autograd does.
@@ -22,12 +22,13 @@ use crate::model::lora::Adapters;
 use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
+use crate::model::weights::Weights;
 use crate::plan;
 use crate::prompt::handoff::Keeping;
 use crate::report::Check;
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
-use crate::runtime::units::{Bytes, Rank, Tokens, as_index, float, from_index};
+use crate::runtime::units::{Bytes, LayerIndex, Rank, Tokens, as_index, float, from_index};
 use crate::step::conventional::{self, Target};
 use crate::step::finalize;
 use crate::step::objective::{self, Objective, Scaling};
@@ -114,10 +115,11 @@ fn verdict(outcome: &Outcome, kind: Kind, extent: Extent) -> Check {
 }
 
 /// The group, the adapters and the layers that are compared.
-struct Case<'a> {
-    session: &'a Session,
+struct Case {
     spec: Spec,
     kind: Kind,
+    /// Of the layers that are compared, with all experts: plain autograd has them on one rank.
+    weights: Rc<Weights>,
     decoder: Box<dyn Decoder>,
     adapters: Adapters,
     prompt_ids: Vec<i64>,
@@ -129,8 +131,8 @@ struct Case<'a> {
     extent: Extent,
 }
 
-impl<'a> Case<'a> {
-    fn open(session: &'a Session, config: &RunConfig, world: &World) -> Result<Case<'a>, Failure> {
+impl Case {
+    fn open(session: &Session, config: &RunConfig, world: &World) -> Result<Case, Failure> {
         let (whole, weights) = (session.spec(), session.weights());
         let kind = weights.kind();
         let group = session.first_group();
@@ -157,10 +159,11 @@ impl<'a> Case<'a> {
             kind: accumulation(kind),
             device: weights.device(),
         };
+        let weights = Rc::new(weights.part(&spec, kind).with_all_experts(&spec, &world.ep));
         Ok(Case {
-            session,
             kind,
-            decoder: spec.decoder(Rc::new(weights.part(&spec, kind)), kind),
+            decoder: spec.decoder(weights.clone(), kind),
+            weights,
             adapters: random.sample(linears),
             prompt_ids,
             answers: TrainedAnswer::whole_batch(&answer_ids, &advantages, Objective::DEFAULT.aggregation),
@@ -202,7 +205,7 @@ impl<'a> Case<'a> {
         if acc == self.kind {
             return Ok(Outcome { gradient, paged: distance(paged, &own), plain: None });
         }
-        let weights = Rc::new(self.session.weights().part(&self.spec, acc));
+        let weights = Rc::new(self.weights.part(&self.spec, acc));
         let reference = self.plain(&*self.spec.decoder(weights, acc), gradient, tracker)?;
         Ok(Outcome { gradient, paged: distance(paged, &reference), plain: Some(distance(&own, &reference)) })
     }
@@ -245,7 +248,12 @@ fn agreed_layers(session: &Session, extent: Extent, world: &World) -> Result<usi
     };
     let room = world.agree(room)?;
     let available = float(room.0) * ROOM;
-    let fits = |layers: usize| needed(spec, weights.kind(), weights.device(), layers, extent) <= available;
+    let needed = |layers: usize| {
+        // Experts of other ranks come here, and lie twice for a moment.
+        let experts = if world.ep.size() > 1 { 2.0 * expert_bytes(spec, weights.kind(), layers) } else { 0.0 };
+        experts + needed(spec, weights.kind(), weights.device(), layers, extent)
+    };
+    let fits = |layers: usize| needed(layers) <= available;
     let layers = (1..=spec.layers).rev().find(|&layers| fits(layers)).unwrap_or(0);
     // Rank 0 runs it; the others only have to know.
     let layers = as_index(world.all.gather_numbers(from_index(layers)).first().copied().unwrap_or(0));
@@ -253,8 +261,19 @@ fn agreed_layers(session: &Session, extent: Extent, world: &World) -> Result<usi
         return Ok(layers);
     }
     let whole = |bytes: f64| Bytes(f64_bytes(bytes));
-    let needed = whole(needed(spec, weights.kind(), weights.device(), 1, extent)).0;
+    let needed = whole(needed(1)).0;
     world.agree(Err(Error::NoLayerFits { needed, available: whole(available).0 }.into()))
+}
+
+/// Bytes of all experts of the first layers.
+fn expert_bytes(spec: &Spec, kind: Kind, layers: usize) -> f64 {
+    let element = match kind {
+        Kind::Double => 8.0,
+        Kind::Float => 4.0,
+        _ => 2.0,
+    };
+    let of = |layer| spec.experts_of(LayerIndex(layer)).map_or(0.0, |own| float(own.count) * float(own.width));
+    3.0 * float(spec.width) * element * (0..layers).map(of).sum::<f64>()
 }
 
 /// Bytes that plain autograd takes on one device, beside the model that lies there already: the larger of its two forms.
