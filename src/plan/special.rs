@@ -82,11 +82,12 @@ impl Sizes<'_> {
         let mut sum = self.kept_choices("answers' index sets", "prompt's index sets", keys, self.keeping.index_sets);
         sum.extend(self.kept_choices("answers' chosen experts", "tail's chosen experts", experts, true));
         let group = self.config.grpo.group_size;
-        let tokens = self.config.sampled_len();
+        // The ranks of a prompt take turns.
+        let tokens = self.config.sampled_len().0.div_ceil(self.config.cp_size(self.ranks));
         if self.config.rollout.sample && self.config.rollout.keep_choices && keys + experts > 0 {
             let name = "choices of sampled answers";
-            let bytes = product(&[group, tokens.0, keys + experts]);
-            let reason = format!("{group} answers × {tokens} tokens × {} B, on every rank alike", keys + experts);
+            let bytes = product(&[group, tokens, keys + experts]);
+            let reason = format!("{group} answers × {tokens} tokens × {} B", keys + experts);
             let knob = "set rollout.keep_choices = false, or a smaller rollout.max_tokens";
             sum.push(Addend { place: Place::Host, ..within(Phase::Rollout, name, bytes, reason, knob) });
         }

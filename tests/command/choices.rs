@@ -49,13 +49,16 @@ fn held_out_answers_are_scored_with_choices_of_their_own() {
 }
 
 #[test]
-fn the_reference_policy_uses_the_choices_of_sampling_so_that_the_first_divergence_is_nothing() {
+fn the_reference_policy_uses_the_choices_of_sampling_so_that_the_first_divergence_is_rounding() {
     for family in ["glm_moe_dsa", "qwen3_moe"] {
         let room = room(family);
         let sets = ["model.dtype=bfloat16", "run.steps=1", "grpo.kl_coef=0.1"];
         train(&room, 2, "kept", &[&sets[..], &["parallel.ep_size=2"]].concat());
         let step = first_step(&room, "kept");
-        assert_eq!((&step["kl"], &step["ratio"]), (&json!(0.0), &json!([1.0, 1.0])), "{family}: {step}");
+        // The reference captures the prompt without a tail, so its last row is rounded in another block; a choice of its own
+        // would be 0.01 to 0.1 off.
+        let kl = step["kl"].as_f64().unwrap();
+        assert!(kl.abs() < 1e-3 && step["ratio"] == json!([1.0, 1.0]), "{family}: {step}");
         assert_eq!(step.get("choices_changed").filter(|share| !share.is_null()), None, "{step}");
         train(&room, 2, "again", &[&sets[..], &["rollout.keep_choices=false"]].concat());
         let share = first_step(&room, "again")["choices_changed"].as_f64();

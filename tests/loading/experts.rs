@@ -209,8 +209,10 @@ fn the_correction_bias_keeps_the_accumulation_dtype_and_may_be_zero() {
     draft.write();
     for (kind, wide) in [(Kind::BFloat16, Kind::Float), (Kind::Half, Kind::Float), (Kind::Double, Kind::Double)] {
         let weights = load(&draft, kind, ExpertShare::ALL).unwrap();
-        let others = weights.iter().filter(|(name, tensor)| tensor.kind() != kind && !name.contains("correction"));
-        assert_eq!(others.count(), 0);
+        // What decides between scores that lie close together: the sigmoid router, and the weights of an index's heads.
+        let decides = |name: &str| [".mlp.gate.", ".indexer.weights_proj."].iter().any(|part| name.contains(part));
+        let misfit = |(name, tensor): &(&str, Tensor)| tensor.kind() != if decides(name) { wide } else { kind };
+        assert_eq!(weights.iter().filter(misfit).count(), 0);
         assert_eq!(weights.get(BIAS).kind(), wide);
         let values = Vec::<f64>::try_from(weights.get(BIAS).to_kind(Kind::Double)).unwrap();
         assert!(values.iter().zip([0.0, 0.0, 70_001.0, 0.0, 0.0]).all(|(value, wanted)| (value - wanted).abs() < 1e-9));
