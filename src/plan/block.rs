@@ -84,12 +84,13 @@ impl Sizes<'_> {
             Dtype::Float32 => Kind::Float,
             Dtype::Float64 => Kind::Double,
         };
-        let scratch =
-            |scoring: Scoring| scoring.scratch_bytes(as_dim(rows), as_dim(index.heads), kind, as_dim(index.top)).0;
+        // Scores are formed for a few thousand rows at a time, however many there are.
+        let few = as_dim(rows.min(1 << 20));
+        let scratch = |scoring: Scoring| scoring.scratch_bytes(few, as_dim(index.heads), kind, as_dim(index.top)).0;
         // The plain form takes as many keys at a time as there are, up to a bound; candidates are the keys and the best so far.
         let keys = self.config.context.max_seq_len.0;
-        let candidates = 2 * keys * (2 * (self.acc_bytes + 8) + 3 * 8);
-        let plain = product(&[rows, keys * index.heads * self.acc_bytes + candidates]).0;
+        let of_a_key = index.heads * self.acc_bytes + 2 * (2 * (self.acc_bytes + 8) + 3 * 8);
+        let plain = product(&[rows, keys, of_a_key]).0;
         let compiled = if self.copies_overlap { scratch(Scoring::Compiled) } else { 0 };
         let queries = product(&[rows, index.heads, index.dim, self.model_bytes]).0;
         queries.saturating_add(scratch(Scoring::Plain).min(plain).max(compiled))
