@@ -164,6 +164,20 @@ pub struct Captured {
     pub last_row: Option<Tensor>,
 }
 
+impl Captured {
+    /// The same prompt for `answers`. What was chosen when answers were sampled serves those answers alone: for others than the
+    /// `sampled` it is dropped.
+    #[must_use]
+    pub fn for_answers(mut self, sampled: &[Vec<i64>], answers: &[Vec<i64>], ledger: &Ledger) -> Captured {
+        if sampled != answers {
+            self.choices = Rc::new(ChoicePool::new(Residency::Host, ledger));
+            self.from_sampling = false;
+            self.drawn = None;
+        }
+        self
+    }
+}
+
 /// Mixer outputs of the tail's stretches, layer by layer, with the tensors that their backward needs.
 #[derive(Debug)]
 pub struct MixedPool {

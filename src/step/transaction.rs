@@ -67,11 +67,11 @@ impl Transaction<'_> {
             Ok(None) => (None, Ok(Vec::new())),
             Err(failure) => (None, Err(failure)),
         };
+        let sampled: Vec<Vec<i64>> = answers.iter().flatten().map(|answer| answer.ids.clone()).collect();
         match reward(observer, answers)? {
             Verdict::Skip => Ok(Outcome::Skipped),
             Verdict::Score(answers) => {
-                // They are other answers than those that were sampled.
-                let captured = captured.filter(|captured| !captured.from_sampling);
+                let captured = captured.map(|held| held.for_answers(&sampled, &answers, self.policy.cp_group.ledger));
                 Ok(Outcome::Scored(Box::new(self.score(prompt_ids, captured, answers, observer)?)))
             }
             Verdict::Train(answers) => {
