@@ -28,7 +28,7 @@ use super::planes::Planes;
 use crate::prompt::layout::{PromptLayout, Run, Span, TileSizes, tiles};
 use crate::prompt::pages::PlaneRow;
 use crate::prompt::ring::{RingRuns, visit_runs, visit_runs_with_sums};
-use crate::runtime::units::{Tokens, as_dim, from_dim, from_index};
+use crate::runtime::units::{as_dim, from_dim};
 use crate::tensor::accumulation;
 use crate::tensor::attention::{self, Merged, Partial};
 use crate::tensor::kernels::Kernel;
@@ -237,19 +237,8 @@ impl Mixer for Attention {
         if own_kv.k_tgd.size()[1] > 0 {
             merging.add(&all, &few(&own_kv));
         }
-        if cp_group.axis.size() == 1 {
-            return merging.out_thd.to_kind(self.kind);
-        }
-        // 3. Every rank merges all parts in rank order, so that all hold the same bits.
-        let counts = vec![Tokens(from_dim(answers)); cp_group.axis.size()];
-        let out_rhd = gather_rows(cp_group.axis, &merging.out_thd, &counts);
-        let lse_rh = gather_rows(cp_group.axis, &merging.lse_th, &counts);
-        let merged = self.no_keys_yet(answers, q_ahd.device());
-        for rank in (0..cp_group.axis.size()).map(|rank| as_dim(from_index(rank))) {
-            let part = |x: &Tensor| x.narrow(0, rank * answers, answers);
-            merged.add(&all, &Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
-        }
-        merged.out_thd.to_kind(self.kind)
+        // 3. Parts of all ranks.
+        merging.of_all_ranks(cp_group.axis, self.kind)
     }
 
     fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput {

@@ -8,9 +8,10 @@ use tch::{Device, Kind, Tensor};
 use super::mixer::Mixed;
 use super::planes::Planes;
 use crate::prompt::layout::{Piece, Tile, positions};
-use crate::runtime::units::{Position, as_dim};
+use crate::runtime::units::{Position, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::attention::Partial;
-use crate::world::exchange::{merge_into, nothing};
+use crate::world::Axis;
+use crate::world::exchange::{gather_rows, merge_into, nothing};
 
 /// Queries of some rows after rotation: the one query plane.
 #[derive(Debug)]
@@ -144,6 +145,24 @@ impl Merging {
         } else {
             merge_into(&mut out_thd, &mut lse_th, &part.out_thd, &part.lse_th);
         }
+    }
+
+    /// The output of the same rows on every rank in the model's dtype: each rank merges the parts of all in rank order, so that
+    /// all hold the same bits.
+    pub(in crate::model) fn of_all_ranks(self, axis: &Axis, kind: Kind) -> Tensor {
+        if axis.size() == 1 {
+            return self.out_thd.to_kind(kind);
+        }
+        let (rows, heads, width) = self.out_thd.size3().expect("output is laid out as [t, h, d]");
+        let counts = vec![Tokens(from_dim(rows)); axis.size()];
+        let out_rhd = gather_rows(axis, &self.out_thd, &counts);
+        let lse_rh = gather_rows(axis, &self.lse_th, &counts);
+        let merged = Merging::new([rows, heads, width], self.out_thd.kind(), self.out_thd.device());
+        for rank in (0..axis.size()).map(|rank| as_dim(from_index(rank))) {
+            let part = |x: &Tensor| x.narrow(0, rank * rows, rows);
+            merged.add(&(0..rows), &Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
+        }
+        merged.out_thd.to_kind(kind)
     }
 
     /// The output in the model's dtype, with the log-sum-exp as the one saved plane.

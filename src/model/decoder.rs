@@ -100,6 +100,15 @@ pub trait Decoder {
         adapters: &Adapters,
     ) -> IndexProjected;
 
+    /// The keys of [`Decoder::project_index`] alone, [t, i].
+    fn project_index_keys(
+        &self,
+        layer: LayerIndex,
+        x_tw: &Tensor,
+        positions: Range<i64>,
+        adapters: &Adapters,
+    ) -> Tensor;
+
     /// The experts of this layer, if it has them.
     fn experts(&self, layer: LayerIndex) -> Option<&Experts>;
 

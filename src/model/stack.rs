@@ -216,6 +216,17 @@ impl Decoder for Stack {
         self.latent(layer, latent, adapters).index(x_tw, positions)
     }
 
+    fn project_index_keys(
+        &self,
+        layer: LayerIndex,
+        x_tw: &Tensor,
+        positions: Range<i64>,
+        adapters: &Adapters,
+    ) -> Tensor {
+        let latent = self.formulas.spec.latent.as_ref().expect("only layers that own an index are asked for its keys");
+        self.latent(layer, latent, adapters).index_keys(x_tw, positions)
+    }
+
     fn experts(&self, layer: LayerIndex) -> Option<&Experts> {
         self.experts[layer.0].as_ref()
     }

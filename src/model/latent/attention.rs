@@ -114,7 +114,7 @@ impl LatentAttention {
     }
 
     /// What `q_thk` see of the keys that were found for them.
-    pub(super) fn attend(&self, q_thk: &Tensor, keys: &Keys, found: &Found) -> Partial {
+    pub(super) fn attend(&self, q_thk: &Tensor, keys: &Keys, found: &Found) -> Merging {
         let (rows, width) = (q_thk.size()[0], found.width());
         let merging = Merging::new([rows, self.heads, self.latent], accumulation(self.kind), q_thk.device());
         if width > 0 && keys.rows() > 0 {
@@ -125,7 +125,7 @@ impl LatentAttention {
                 merging.add(&part, &self.softmax(score_thm, &gathered.key_tmk.narrow(2, 0, self.latent)));
             }
         }
-        Partial { out_thd: merging.out_thd, lse_th: merging.lse_th }
+        merging
     }
 
     /// Backward of [`LatentAttention::attend`] with merged outputs: dq in the accumulation dtype. Gradient of keys adds up in
@@ -167,8 +167,7 @@ impl LatentAttention {
     pub(crate) fn prompt(&self, q_thk: &Tensor, key_sk: &Tensor, position_tn: &Tensor) -> Mixed {
         let keys = all_keys(key_sk, None);
         let found = keys.find(position_tn);
-        let Partial { out_thd, lse_th } = self.attend(q_thk, &keys, &found);
-        Mixed { out: out_thd.to_kind(self.kind), saved: vec![lse_th].into() }
+        self.attend(q_thk, &keys, &found).finish(self.kind)
     }
 
     /// Backward of [`LatentAttention::prompt`]: dq in the model's dtype. Gradient of the keys at positions from `cut` on adds
@@ -347,7 +346,8 @@ impl Mixer for LatentAttention {
             let start = as_dim(run.start.0);
             let run = KeyRun { positions: start..start + key_sk.size()[0], key_sk, gradient_sk: None };
             let keys = Keys::new(vec![run], self.key_width(), self.kind, device);
-            merging.add(&all, &self.attend(q_ahk, &keys, &keys.find(index.positions())));
+            let Merging { out_thd, lse_th, .. } = self.attend(q_ahk, &keys, &keys.find(index.positions()));
+            merging.add(&all, &Partial { out_thd, lse_th });
         }
         // 2. The answers' own keys on this rank, [answers, rows, k].
         let own_ark = key_plane(&own.visible(None)).shallow_clone();
@@ -362,20 +362,8 @@ impl Mixer for LatentAttention {
             let score_ahr = self.scores(q_ahk, &own_ark, &seen.narrow(1, 0, rows).logical_not());
             merging.add(&all, &self.softmax(score_ahr, &own_ark.narrow(2, 0, self.latent)));
         }
-        let ranks = cp_group.axis.size();
-        if ranks == 1 {
-            return merging.out_thd.to_kind(self.kind);
-        }
-        // 3. Every rank merges all parts in rank order, so that all hold the same bits.
-        let counts = vec![Tokens(from_dim(answers)); ranks];
-        let out_rhc = gather_rows(cp_group.axis, &merging.out_thd, &counts);
-        let lse_rh = gather_rows(cp_group.axis, &merging.lse_th, &counts);
-        let merged = Merging::new([answers, self.heads, self.latent], acc, device);
-        for rank in (0..ranks).map(|rank| as_dim(from_index(rank))) {
-            let part = |x: &Tensor| x.narrow(0, rank * answers, answers);
-            merged.add(&all, &Partial { out_thd: part(&out_rhc), lse_th: part(&lse_rh) });
-        }
-        merged.out_thd.to_kind(self.kind)
+        // 3. Parts of all ranks.
+        merging.of_all_ranks(cp_group.axis, self.kind)
     }
 
     fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput {

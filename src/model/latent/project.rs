@@ -123,30 +123,41 @@ impl LatentBlock<'_> {
         y_htn.transpose(0, 1)
     }
 
+    /// Keys that the index of this layer leaves of rows, [t, i] in the model's dtype; a constant of every gradient.
+    pub(in crate::model) fn index_keys(&self, x_tw: &Tensor, positions: Range<i64>) -> Tensor {
+        tch::no_grad(|| self.index_keys_of(&self.normed(x_tw), positions))
+    }
+
+    fn index_keys_of(&self, normed_tw: &Tensor, positions: Range<i64>) -> Tensor {
+        let weight = |name: &str| self.formulas.weights.get(&self.name(&format!("indexer.{name}")));
+        let k = normed_tw.linear(&weight("wk.weight"), None::<&Tensor>);
+        let (norm, bias) = (weight("k_norm.weight"), weight("k_norm.bias"));
+        let k = k.layer_norm([as_dim(self.latent.index.dim)], Some(norm), Some(bias), INDEX_NORM_EPS, false);
+        let angles = self.rotation.angles(positions);
+        let k = rotate_interleaved(&k.unsqueeze(1), &angles.cos_td, &angles.sin_td).squeeze_dim(1);
+        k.to_kind(self.formulas.kind)
+    }
+
     /// What the index of this layer reads and leaves of rows; a constant of every gradient.
     pub(in crate::model) fn index(&self, x_tw: &Tensor, positions: Range<i64>) -> IndexProjected {
         tch::no_grad(|| {
-            let (kind, acc) = (self.formulas.kind, accumulation(self.formulas.kind));
+            let acc = accumulation(self.formulas.kind);
             let index = &self.latent.index;
             let (heads, dim) = (as_dim(index.heads), as_dim(index.dim));
             let weight = |name: &str| self.formulas.weights.get(&self.name(&format!("indexer.{name}")));
             let rows = x_tw.size()[0];
             let normed_tw = self.normed(x_tw);
             let angles = self.rotation.angles(positions.clone());
-            let rotate = |x: &Tensor| rotate_interleaved(x, &angles.cos_td, &angles.sin_td);
             let q = self.compressed(&normed_tw).linear(&weight("wq_b.weight"), None::<&Tensor>);
-            let q_tji = rotate(&q.view([rows, heads, dim]));
-            let k = normed_tw.linear(&weight("wk.weight"), None::<&Tensor>);
-            let k =
-                k.layer_norm([dim], Some(weight("k_norm.weight")), Some(weight("k_norm.bias")), INDEX_NORM_EPS, false);
-            let key_ti = rotate(&k.unsqueeze(1)).squeeze_dim(1);
+            let q_tji = rotate_interleaved(&q.view([rows, heads, dim]), &angles.cos_td, &angles.sin_td);
+            let key_ti = self.index_keys_of(&normed_tw, positions.clone());
             let scale = 1.0 / (float(index.heads) * float(index.dim)).sqrt();
             let weight_tj =
                 normed_tw.to_kind(acc).matmul(&weight("weights_proj.weight").to_kind(acc).transpose(0, 1)) * scale;
             let position_t = row_positions(positions, x_tw.device());
             // One position may stand for several rows.
             let position_t = position_t.expand([rows], false).to_kind(Kind::Int64);
-            IndexProjected { rows: IndexRows { q_tji, weight_tj, position_t }, key_ti: key_ti.to_kind(kind) }
+            IndexProjected { rows: IndexRows { q_tji, weight_tj, position_t }, key_ti }
         })
     }
 }

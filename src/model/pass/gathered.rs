@@ -104,8 +104,8 @@ impl Pass<'_> {
             let state = self.decoder.project_state(layer, &x_tw, positions(&micro.piece), self.adapters);
             rows.store(&micro.piece, KEYS, state.tensors());
             if indexer.is_some() {
-                let index = self.decoder.project_index(layer, &x_tw, positions(&micro.piece), self.adapters);
-                rows.store(&micro.piece, INDEX_KEYS, &[index.key_ti]);
+                let key_ti = self.decoder.project_index_keys(layer, &x_tw, positions(&micro.piece), self.adapters);
+                rows.store(&micro.piece, INDEX_KEYS, &[key_ti]);
             }
         }
         // 2. Keys of all ranks.
