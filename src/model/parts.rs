@@ -109,6 +109,45 @@ impl IndexSpec {
     }
 }
 
+/// A gated delta rule behind a short convolution, in some layers, in the place of attention. Widths are counts of elements.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DeltaSpec {
+    /// How many heads queries and keys have.
+    pub key_heads: u64,
+    /// How many heads values have; a multiple of `key_heads`.
+    pub value_heads: u64,
+    /// Width of a head's query and key.
+    pub key_dim: u64,
+    /// Width of a head's value.
+    pub value_dim: u64,
+    /// Inputs of the convolution.
+    pub taps: u64,
+    /// Whether a checkpoint joins the input projections: `in_proj_qkvz` and `in_proj_ba`, rows by key head.
+    pub joined: bool,
+    /// Per layer: whether it has the rule. The others have attention.
+    pub layers: Vec<bool>,
+}
+
+impl DeltaSpec {
+    /// Width of all queries, and of all keys.
+    #[must_use]
+    pub fn keys(&self) -> u64 {
+        self.key_heads * self.key_dim
+    }
+
+    /// Width of all values.
+    #[must_use]
+    pub fn values(&self) -> u64 {
+        self.value_heads * self.value_dim
+    }
+
+    /// Channels of the convolution: queries, keys and values.
+    #[must_use]
+    pub fn channels(&self) -> u64 {
+        2 * self.keys() + self.values()
+    }
+}
+
 /// How scores of experts follow from the router's logits.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -130,6 +169,10 @@ pub struct ExpertSpec {
     pub width: u64,
     /// Width of the inner layer of the feed-forward that every row passes besides; 0 without one.
     pub shared_width: u64,
+    /// Whether a gate of one number a row, sigmoid of a product with `shared_expert_gate`, multiplies the output of that
+    /// feed-forward.
+    #[serde(skip_serializing_if = "is_false")]
+    pub shared_gate: bool,
     /// How scores follow from logits.
     pub router: Router,
     /// Whether the scores of a row's experts are divided by their sum.
@@ -144,7 +187,18 @@ pub struct ExpertSpec {
     pub sparse: Vec<bool>,
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
+
 impl ExpertSpec {
+    /// Name in a layer of the feed-forward that every row passes besides.
+    #[must_use]
+    pub fn shared_name(&self) -> &'static str {
+        if self.shared_gate { "mlp.shared_expert" } else { "mlp.shared_experts" }
+    }
+
     /// Name of the tensor of a layer's gate and up weights, [experts, 2 · width, inputs], gate rows first. Of experts that
     /// are spread over ranks a rank holds its own.
     #[must_use]

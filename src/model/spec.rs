@@ -9,7 +9,7 @@ use tch::{Device, Kind};
 
 use super::config_reader::Problem;
 pub use super::parts::{Activation, Biases, BlockNorms, NormForm};
-use super::parts::{ExpertSpec, LatentSpec, Router};
+use super::parts::{DeltaSpec, ExpertSpec, LatentSpec, Router};
 use super::problems::Problems;
 use super::rope::{Rope, RopeSpec};
 use crate::runtime::digest::sha256_hex;
@@ -113,6 +113,12 @@ pub struct Spec {
     /// Feed-forwards of experts; `None`: no layer has them.
     #[serde(skip_serializing_if = "is_default")]
     pub experts: Option<ExpertSpec>,
+    /// Gated delta rules; `None`: no layer has one.
+    #[serde(skip_serializing_if = "is_default")]
+    pub delta: Option<DeltaSpec>,
+    /// Whether the query projection yields a gate with each query, whose sigmoid multiplies the head's output.
+    #[serde(skip_serializing_if = "is_default")]
+    pub gated_attention: bool,
 }
 
 fn is_default<T: Default + PartialEq>(field: &T) -> bool {
@@ -188,17 +194,32 @@ impl Spec {
             let module = format!("model.layers.{layer}.{part}.{projection}");
             Linear { layer, projection, module, inputs, outputs }
         };
-        let mut linears: Vec<Linear> = match &self.latent {
-            None => {
+        let mut linears: Vec<Linear> = match (self.delta_of(layer), &self.latent) {
+            (Some(delta), _) => {
+                let inputs: &[(&'static str, u64)] = if delta.joined {
+                    &[("in_proj_qkvz", delta.channels() + delta.values()), ("in_proj_ba", 2 * delta.value_heads)]
+                } else {
+                    &[
+                        ("in_proj_qkv", delta.channels()),
+                        ("in_proj_z", delta.values()),
+                        ("in_proj_b", delta.value_heads),
+                        ("in_proj_a", delta.value_heads),
+                    ]
+                };
+                let inputs = inputs.iter().map(|&(name, outputs)| of("linear_attn", name, self.width, outputs));
+                inputs.chain([of("linear_attn", "out_proj", delta.values(), self.width)]).collect()
+            }
+            (None, None) => {
                 let (query_width, kv_width) = (self.query_heads * self.head_dim, self.kv_heads * self.head_dim);
+                let gates = if self.gated_attention { query_width } else { 0 };
                 vec![
-                    of("self_attn", "q_proj", self.width, query_width),
+                    of("self_attn", "q_proj", self.width, query_width + gates),
                     of("self_attn", "k_proj", self.width, kv_width),
                     of("self_attn", "v_proj", self.width, kv_width),
                     of("self_attn", "o_proj", query_width, self.width),
                 ]
             }
-            Some(latent) => vec![
+            (None, Some(latent)) => vec![
                 of("self_attn", "q_a_proj", self.width, latent.query_rank),
                 of("self_attn", "q_b_proj", latent.query_rank, self.query_heads * self.head_dim),
                 of("self_attn", "kv_a_proj_with_mqa", self.width, latent.latent + latent.rotated),
@@ -209,7 +230,7 @@ impl Spec {
         match self.experts_of(layer) {
             None => linears.extend(self.feed_forward(layer, "mlp", self.ffn_width)),
             Some(experts) if experts.shared_width == 0 => {}
-            Some(experts) => linears.extend(self.feed_forward(layer, "mlp.shared_experts", experts.shared_width)),
+            Some(experts) => linears.extend(self.feed_forward(layer, experts.shared_name(), experts.shared_width)),
         }
         linears
     }
@@ -231,6 +252,12 @@ impl Spec {
                 let module = format!("model.layers.{layer}.{part}.{projection}");
                 Linear { layer, projection, module, inputs, outputs }
             })
+    }
+
+    /// The layer's gated delta rule; `None` where it has attention.
+    #[must_use]
+    pub fn delta_of(&self, layer: LayerIndex) -> Option<&DeltaSpec> {
+        self.delta.as_ref().filter(|delta| delta.layers[layer.0])
     }
 
     /// What the layer's experts are; `None` where its feed-forward has none.
@@ -295,7 +322,7 @@ impl Spec {
         let mut tensors = vec![norm("input_layernorm", self.width)];
         let mut before_feed_forward = true;
         for linear in self.linear_layers_of(layer) {
-            if before_feed_forward && !linear.module.contains("self_attn") {
+            if before_feed_forward && linear.module.contains(".mlp.") {
                 before_feed_forward = false;
                 tensors.extend(self.before_feed_forward(layer));
             }
@@ -311,6 +338,11 @@ impl Spec {
                 (Some(latent), "q_a_proj") => tensors.push(norm("self_attn.q_a_layernorm", latent.query_rank)),
                 (Some(latent), "kv_a_proj_with_mqa") => tensors.push(norm("self_attn.kv_a_layernorm", latent.latent)),
                 _ => {}
+            }
+            if let Some(delta) =
+                self.delta_of(layer).filter(|_| matches!(linear.projection, "in_proj_a" | "in_proj_ba"))
+            {
+                tensors.extend(delta_tensors(layer, delta));
             }
         }
         if before_feed_forward {
@@ -334,6 +366,9 @@ impl Spec {
             tensors.push(named("mlp.gate.weight", &[experts.count, self.width]));
             if experts.router == Router::Sigmoid {
                 tensors.push(named("mlp.gate.e_score_correction_bias", &[experts.count]));
+            }
+            if experts.shared_gate {
+                tensors.push(named("mlp.shared_expert_gate.weight", &[1, self.width]));
             }
         }
         tensors
@@ -375,6 +410,7 @@ impl Spec {
         first.window.truncate(layers);
         first.latent.iter_mut().for_each(|latent| latent.index.owners.truncate(layers));
         first.experts.iter_mut().for_each(|experts| experts.sparse.truncate(layers));
+        first.delta.iter_mut().for_each(|delta| delta.layers.truncate(layers));
         first
     }
 
@@ -412,6 +448,17 @@ impl Spec {
     pub fn context_note(&self, positions: Tokens) -> Option<String> {
         context_note(self.max_positions, self.rope.stretched_positions(), positions)
     }
+}
+
+/// The tensors of a gated delta rule that are no linear layers.
+fn delta_tensors(layer: LayerIndex, delta: &DeltaSpec) -> Vec<Expected> {
+    let named = |name: &str, shape: &[u64]| Expected::new(format!("model.layers.{layer}.linear_attn.{name}"), shape);
+    vec![
+        named("conv1d.weight", &[delta.channels(), 1, delta.taps]),
+        named("A_log", &[delta.value_heads]),
+        named("dt_bias", &[delta.value_heads]),
+        named("norm.weight", &[delta.value_dim]),
+    ]
 }
 
 /// A config.json as it stands in a file, and the file's name. `path` is that of a folder or of the file.

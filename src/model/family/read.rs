@@ -98,6 +98,7 @@ fn experts(keys: &mut ConfigReader<'_>, defaults: &ExpertDefaults, layers: usize
         chosen,
         width: keys.size("moe_intermediate_size", Some(defaults.width)),
         shared_width: 0,
+        shared_gate: false,
         router: Router::Softmax,
         normalised: keys.flag("norm_topk_prob", defaults.normalised),
         scaling: 1.0,

@@ -1,0 +1,166 @@
+//! The gated delta rule and the convolution before it, over consecutive rows.
+//!
+//! Rows are an affine map of the state before them: S_out = T S + B and O = C S + O₀, so that states can be composed over
+//! blocks and ranks. States are of the accumulation dtype whatever the model's. [`plain`] has the formulas.
+
+pub mod plain;
+
+use tch::{Device, Kind, Tensor};
+
+use super::boundary::backward as backward_graph;
+use crate::tensor::{self, accumulation};
+
+/// Heads and widths of a rule.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct DeltaHeads {
+    /// How many heads queries and keys have.
+    pub key_heads: i64,
+    /// How many heads values have; value head n goes with key head n / (`value_heads` / `key_heads`).
+    pub value_heads: i64,
+    /// Width of a head's query and key.
+    pub key_dim: i64,
+    /// Width of a head's value.
+    pub value_dim: i64,
+}
+
+impl DeltaHeads {
+    /// Channels of a row: queries, then keys, then values.
+    #[must_use]
+    pub fn channels(&self) -> i64 {
+        2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    }
+
+    /// Shape of the state.
+    #[must_use]
+    pub fn state(&self) -> [i64; 3] {
+        [self.value_heads, self.key_dim, self.value_dim]
+    }
+}
+
+/// What the rule reads of consecutive rows.
+#[derive(Debug)]
+pub struct DeltaRows {
+    /// Queries, keys and values after the convolution, in the model's dtype; queries and keys are not yet normalised.
+    pub y_tu: Tensor,
+    /// Logarithm of the decay, at most 0, in the accumulation dtype.
+    pub decay_th: Tensor,
+    /// Strength of the correction, in the accumulation dtype.
+    pub strength_th: Tensor,
+}
+
+/// Rows as a map of the state before them, in the accumulation dtype.
+#[derive(Debug)]
+pub struct Transition {
+    /// T, [h, k, k].
+    pub factor_hkk: Tensor,
+    /// B, [h, k, v].
+    pub increment_hkv: Tensor,
+}
+
+/// Gradient of what the rule read.
+#[derive(Debug)]
+pub struct DeltaGradient {
+    /// That of the rows, in the dtypes of the rows.
+    pub rows: DeltaRows,
+    /// That of the state before the rows, [h, k, v] in the accumulation dtype.
+    pub dstate_hkv: Tensor,
+}
+
+/// What computes the rule; must be equal on all ranks.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Form {
+    /// Operations of libtorch.
+    Plain,
+}
+
+impl Form {
+    /// The form for heads in dtype `kind` on a device.
+    #[must_use]
+    pub fn choose(_device: Device, _heads: &DeltaHeads, _taps: i64, _kind: Kind) -> Form {
+        Form::Plain
+    }
+
+    /// Its name in receipts.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Form::Plain => "matrix products",
+        }
+    }
+
+    /// Most rows of one call: what a call holds besides its input and output grows with them.
+    #[must_use]
+    pub fn rows_max(self, device: Device) -> i64 {
+        match (self, device) {
+            (Form::Plain, Device::Cpu) => 1_024,
+            (Form::Plain, _) => 8_192,
+        }
+    }
+
+    /// Output of rows, [t, h, v] in the model's dtype, and the state after them, [h, k, v] in the accumulation dtype.
+    #[must_use]
+    pub fn forward(self, heads: &DeltaHeads, rows: &DeltaRows, state_hkv: &Tensor) -> (Tensor, Tensor) {
+        match self {
+            Form::Plain => plain::forward(heads, rows, state_hkv),
+        }
+    }
+
+    /// Rows as a map of the state before them.
+    #[must_use]
+    pub fn transition(self, heads: &DeltaHeads, rows: &DeltaRows) -> Transition {
+        match self {
+            Form::Plain => plain::transition(heads, rows),
+        }
+    }
+
+    /// Gradient of the state before rows, [h, k, v] in the accumulation dtype, as far as it comes through their output,
+    /// whose gradient is [t, h, v]: Cᵀ dO.
+    #[must_use]
+    pub fn pull(self, heads: &DeltaHeads, rows: &DeltaRows, dout_thv: &Tensor) -> Tensor {
+        match self {
+            Form::Plain => plain::pull(heads, rows, dout_thv),
+        }
+    }
+
+    /// Gradient of rows and of the state before them, from those of their output, [t, h, v] in the model's dtype, and of the
+    /// state after them, [h, k, v] in the accumulation dtype.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn backward(
+        self,
+        heads: &DeltaHeads,
+        rows: &DeltaRows,
+        state_hkv: &Tensor,
+        dout_thv: &Tensor,
+        dstate_hkv: &Tensor,
+    ) -> Result<DeltaGradient, tensor::Error> {
+        match self {
+            Form::Plain => plain::backward(heads, rows, state_hkv, dout_thv, dstate_hkv),
+        }
+    }
+
+    /// The causal convolution of each channel, then z · sigmoid(z): [t, u] in the dtype of `u_eu`, [taps − 1 + t, u], which
+    /// begins with the rows before. `weight_uj` is [u, taps], its last column for the row itself.
+    #[must_use]
+    pub fn convolve(self, u_eu: &Tensor, weight_uj: &Tensor) -> Tensor {
+        match self {
+            Form::Plain => plain::convolve(u_eu, weight_uj),
+        }
+    }
+
+    /// Gradient of the input of [`Form::convolve`] from that of its output, [taps − 1 + t, u] in the accumulation dtype.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn convolve_backward(self, u_eu: &Tensor, weight_uj: &Tensor, dy_tu: &Tensor) -> Result<Tensor, tensor::Error> {
+        match self {
+            Form::Plain => {
+                let leaf = u_eu.detach().set_requires_grad(true);
+                let y_tu = tch::with_grad(|| plain::convolve(&leaf, weight_uj));
+                backward_graph(&[(&y_tu, dy_tu)])?;
+                Ok(leaf.grad().to_kind(accumulation(u_eu.kind())))
+            }
+        }
+    }
+}
