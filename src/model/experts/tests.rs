@@ -14,6 +14,7 @@ fn spec(router: Router, groups: u64, kept_groups: u64, chosen: u64) -> ExpertSpe
         chosen,
         width: 5,
         shared_width: 0,
+        shared_gate: false,
         router,
         normalised: true,
         scaling: 2.5,

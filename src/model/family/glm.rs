@@ -56,6 +56,8 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>) ->
         logit_cap: None,
         latent: Some(latent),
         experts: Some(experts(keys, layers)),
+        delta: None,
+        gated_attention: false,
     }
 }
 
@@ -144,6 +146,7 @@ fn experts(keys: &mut ConfigReader<'_>, layers: usize) -> ExpertSpec {
         chosen,
         width,
         shared_width: keys.size("n_shared_experts", Some(1)) * width,
+        shared_gate: false,
         router: Router::Sigmoid,
         normalised: keys.flag("norm_topk_prob", true),
         scaling: keys.positive("routed_scaling_factor", Some(2.5)),

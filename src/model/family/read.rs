@@ -74,6 +74,8 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, ow
         scaled_embeddings: own.scaled_embeddings,
         logit_cap: logit_cap(keys, own.soft_caps),
         latent: None,
+        delta: None,
+        gated_attention: false,
         experts: own.experts.map(|defaults| experts(keys, &defaults, layers)),
     }
 }
