@@ -113,12 +113,12 @@ impl Form {
         }
     }
 
-    /// Gradient of the state before rows, [h, k, v] in the accumulation dtype, as far as it comes through their output,
-    /// whose gradient is [t, h, v]: Cᵀ dO.
+    /// Gradient of the state before rows, [h, k, v] in the accumulation dtype, from that of their output, [t, h, v], and of
+    /// the state after them: Cᵀ dO + Tᵀ dS. No other gradient is formed.
     #[must_use]
-    pub fn pull(self, heads: &DeltaHeads, rows: &DeltaRows, dout_thv: &Tensor) -> Tensor {
+    pub fn pull(self, heads: &DeltaHeads, rows: &DeltaRows, dout_thv: &Tensor, dstate_hkv: &Tensor) -> Tensor {
         match self {
-            Form::Plain => plain::pull(heads, rows, dout_thv),
+            Form::Plain => plain::pull(heads, rows, dout_thv, dstate_hkv),
         }
     }
 

@@ -149,11 +149,11 @@ pub fn transition(heads: &DeltaHeads, rows: &DeltaRows) -> Transition {
     }
 }
 
-/// Gradient of the state before rows, [h, k, v] in the accumulation dtype, as far as it comes through their output: Cᵀ dO.
+/// Gradient of the state before rows from those of their output and of the state after them: Cᵀ dO + Tᵀ dS.
 #[must_use]
-pub fn pull(heads: &DeltaHeads, rows: &DeltaRows, dout_thv: &Tensor) -> Tensor {
+pub fn pull(heads: &DeltaHeads, rows: &DeltaRows, dout_thv: &Tensor, dstate_hkv: &Tensor) -> Tensor {
     let acc = accumulation(rows.y_tu.kind());
-    let mut dstate = Tensor::zeros(heads.state(), (acc, rows.y_tu.device()));
+    let mut dstate = dstate_hkv.shallow_clone();
     if rows.y_tu.size()[0] == 0 {
         return dstate;
     }
