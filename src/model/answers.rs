@@ -39,6 +39,9 @@ pub struct AnswerRows {
 pub struct AnswerState {
     /// [answers, room, …] each; rows beyond `rows` are zeros.
     planes: Vec<Tensor>,
+    /// State after the newest row that stands at a border, [answers, …] each; empty until the first row, and where rows
+    /// are left instead.
+    carried: Vec<Tensor>,
     /// Filled rows on this rank.
     rows: i64,
     /// Most rows on this rank.
@@ -67,6 +70,7 @@ impl AnswerState {
         let held = held(ledger, &planes);
         AnswerState {
             planes,
+            carried: Vec::new(),
             rows: 0,
             rows_max,
             rows_global: 0,
@@ -82,7 +86,7 @@ impl AnswerState {
     pub fn push(&mut self, row: &Planes) {
         let here = self.rows_global % self.ranks == self.rank;
         self.rows_global += 1;
-        if !here {
+        if !here || self.planes.is_empty() {
             return;
         }
         let room = self.planes[0].size()[1];
@@ -97,10 +101,29 @@ impl AnswerState {
 
     /// Keeps some of the answers, by their index.
     pub fn keep(&mut self, answers: &Tensor) {
-        for plane in &mut self.planes {
+        for plane in self.planes.iter_mut().chain(&mut self.carried) {
             *plane = plane.index_select(0, answers);
         }
-        self.held = held(&self.ledger, &self.planes);
+        self.hold();
+    }
+
+    /// State after the newest row that stands at a border, [answers, …] each; none before the first row.
+    pub fn carried(&self) -> &[Tensor] {
+        &self.carried
+    }
+
+    /// Puts the state after the newest row in the place of the one before it.
+    pub fn carry(&mut self, state: impl Into<Vec<Tensor>>) {
+        let first = self.carried.is_empty();
+        self.carried = state.into();
+        if first {
+            self.hold();
+        }
+    }
+
+    fn hold(&mut self) {
+        let planes: Vec<Tensor> = self.planes.iter().chain(&self.carried).map(Tensor::shallow_clone).collect();
+        self.held = held(&self.ledger, &planes);
     }
 
     /// This rank's rows that the newest row sees through a window of `window` positions, itself included, [answers, rows, …]
@@ -136,7 +159,7 @@ impl AnswerState {
             wider.narrow(1, 0, self.rows).copy_(&plane.narrow(1, 0, self.rows));
             *plane = wider;
         }
-        self.held = held(&self.ledger, &self.planes);
+        self.hold();
     }
 }
 

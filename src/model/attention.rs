@@ -29,9 +29,9 @@ use crate::prompt::layout::{PromptLayout, Run, Span, TileSizes, tiles};
 use crate::prompt::pages::PlaneRow;
 use crate::prompt::ring::{RingRuns, visit_runs, visit_runs_with_sums};
 use crate::runtime::units::{as_dim, from_dim};
-use crate::tensor::accumulation;
 use crate::tensor::attention::{self, Merged, Partial};
 use crate::tensor::kernels::Kernel;
+use crate::tensor::{self, accumulation};
 use crate::world::exchange::{gather_rows, return_rows, sum_in_order};
 
 /// Grouped-query attention with an optional sliding window.
@@ -212,12 +212,12 @@ impl Mixer for Attention {
     fn decode(
         &self,
         cp_group: &CpGroup,
-        queries: &Planes,
+        rows: &MixerInput,
         prompt: &Past,
-        own: &AnswerState,
+        own: &mut AnswerState,
         _index: Option<LentIndex>,
     ) -> Tensor {
-        let q_ahd = Queries::from(queries).q_thd.contiguous();
+        let q_ahd = Queries::from(&rows.queries).q_thd.contiguous();
         let answers = q_ahd.size()[0];
         let all = 0..answers;
         let few = |kv: &KeyValue| attention::few(self.kernel, &q_ahd, &kv.k_tgd, &kv.v_tgd, self.scale);
@@ -241,7 +241,12 @@ impl Mixer for Attention {
         merging.of_all_ranks(cp_group.axis, self.kind)
     }
 
-    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput {
+    fn backward(
+        &self,
+        cp_group: &CpGroup,
+        backward: Backward,
+        past_gradient: &mut PastGradient,
+    ) -> Result<MixerInput, tensor::Error> {
         let Backward { span, input, past, mixed, dout, later, .. } = backward;
         let acc = accumulation(self.kind);
         // 1. Every rank gets queries, merged outputs and output gradients of all rows.
@@ -271,7 +276,7 @@ impl Mixer for Attention {
         }
         // 3. dq returns to the rows' rank and is summed in rank order.
         let q_thd = sum_in_order(&return_rows(cp_group.axis, &all.dq_thd, &counts)).to_kind(self.kind);
-        MixerInput { queries: Queries { q_thd }.into(), state: own_gradient.to_kind(self.kind) }
+        Ok(MixerInput { queries: Queries { q_thd }.into(), state: own_gradient.to_kind(self.kind) })
     }
 }
 

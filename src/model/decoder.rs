@@ -136,6 +136,9 @@ pub trait Decoder {
     /// Name of what computes index scores; `None` where no layer has an index. Must be equal on all ranks.
     fn index_scores_name(&self) -> Option<&'static str>;
 
+    /// Name of what computes gated delta rules, for receipts; `None` where no layer has one. Must be equal on all ranks.
+    fn delta_rule_name(&self) -> Option<&'static str>;
+
     /// Last norm and head: logits of rows, [t, v].
     fn logits(&self, x_tw: &Tensor) -> Tensor;
 }

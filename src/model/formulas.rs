@@ -31,13 +31,22 @@ impl Formulas {
 
     /// x / √(mean(x²) + eps), normalised in the accumulation dtype, times the weight `name` in the form of the spec.
     pub(super) fn norm(&self, x: &Tensor, name: &str) -> Tensor {
-        self.norm_with(x, name, self.spec.norm_eps)
+        self.norm_in(x, name, self.spec.norm_eps, self.spec.norm)
     }
 
     /// As [`Formulas::norm`] with another epsilon.
     pub(super) fn norm_with(&self, x: &Tensor, name: &str, eps: f64) -> Tensor {
+        self.norm_in(x, name, eps, self.spec.norm)
+    }
+
+    /// As [`Formulas::norm`] with the weight in another form.
+    pub(super) fn norm_as(&self, x: &Tensor, name: &str, form: NormForm) -> Tensor {
+        self.norm_in(x, name, self.spec.norm_eps, form)
+    }
+
+    fn norm_in(&self, x: &Tensor, name: &str, eps: f64, form: NormForm) -> Tensor {
         let weight = self.weights.get(&format!("{name}.weight"));
-        match self.spec.norm {
+        match form {
             NormForm::Weight => self.normed(x, eps) * weight,
             NormForm::OnePlusWeight => {
                 let acc = accumulation(self.kind);

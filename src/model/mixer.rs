@@ -8,12 +8,14 @@ use std::ops::Range;
 use tch::Tensor;
 
 use super::answers::AnswerState;
+use super::delta::GatedDelta;
 use super::latent::{LatentAttention, LentIndex};
 use super::past::{ChunkState, Past, PastGradient};
 use super::planes::Planes;
 use crate::prompt::layout::{Piece, PromptLayout, Span};
-use crate::prompt::pages::PlaneRow;
+use crate::prompt::pages::{PlaneRow, StateRows};
 use crate::runtime::memory::Ledger;
+use crate::tensor;
 use crate::world::Axis;
 
 /// This rank among the ranks that share a prompt.
@@ -41,7 +43,8 @@ pub struct MixerInput {
 pub struct Mixed {
     /// Output for this rank's rows, in the model's dtype.
     pub out: Tensor,
-    /// What else the backward needs, in the accumulation dtype; for attention the merged log-sum-exp.
+    /// What else the backward needs, in the accumulation dtype: of attention the merged log-sum-exp by row, of the delta rule
+    /// states and maps.
     pub saved: Planes,
 }
 
@@ -95,7 +98,7 @@ pub struct Backward<'a> {
     pub mixed: &'a Mixed,
     /// Gradient of this rank's output.
     pub dout: &'a Tensor,
-    /// Gradient that later rows have left on this span's own state; `None` where there are none.
+    /// Gradient that later rows have left on this span's own state, or on the state at its end; `None` where there are none.
     pub later: Option<Planes>,
     /// Keys of the rows, in layers that choose them.
     pub index: Option<LentIndex<'a>>,
@@ -108,6 +111,8 @@ pub enum Route<'a> {
     Ring(&'a dyn RingMixer),
     /// Every rank gathers the state of all.
     Gathered(&'a LatentAttention),
+    /// A state goes from row to row, and ranks gather the maps of their rows.
+    Recurrent(&'a GatedDelta),
 }
 
 /// Mixes rows of a span with each other and with the past.
@@ -115,10 +120,20 @@ pub trait Mixer {
     /// The state planes: shape and dtype of the row that one position leaves behind.
     fn planes(&self) -> Vec<PlaneRow>;
 
+    /// Shape and dtype of what stands at a border between positions; none where positions leave rows.
+    fn border_planes(&self) -> Vec<PlaneRow> {
+        Vec::new()
+    }
+
+    /// What a layer's state consists of.
+    fn state_rows(&self) -> StateRows {
+        StateRows { page: self.planes(), border: self.border_planes() }
+    }
+
     /// Size of a row of [`Mixed`].
     fn mixed_row(&self) -> MixedRow;
 
-    /// How many state planes carry gradient: the first ones.
+    /// How many planes of the past carry gradient: the first ones.
     fn gradient_planes(&self) -> usize {
         self.planes().len()
     }
@@ -150,19 +165,27 @@ pub trait Mixer {
     ) -> Mixed;
 
     /// One new row of each of several answers, all at one position, against the prompt, the answers' own earlier rows and
-    /// themselves; no graph. `queries` are the same rows on every rank, first dimension answers; `prompt` is this rank's
-    /// part of the prompt, `own` its part of the answers with these rows. Every rank gets the same bits.
+    /// themselves; no graph. `rows` are the same on every rank, first dimension answers; `prompt` is this rank's part of the
+    /// prompt, `own` its part of the answers with these rows on its planes. Every rank gets the same bits.
     fn decode(
         &self,
         cp_group: &CpGroup,
-        queries: &Planes,
+        rows: &MixerInput,
         prompt: &Past,
-        own: &AnswerState,
+        own: &mut AnswerState,
         index: Option<LentIndex>,
     ) -> Tensor;
 
     /// Backward of [`Mixer::forward`]: adds to `past_gradient` and returns the gradient of the input in the model's dtype.
-    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput;
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    fn backward(
+        &self,
+        cp_group: &CpGroup,
+        backward: Backward,
+        past_gradient: &mut PastGradient,
+    ) -> Result<MixerInput, tensor::Error>;
 }
 
 /// A mixer whose state travels round the ranks while the prompt's rows stay.

@@ -9,6 +9,7 @@ pub mod attention;
 pub mod attention_rows;
 pub mod config_reader;
 pub mod decoder;
+pub mod delta;
 pub mod digests;
 pub mod experts;
 pub mod family;

@@ -8,6 +8,10 @@ use crate::prompt::pages::{Slab, Staged};
 use crate::runtime::units::Position;
 use crate::tensor::accumulation;
 
+/// Where in a layer's borders the state before the tail stands, and that at the prompt's end.
+const CUT: i64 = 0;
+const END: i64 = 1;
+
 /// State that earlier positions left on this rank: runs in position order, cut at the tail's start.
 #[derive(Debug, Default)]
 pub struct Past {
@@ -30,27 +34,37 @@ impl Past {
     /// What an answer sees: every filled page row, those before the tail as constants.
     #[must_use]
     pub fn of_answers(staged: &Staged, layout: &PromptLayout) -> Past {
-        Self::before(staged, layout, layout.end())
+        Self::at_border(staged, END, layout.end(), layout.cut() < layout.end())
+            .unwrap_or_else(|| Self::before(staged, layout, layout.end()))
     }
 
     /// What the tail sees: the page rows before it, constants all.
     #[must_use]
     pub fn of_tail(staged: &Staged, layout: &PromptLayout) -> Past {
-        Self::before(staged, layout, layout.cut())
+        Self::at_border(staged, CUT, layout.cut(), false).unwrap_or_else(|| Self::before(staged, layout, layout.cut()))
     }
 
     /// Every filled page row as a constant, in as few runs as there are.
     #[must_use]
-    pub fn without_gradient(staged: &Staged) -> Past {
-        let filled = staged.slabs.iter().filter(|slab| slab.run.rows().0 > 0);
+    pub fn without_gradient(staged: &Staged, layout: &PromptLayout) -> Past {
+        if let Some(past) = Self::at_border(staged, END, layout.end(), false) {
+            return past;
+        }
+        let filled = staged.slabs().iter().filter(|slab| slab.run.rows().0 > 0);
         let run = |slab: &Slab| PastRun { start: slab.run.start, state: slab.filled().into(), carries_gradient: false };
         Past { runs: filled.map(run).collect() }
+    }
+
+    /// The state at one of the prompt's borders, in layers that have it there.
+    fn at_border(staged: &Staged, border: i64, start: Position, carries_gradient: bool) -> Option<Past> {
+        let planes: Vec<Tensor> = staged.borders().iter().map(|plane| plane.narrow(0, border, 1)).collect();
+        (!planes.is_empty()).then(|| Past { runs: vec![PastRun { start, state: planes.into(), carries_gradient }] })
     }
 
     /// The filled page rows of positions before `end`, in runs that do not cross the tail's start.
     fn before(staged: &Staged, layout: &PromptLayout, end: Position) -> Past {
         let mut runs = Vec::new();
-        for slab in &staged.slabs {
+        for slab in staged.slabs() {
             let run = slab.run;
             for (start, stop, carries_gradient) in
                 [(run.start, run.stop.min(layout.cut()), false), (run.start.max(layout.cut()), run.stop.min(end), true)]

@@ -12,21 +12,22 @@ use tch::{Device, Kind, Tensor};
 use super::attention::Attention;
 use super::attention_rows::{KeyValue, Queries};
 use super::decoder::{Decoder, Finished, Projected};
+use super::delta::{DeltaWeights, GatedDelta};
 use super::experts::{Experts, route};
 use super::formulas::Formulas;
 use super::latent::{IndexProjected, Indexer, LatentAttention, LatentBlock};
 use super::lora::{Adapters, linear};
-use super::mixer::{Mixer, MixerInput};
-use super::parts::LatentSpec;
+use super::mixer::{Mixer, MixerInput, Route};
+use super::parts::{DeltaSpec, LatentSpec, NormForm};
 use super::planes::Planes;
 use super::rope::rotate_half_split;
 use super::rotation::Rotation;
 use super::spec::{BlockNorms, EMBEDDING, HEAD, Spec};
 use super::weights::Weights;
 use crate::runtime::units::{LayerIndex, as_dim, float};
-use crate::tensor::gpu;
 use crate::tensor::kernels::{Heads, Kernel};
 use crate::tensor::selection::Scoring;
+use crate::tensor::{accumulation, gpu};
 
 /// A decoder with frozen weights.
 pub struct Stack {
@@ -63,7 +64,7 @@ impl Stack {
             rotation: Rotation::new(&spec.rope, kind, device),
             sliding_rotation: spec.sliding_rope.map(|rope| Rotation::new(&rope, kind, device)),
             embedding_scale: spec.scaled_embeddings.then(embedding_scale),
-            mixers: layers().map(|layer| mixer(spec, layer, kind, kernel)).collect(),
+            mixers: layers().map(|layer| mixer(spec, &weights, layer, kind, kernel)).collect(),
             indexers: indexers(spec, kind, device),
             experts: layers().map(experts).collect(),
             formulas: Formulas { spec: spec.clone(), weights, kind },
@@ -76,9 +77,52 @@ impl Stack {
         sliding.unwrap_or(&self.rotation)
     }
 
+    /// Segment A of a layer with a gated delta rule: inputs of the convolution [t, u], of the strength and of the decay, [t, h]
+    /// each; hands on the gate of the output, [t, h, v].
+    fn project_delta(&self, layer: LayerIndex, delta: &DeltaSpec, x_tw: &Tensor, adapters: &Adapters) -> Projected {
+        let block = format!("model.layers.{layer}");
+        let x = self.formulas.norm(x_tw, &format!("{block}.input_layernorm"));
+        let of = |name: &str| self.formulas.linear(&x, &format!("{block}.linear_attn.in_proj_{name}"), adapters);
+        let rows = x_tw.size()[0];
+        let (key_heads, key_dim) = (as_dim(delta.key_heads), as_dim(delta.key_dim));
+        let (heads, value_dim) = (as_dim(delta.value_heads), as_dim(delta.value_dim));
+        let (u_tu, z, b_th, a_th) = if delta.joined {
+            // Rows of the joined weights are laid out by key head.
+            let each = heads / key_heads;
+            let parts = [key_dim, key_dim, each * value_dim, each * value_dim];
+            let joined = of("qkvz").view([rows, key_heads, parts.iter().sum()]).split_with_sizes(parts, 2);
+            let flat = |x: &Tensor| x.reshape([rows, -1]);
+            let gates = of("ba").view([rows, key_heads, 2 * each]).split(each, 2);
+            let u_tu = Tensor::cat(&joined[..3].iter().map(flat).collect::<Vec<_>>(), 1);
+            (u_tu, flat(&joined[3]), gates[0].reshape([rows, heads]), gates[1].reshape([rows, heads]))
+        } else {
+            (of("qkv"), of("z"), of("b"), of("a"))
+        };
+        let handed = Planes::default().and(Some(z.view([rows, heads, value_dim])));
+        Projected { input: MixerInput { queries: Planes::default(), state: vec![u_tu, b_th, a_th].into() }, handed }
+    }
+
+    /// Output of a gated delta rule, [t, h, v], normed by head and times silu of its gate: [t, h · v].
+    fn gated_delta(&self, layer: LayerIndex, mixed: &Tensor, handed: &Planes) -> Tensor {
+        let [z_thv] = handed.tensors() else { unreachable!("segment A hands a gate on") };
+        let name = format!("model.layers.{layer}.linear_attn.norm");
+        let normed = self.formulas.norm_as(mixed, &name, NormForm::Weight);
+        let acc = accumulation(self.formulas.kind);
+        let gated = normed.to_kind(acc) * z_thv.to_kind(acc).silu();
+        gated.to_kind(self.formulas.kind).flatten(1, 2)
+    }
+
     /// The projections of a layer with attention over latents.
     fn latent<'a>(&'a self, layer: LayerIndex, latent: &'a LatentSpec, adapters: &'a Adapters) -> LatentBlock<'a> {
         LatentBlock { formulas: &self.formulas, rotation: &self.rotation, latent, layer, adapters }
+    }
+}
+
+/// Output of attention, [t, h, d], times sigmoid of its gate where it has one: [t, h · d].
+fn gated(mixed: &Tensor, handed: &Planes) -> Tensor {
+    match handed.tensors() {
+        [gate_thd] => (mixed * gate_thd.sigmoid()).flatten(1, 2),
+        _ => mixed.flatten(1, 2),
     }
 }
 
@@ -94,7 +138,12 @@ fn kernel(spec: &Spec, kind: Kind, device: Device) -> Kernel {
     }
 }
 
-fn mixer(spec: &Spec, layer: LayerIndex, kind: Kind, kernel: Kernel) -> Box<dyn Mixer> {
+fn mixer(spec: &Spec, weights: &Weights, layer: LayerIndex, kind: Kind, kernel: Kernel) -> Box<dyn Mixer> {
+    if let Some(delta) = spec.delta_of(layer) {
+        let frozen = |name: &str| weights.get(&format!("model.layers.{layer}.linear_attn.{name}"));
+        let (conv_uj, log_rate_h, bias_h) = (frozen("conv1d.weight"), frozen("A_log"), frozen("dt_bias"));
+        return Box::new(GatedDelta::new(delta, &DeltaWeights { conv_uj, log_rate_h, bias_h }, kind));
+    }
     let (heads, kv_heads, head_dim) = (as_dim(spec.query_heads), as_dim(spec.kv_heads), as_dim(spec.head_dim));
     let scale = spec.score_scalar.unwrap_or_else(|| float(spec.head_dim)).powf(-0.5);
     match &spec.latent {
@@ -159,17 +208,24 @@ impl Decoder for Stack {
             let input = MixerInput { queries: vec![queries].into(), state: vec![state].into() };
             return Projected { input, handed: Planes::default() };
         }
+        if let Some(delta) = spec.delta_of(layer) {
+            return self.project_delta(layer, delta, x_tw, adapters);
+        }
         let block = format!("model.layers.{layer}");
         let attention = format!("{block}.self_attn");
         let x = self.formulas.norm(x_tw, &format!("{block}.input_layernorm"));
-        // 1. Projections, a head apart.
-        let heads = |name: &str, count: u64| {
+        // 1. Projections, a head apart; a head's gate follows its query.
+        let heads = |name: &str, count: u64, width: u64| {
             let y = self.formulas.linear(&x, &format!("{attention}.{name}_proj"), adapters);
-            y.view([x_tw.size()[0], as_dim(count), as_dim(spec.head_dim)])
+            y.view([x_tw.size()[0], as_dim(count), as_dim(width)])
         };
-        let mut q_thd = heads("q", spec.query_heads);
-        let mut k_tgd = heads("k", spec.kv_heads);
-        let v_tgd = heads("v", spec.kv_heads);
+        let dim = as_dim(spec.head_dim);
+        let mut q_thd =
+            heads("q", spec.query_heads, if spec.gated_attention { 2 * spec.head_dim } else { spec.head_dim });
+        let gate = spec.gated_attention.then(|| q_thd.narrow(2, dim, dim));
+        q_thd = q_thd.narrow(2, 0, dim);
+        let mut k_tgd = heads("k", spec.kv_heads, spec.head_dim);
+        let v_tgd = heads("v", spec.kv_heads, spec.head_dim);
         // 2. Norms by head.
         if spec.qk_norm {
             q_thd = self.formulas.norm(&q_thd, &format!("{attention}.q_norm"));
@@ -180,7 +236,7 @@ impl Decoder for Stack {
         q_thd = rotate_half_split(&q_thd, &angles.cos_td, &angles.sin_td);
         k_tgd = rotate_half_split(&k_tgd, &angles.cos_td, &angles.sin_td);
         let input = MixerInput { queries: Queries { q_thd }.into(), state: KeyValue { k_tgd, v_tgd }.into() };
-        Projected { input, handed: Planes::default() }
+        Projected { input, handed: Planes::default().and(gate) }
     }
 
     fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
@@ -240,18 +296,19 @@ impl Decoder for Stack {
         layer: LayerIndex,
         x_tw: &Tensor,
         mixed: &Tensor,
-        _handed: &Planes,
+        handed: &Planes,
         adapters: &Adapters,
         kept: Option<&Tensor>,
     ) -> Finished {
         let (formulas, spec) = (&self.formulas, &self.formulas.spec);
         let block = format!("model.layers.{layer}");
         let norm = |x_tw: &Tensor, name: &str| formulas.norm(x_tw, &format!("{block}.{name}_layernorm"));
-        let heads_tn = match &spec.latent {
-            Some(latent) => self.latent(layer, latent, adapters).values(mixed),
-            None => mixed.reshape([x_tw.size()[0], as_dim(spec.query_heads * spec.head_dim)]),
+        let (heads_tn, output) = match (spec.delta_of(layer), &spec.latent) {
+            (Some(_), _) => (self.gated_delta(layer, mixed, handed), "linear_attn.out_proj"),
+            (None, Some(latent)) => (self.latent(layer, latent, adapters).values(mixed), "self_attn.o_proj"),
+            (None, None) => (gated(mixed, handed), "self_attn.o_proj"),
         };
-        let out_tw = formulas.linear(&heads_tn, &format!("{block}.self_attn.o_proj"), adapters);
+        let out_tw = formulas.linear(&heads_tn, &format!("{block}.{output}"), adapters);
         let feed_forward = |x_tw: &Tensor| formulas.feed_forward(x_tw, &format!("{block}.mlp"), adapters);
         if let Some(experts) = spec.experts_of(layer) {
             let h_tw = x_tw + out_tw;
@@ -259,9 +316,14 @@ impl Decoder for Stack {
             let gate_ew = formulas.weights.get(&format!("{block}.mlp.gate.weight"));
             let bias_e = formulas.weights.try_get(&format!("{block}.mlp.gate.e_score_correction_bias"));
             let routed = route(experts, &normed_tw, &gate_ew, bias_e.as_ref(), kept);
-            let y_tw = match experts.shared_width {
-                0 => h_tw,
-                _ => h_tw + formulas.feed_forward(&normed_tw, &format!("{block}.mlp.shared_experts"), adapters),
+            let shared = || formulas.feed_forward(&normed_tw, &format!("{block}.{}", experts.shared_name()), adapters);
+            let y_tw = match (experts.shared_width, experts.shared_gate) {
+                (0, _) => h_tw,
+                (_, false) => h_tw + shared(),
+                (_, true) => {
+                    let gate_1w = formulas.weights.get(&format!("{block}.mlp.shared_expert_gate.weight"));
+                    h_tw + linear(&normed_tw, &gate_1w, None, None).sigmoid() * shared()
+                }
             };
             return Finished { y_tw, routed: Some(routed) };
         }
@@ -292,6 +354,14 @@ impl Decoder for Stack {
 
     fn index_scores_name(&self) -> Option<&'static str> {
         self.indexers.iter().flatten().next().map(|indexer| indexer.scoring.name())
+    }
+
+    fn delta_rule_name(&self) -> Option<&'static str> {
+        let rule = |mixer: &Box<dyn Mixer>| match mixer.route() {
+            Route::Recurrent(rule) => Some(rule.form_name()),
+            _ => None,
+        };
+        self.mixers.iter().find_map(rule)
     }
 
     fn logits(&self, x_tw: &Tensor) -> Tensor {

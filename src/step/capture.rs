@@ -10,7 +10,7 @@ use crate::model::mixer::Mixed;
 use crate::model::pass::{Pass, PromptOutput, PromptRows};
 use crate::prompt::handoff::{Captured, Keeping, MixedPool, PlacedGroup};
 use crate::prompt::layout::{Piece, Span};
-use crate::prompt::pages::{Choice, ChoicePool, HiddenPool, PagePool, Residency, Slab, Slot};
+use crate::prompt::pages::{BORDERS, Choice, ChoicePool, HiddenPool, LayerState, PagePool, Residency, Slot};
 use crate::runtime::failure::Failure;
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::{MemorySpace, Purpose};
@@ -41,32 +41,39 @@ pub fn make_room(pass: &Pass, group: &PlacedGroup, keeping: Keeping) -> Result<(
     let element = element_bytes(pass.decoder.kind());
     let acc_element = element_bytes(accumulation(pass.decoder.kind()));
     let row = from_dim(pass.decoder.width()) * element;
-    let planes_of = |layer| pass.decoder.mixer(LayerIndex(layer)).planes();
-    let all_planes: Vec<_> = (0..pass.decoder.layers()).map(planes_of).collect();
+    let state_of = |layer| pass.decoder.mixer(LayerIndex(layer)).state_rows();
+    let states: Vec<_> = (0..pass.decoder.layers()).map(state_of).collect();
     let tail = layout.tail();
     let rows = |span: &Span| span.of(rank).map(Piece::rows).sum::<Tokens>().0;
     let mut blocks = Vec::new();
     let mut add = |count: u64, bytes: u64| blocks.extend((0..count).map(|_| Bytes(bytes)));
     if keeping.pages == Residency::Host {
-        for plane in all_planes.iter().flatten() {
+        for plane in states.iter().flat_map(|state| &state.page) {
             for run in layout.chunks_of(rank) {
                 add(1, run.pages.0 * layout.page_size().0 * plane.bytes().0);
             }
+        }
+        for plane in states.iter().flat_map(|state| &state.border) {
+            add(1, BORDERS * plane.bytes().0);
         }
     }
     if keeping.tail == Residency::Host {
         add(keeping.layer_inputs(layers, pass.travels(&tail)), rows(&tail) * row);
         if keeping.attention && pass.travels(&tail) {
-            let mixed_row = pass.decoder.mixer(LayerIndex(0)).mixed_row();
-            for piece in pass.mixer_pieces(&tail) {
-                add(layers, piece.rows().0 * mixed_row.out * element);
-                add(layers, piece.rows().0 * mixed_row.saved * acc_element);
+            for layer in (0..pass.decoder.layers()).map(LayerIndex) {
+                let mixed_row = pass.decoder.mixer(layer).mixed_row();
+                for piece in pass.kept_pieces(layer, &tail) {
+                    add(1, piece.rows().0 * mixed_row.out * element);
+                    add(1, piece.rows().0 * mixed_row.saved * acc_element);
+                }
             }
         }
     }
     if pass.cp_group.axis.size() > 1 && !is_direct(pass.cp_group.axis, pass.decoder.device()) {
         // Runs that leave and arrive, and with a long tail the sums that travel with them.
-        for (plane, run) in all_planes[0].iter().flat_map(|plane| layout.chunks_of(rank).map(move |run| (plane, run))) {
+        let travelling = states.iter().map(|state| &state.page).find(|planes| !planes.is_empty());
+        let planes = travelling.into_iter().flatten();
+        for (plane, run) in planes.flat_map(|plane| layout.chunks_of(rank).map(move |run| (plane, run))) {
             let sums = if pass.travels(&tail) { plane.bytes().0 / element_bytes(plane.kind) * acc_element } else { 0 };
             add(3, run.rows().0 * plane.bytes().0);
             add(3, run.rows().0 * sums);
@@ -104,25 +111,23 @@ fn capture(pass: &Pass, group: &PlacedGroup, keeping: Keeping, tracker: &Tracker
         // What the layer before has sent to host memory has had a layer's time to leave.
         tail.settle()?;
         tail.input(layer, &x_pw)?;
-        let planes = pass.decoder.mixer(layer).planes();
-        let slab = |run| Slab::zeros(run, layout.page_size(), &planes, pass.decoder.device());
-        let slabs = layout.chunks_of(rank).map(slab);
-        let slab_bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-        let slabs_held = ledger.hold(Purpose::Stage, MemorySpace::Device, slab_bytes);
-        let rows = PromptRows { layout, x_pw: &x_pw, slabs: &slabs, ledger };
+        let state_rows = pass.decoder.mixer(layer).state_rows();
+        let state = LayerState::zeros(&state_rows, layout, rank, pass.decoder.device());
+        let state_held = ledger.hold(Purpose::Stage, MemorySpace::Device, state.bytes());
+        let rows = PromptRows { layout, x_pw: &x_pw, slabs: &state.slabs, borders: &state.borders, ledger };
         let lent = index.as_ref().map(IndexSet::lend);
         let mut block = 0;
         let done = pass.prompt(layer, &rows, lent, &mut |piece, mixed| tail.mixed(layer, &mut block, piece, mixed))?;
-        drop(slabs_held);
+        drop(state_held);
         tail.choices(layer, &done)?;
-        pages.push(slabs.into())?;
+        pages.push(state)?;
         index = done.index.or(index);
         x_pw = done.y_pw;
         held = done.held;
     }
     tail.settle()?;
     pages.settle()?;
-    pages.audit(|layer| pass.decoder.mixer(layer).planes())?;
+    pages.audit(|layer| pass.decoder.mixer(layer).state_rows())?;
     let rows = x_pw.size()[0];
     let last_row = (layout.last_row_owner() == rank).then(|| x_pw.narrow(0, rows - 1, 1).copy());
     drop(held);

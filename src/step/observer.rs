@@ -121,7 +121,7 @@ impl Observer {
 
     /// Notes the pages of a capture, whose storage must be exactly pages × page bytes.
     pub(super) fn captured(&mut self, pass: &Pass, group: &PlacedGroup, captured: &Captured) -> Result<(), Failure> {
-        let bytes = captured.pages.audit(|layer| pass.decoder.mixer(layer).planes())?;
+        let bytes = captured.pages.audit(|layer| pass.decoder.mixer(layer).state_rows())?;
         self.own_pages = OwnPages { pages: group.layout.pages_of(pass.cp_group.axis.rank()), bytes };
         Ok(())
     }

@@ -22,8 +22,8 @@ use crate::model::planes::Planes;
 use crate::prompt::layout::{Span, positions};
 use crate::prompt::pages::PlaneRow;
 use crate::runtime::units::{Tokens, as_dim, from_dim, from_index};
-use crate::tensor::accumulation;
 use crate::tensor::attention::Partial;
+use crate::tensor::{self, accumulation};
 use crate::world::exchange::{gather_rows, return_rows, sum_in_order};
 
 /// Attention over latents, with a key of `latent + rotated` elements for all heads.
@@ -330,13 +330,13 @@ impl Mixer for LatentAttention {
     fn decode(
         &self,
         cp_group: &CpGroup,
-        planes: &Planes,
+        rows: &MixerInput,
         prompt: &Past,
-        own: &AnswerState,
+        own: &mut AnswerState,
         index: Option<LentIndex>,
     ) -> Tensor {
         let index = index.expect("attention over latents sees an index set");
-        let q_ahk = queries(planes);
+        let q_ahk = queries(&rows.queries);
         let (acc, answers, device) = (accumulation(self.kind), q_ahk.size()[0], q_ahk.device());
         let merging = Merging::new([answers, self.heads, self.latent], acc, device);
         let all = 0..answers;
@@ -351,22 +351,27 @@ impl Mixer for LatentAttention {
         }
         // 2. The answers' own keys on this rank, [answers, rows, k].
         let own_ark = key_plane(&own.visible(None)).shallow_clone();
-        let rows = own_ark.size()[1];
-        if rows > 0 {
+        let held = own_ark.size()[1];
+        if held > 0 {
             let (first, step) = own.dealt();
             let row_an = index.positions().to_kind(Kind::Int64) - first;
             let here = row_an.ge(0).logical_and(&row_an.remainder(step).eq(0));
             let row_an = row_an.divide_scalar_mode(step, "floor");
-            let column_an = Tensor::full([1, 1], rows, (Kind::Int64, device)).where_self(&here.logical_not(), &row_an);
-            let seen = Tensor::zeros([answers, rows + 1], (Kind::Bool, device)).scatter_value(1, &column_an, 1);
-            let score_ahr = self.scores(q_ahk, &own_ark, &seen.narrow(1, 0, rows).logical_not());
+            let column_an = Tensor::full([1, 1], held, (Kind::Int64, device)).where_self(&here.logical_not(), &row_an);
+            let seen = Tensor::zeros([answers, held + 1], (Kind::Bool, device)).scatter_value(1, &column_an, 1);
+            let score_ahr = self.scores(q_ahk, &own_ark, &seen.narrow(1, 0, held).logical_not());
             merging.add(&all, &self.softmax(score_ahr, &own_ark.narrow(2, 0, self.latent)));
         }
         // 3. Parts of all ranks.
         merging.of_all_ranks(cp_group.axis, self.kind)
     }
 
-    fn backward(&self, cp_group: &CpGroup, backward: Backward, past_gradient: &mut PastGradient) -> MixerInput {
+    fn backward(
+        &self,
+        cp_group: &CpGroup,
+        backward: Backward,
+        past_gradient: &mut PastGradient,
+    ) -> Result<MixerInput, tensor::Error> {
         let Backward { span, input, past, mixed, dout, later, index } = backward;
         let index = index.expect("attention over latents sees an index set");
         let own_q = queries(&input.queries);
@@ -395,9 +400,9 @@ impl Mixer for LatentAttention {
             of_round(&dq_thk, first, here).copy_(&sum_in_order(&parts));
         }
         keys.return_gradient(&mut held(past_gradient));
-        MixerInput {
+        Ok(MixerInput {
             queries: vec![dq_thk.to_kind(self.kind)].into(),
             state: vec![own_gradient_tk.to_kind(self.kind)].into(),
-        }
+        })
     }
 }

@@ -151,7 +151,7 @@ impl Pass<'_> {
     pub fn choose_tail(&self, layer: LayerIndex, x_tw: &Tensor, tail: &Tail) -> Result<(), tensor::Error> {
         let Some(indexer) = self.decoder.indexer(layer) else { return Ok(()) };
         tch::no_grad(|| {
-            let index_si = self.gathered_plane(tail.layout, &tail.staged.slabs, INDEX_KEYS);
+            let index_si = self.gathered_plane(tail.layout, tail.staged.slabs(), INDEX_KEYS);
             let blocks = micro_blocks(tail.span, &self.cp_group, self.micro_block);
             let sets: Vec<IndexSet> =
                 blocks.iter().map(|micro| self.choose_rows(layer, indexer, micro, x_tw, &index_si)).collect();
@@ -192,7 +192,7 @@ impl Pass<'_> {
         tail: &Tail,
     ) -> Result<Tensor, tensor::Error> {
         let blocks = micro_blocks(tail.span, &self.cp_group, self.micro_block);
-        let key_sk = self.gathered_plane(tail.layout, &tail.staged.slabs, KEYS);
+        let key_sk = self.gathered_plane(tail.layout, tail.staged.slabs(), KEYS);
         let _held = self.hold_foreign(&[Some(&key_sk)]);
         let index = self.tail_index(layer, tail)?;
         let kept = tail.choices.stage(Choice::Experts, layer)?;
@@ -222,7 +222,7 @@ impl Pass<'_> {
         let acc = accumulation(self.decoder.kind());
         let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
         // 1. Keys of all ranks.
-        let key_sk = self.gathered_plane(tail.layout, &tail.staged.slabs, KEYS);
+        let key_sk = self.gathered_plane(tail.layout, tail.staged.slabs(), KEYS);
         let cut = as_dim(tail.layout.cut().0);
         let dkey_gk = Tensor::zeros([key_sk.size()[0] - cut, key_sk.size()[1]], (acc, key_sk.device()));
         let held = self.hold_foreign(&[Some(&key_sk), Some(&dkey_gk)]);

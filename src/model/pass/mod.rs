@@ -14,6 +14,7 @@
 
 mod gathered;
 mod prompt;
+mod recurrent;
 mod ring;
 
 pub use prompt::{PromptOutput, PromptRows, Tail};
@@ -229,7 +230,7 @@ impl Pass<'_> {
             let input = &projected.input;
             let backward = Backward { span, input, past, mixed: &mixed, dout: &dmixed, later, index: lent };
             mixer.backward(&self.cp_group, backward, past_gradient)
-        });
+        })?;
         drop((projected, mixed, dmixed));
         // 4. Segment A.
         for (micro, handed) in blocks.iter().zip(dhanded) {

@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::{Pass, SpanRows};
 use crate::model::latent::{IndexSet, LentIndex};
 use crate::model::mixer::{Mixed, Route};
-use crate::model::past::PastGradient;
+use crate::model::past::{Past, PastGradient};
 use crate::prompt::handoff::MixedPool;
 use crate::prompt::layout::{Piece, PromptLayout, Span};
 use crate::prompt::pages::{Slab, SpanChoices, Staged};
@@ -23,6 +23,8 @@ pub struct PromptRows<'a> {
     pub x_pw: &'a Tensor,
     /// This rank's pages of the layer, which are filled here.
     pub slabs: &'a [Slab],
+    /// State at both borders of the prompt, [2, …] each, in layers that have it; filled here.
+    pub borders: &'a [Tensor],
     /// Counts the bytes of the output.
     pub ledger: &'a Ledger,
 }
@@ -75,12 +77,14 @@ pub struct Tail<'a> {
 }
 
 impl Pass<'_> {
-    /// Positions of the blocks in which the mixer takes this rank's rows of a span. Equal on all ranks and in all phases.
+    /// Positions of the blocks in which a layer's mixer takes this rank's rows of a span, as far as its output can be kept.
+    /// Equal on all ranks and in all phases.
     #[must_use]
-    pub fn mixer_pieces(&self, span: &Span) -> Vec<Piece> {
-        match self.decoder.mixer(LayerIndex(0)).route() {
+    pub fn kept_pieces(&self, layer: LayerIndex, span: &Span) -> Vec<Piece> {
+        match self.decoder.mixer(layer).route() {
             Route::Ring(_) => self.ring_blocks(span).into_iter().map(|block| block.piece).collect(),
             Route::Gathered(_) => self.gathered_pieces(span),
+            Route::Recurrent(_) => Vec::new(),
         }
     }
 
@@ -105,6 +109,7 @@ impl Pass<'_> {
         match self.decoder.mixer(layer).route() {
             Route::Ring(mixer) => self.ring_prompt(mixer, layer, rows, keep),
             Route::Gathered(latent) => self.gathered_prompt(latent, layer, rows, lent, keep),
+            Route::Recurrent(rule) => Ok(self.recurrent_prompt(rule, layer, rows)),
         }
     }
 
@@ -116,6 +121,9 @@ impl Pass<'_> {
         tch::no_grad(|| match self.decoder.mixer(layer).route() {
             Route::Ring(mixer) => self.ring_forward_tail(mixer, layer, x_tw, tail),
             Route::Gathered(latent) => self.gathered_forward_tail(latent, layer, x_tw, tail),
+            Route::Recurrent(_) => {
+                self.forward(layer, tail.span, x_tw, &Past::of_tail(tail.staged, tail.layout), tail.choices)
+            }
         })
     }
 
@@ -134,6 +142,10 @@ impl Pass<'_> {
         match self.decoder.mixer(layer).route() {
             Route::Ring(mixer) => self.ring_backward_tail(mixer, layer, rows, tail, later),
             Route::Gathered(latent) => self.gathered_backward_tail(latent, layer, rows, tail, later),
+            Route::Recurrent(_) => {
+                let past = Past::of_tail(tail.staged, tail.layout);
+                self.backward(layer, rows, &past, later.into_tail(), &mut PastGradient::zeros(&past, 0))
+            }
         }
     }
 }

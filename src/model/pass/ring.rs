@@ -169,7 +169,7 @@ impl Pass<'_> {
                 (0..blocks.len()).map(load).collect::<Result<_, tensor::Error>>()?
             }
             Some(_) => mixer.capture_no_rows(&queries),
-            None => mixer.capture(&self.cp_group, tail.layout, &queries, ChunkState::filled(&tail.staged.slabs)),
+            None => mixer.capture(&self.cp_group, tail.layout, &queries, ChunkState::filled(tail.staged.slabs())),
         };
         Ok(TailForward { queries, mixed, handed })
     }
@@ -207,8 +207,8 @@ impl Pass<'_> {
         }
         drop(handed);
         // 3. The mixer.
-        let own = ChunkState::filled(&tail.staged.slabs);
-        let later = later.into_chunks(&tail.staged.slabs, tail.layout, mixer.gradient_planes());
+        let own = ChunkState::filled(tail.staged.slabs());
+        let later = later.into_chunks(tail.staged.slabs(), tail.layout, mixer.gradient_planes());
         let gradient = tch::no_grad(|| mixer.capture_backward(&self.cp_group, tail.layout, backward, own, later));
         let dstate = gradient.state.join(self.decoder.kind());
         // 4. Segment A.

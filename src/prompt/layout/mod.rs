@@ -81,6 +81,11 @@ impl Span {
         self.pieces.iter().filter(move |piece| piece.rank == rank)
     }
 
+    /// All pieces in position order.
+    pub fn in_order(&self) -> impl Iterator<Item = &Piece> {
+        self.pieces.iter()
+    }
+
     /// All pieces in rank order, each rank's in position order: the order in which rows are gathered.
     pub fn gathered(&self) -> impl Iterator<Item = &Piece> {
         (0..self.ranks).flat_map(|rank| self.of(Rank(rank)))

@@ -190,7 +190,7 @@ impl Deref for StagedHidden {
 impl Drop for StagedHidden {
     fn drop(&mut self) {
         if self.poison {
-            super::poison(std::slice::from_ref(&self.x));
+            super::poison(&self.x);
         }
     }
 }

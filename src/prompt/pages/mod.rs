@@ -1,7 +1,8 @@
 //! Page state in host memory, and its copies to the device and back.
 //!
 //! A layer's state of a rank's pages is stored in slabs: one independent allocation for each plane (keys, values, …) of
-//! each run of pages, with exactly `pages × page_size` rows, never a view of a larger buffer. A phase stages one layer
+//! each run of pages, with exactly `pages × page_size` rows, never a view of a larger buffer. What stands at a border between
+//! positions instead (`LayerState`) goes the same way. A phase stages one layer
 //! at a time. When it drops the stage, the staging buffers are overwritten with NaN on the CPU, so that a tensor that
 //! outlives its stage is noticed at once instead of having another layer's values.
 //!
@@ -32,7 +33,7 @@ use transit::{Arrival, Outbox};
 use crate::prompt::layout::{PromptLayout, Run};
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::memory::{Held, Ledger, MemorySpace, Purpose};
-use crate::runtime::units::{Bytes, LayerIndex, Pages, Rank, Tokens, from_dim};
+use crate::runtime::units::{Bytes, LayerIndex, Pages, Rank, Tokens, as_dim, from_dim};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{self, element_bytes};
 
@@ -129,6 +130,70 @@ impl PlaneRow {
     }
 }
 
+/// What a layer's state consists of: rows that positions leave on pages, and what stands at a border between positions.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct StateRows {
+    /// One plane for each kind of row.
+    pub page: Vec<PlaneRow>,
+    /// One plane for each part of a border.
+    pub border: Vec<PlaneRow>,
+}
+
+impl StateRows {
+    /// Bytes of what stands at both borders of a prompt.
+    #[must_use]
+    pub fn border_bytes(&self) -> Bytes {
+        Bytes(BORDERS * self.border.iter().map(PlaneRow::bytes).sum::<Bytes>().0)
+    }
+}
+
+/// Borders of a prompt at which state stands: before its tail, and its end.
+pub const BORDERS: u64 = 2;
+
+/// One layer's state of one prompt on one rank.
+#[derive(Debug, Default)]
+pub struct LayerState {
+    /// The rank's runs of pages, in position order.
+    pub slabs: Vec<Slab>,
+    /// State at both borders, [2, …] each, the same on every rank; no planes where positions leave rows.
+    pub borders: Vec<Tensor>,
+}
+
+impl LayerState {
+    /// Zeros for the pages of `rank` and the borders of a prompt.
+    #[must_use]
+    pub fn zeros(rows: &StateRows, layout: &PromptLayout, rank: Rank, device: Device) -> LayerState {
+        let slab = |run| Slab::zeros(run, layout.page_size(), &rows.page, device);
+        let border = |plane: &PlaneRow| {
+            let shape: Vec<i64> = std::iter::once(as_dim(BORDERS)).chain(plane.shape.iter().copied()).collect();
+            Tensor::zeros(shape, (plane.kind, device))
+        };
+        LayerState { slabs: layout.chunks_of(rank).map(slab).into(), borders: rows.border.iter().map(border).collect() }
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.slabs.iter().flat_map(|slab| &slab.planes).chain(&self.borders)
+    }
+
+    /// Bytes of its storage.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        self.tensors().map(storage_bytes).sum()
+    }
+
+    /// The same state with each tensor changed.
+    fn map<E>(&self, mut change: impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<LayerState, E> {
+        let mut all = |planes: &[Tensor]| planes.iter().map(&mut change).collect::<Result<Vec<_>, E>>();
+        let slab = |slab: &Slab| Ok(Slab { run: slab.run, planes: all(&slab.planes)? });
+        let slabs = self.slabs.iter().map(slab).collect::<Result<_, E>>()?;
+        Ok(LayerState { slabs, borders: all(&self.borders)? })
+    }
+
+    fn poison(&self) {
+        self.tensors().for_each(poison);
+    }
+}
+
 /// The captured state of one prompt on one rank.
 #[derive(Debug)]
 pub struct PagePool {
@@ -141,7 +206,7 @@ pub struct PagePool {
     residency: Residency,
     device: Device,
     stamp: AdapterVersion,
-    layers: Vec<Vec<Slab>>,
+    layers: Vec<LayerState>,
     ledger: Ledger,
     held: Vec<Held>,
 }
@@ -150,9 +215,9 @@ pub struct PagePool {
 #[derive(Debug)]
 struct Arriving {
     layer: LayerIndex,
-    // Before the slabs, because fields are dropped in order: copies must end before their targets are freed.
+    // Before the state, because fields are dropped in order: copies must end before their targets are freed.
     arrivals: Vec<Arrival>,
-    slabs: Vec<Slab>,
+    state: LayerState,
     held: Held,
 }
 
@@ -174,33 +239,28 @@ impl PagePool {
         }
     }
 
-    /// Takes the next layer's slabs, which were made on the device. Their copy to host memory runs during the next
-    /// layer's computation.
+    /// Takes the next layer's state, which was made on the device. Its copy to host memory runs during the next layer's
+    /// computation.
     ///
     /// # Errors
     /// When no more host memory can be pinned.
-    pub fn push(&mut self, slabs: Vec<Slab>) -> Result<(), Error> {
-        self.device = slabs.iter().flat_map(|slab| &slab.planes).map(Tensor::device).next().unwrap_or(Device::Cpu);
+    pub fn push(&mut self, state: LayerState) -> Result<(), Error> {
+        self.device = state.tensors().map(Tensor::device).next().unwrap_or(Device::Cpu);
         let kept = match self.residency {
-            Residency::Device => slabs,
-            Residency::Host => self.to_host(slabs)?,
+            Residency::Device => state,
+            Residency::Host => self.to_host(&state)?,
         };
-        let bytes = kept.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-        self.held.push(self.ledger.hold(Purpose::Pages, self.residency.space(), bytes));
+        self.held.push(self.ledger.hold(Purpose::Pages, self.residency.space(), kept.bytes()));
         self.layers.push(kept);
         Ok(())
     }
 
-    /// Copies slabs to host memory of exact size.
-    fn to_host(&self, slabs: Vec<Slab>) -> Result<Vec<Slab>, Error> {
+    /// Copies state to host memory of exact size.
+    fn to_host(&self, state: &LayerState) -> Result<LayerState, Error> {
         let mut outbox = self.outbox.borrow_mut();
         outbox.settle()?;
-        let mut kept = Vec::with_capacity(slabs.len());
-        for slab in slabs {
-            let planes = slab.planes.iter().map(|plane| outbox.send(plane, None)).collect::<Result<_, _>>()?;
-            poison(&slab.planes);
-            kept.push(Slab { run: slab.run, planes });
-        }
+        let kept = state.map(|plane| outbox.send(plane, None))?;
+        state.poison();
         Ok(kept)
     }
 
@@ -222,10 +282,8 @@ impl PagePool {
             return Err(Error::Stale { held: self.stamp.clone(), wanted: wanted.clone() });
         }
         if self.residency == Residency::Device {
-            let share =
-                |slab: &Slab| Slab { run: slab.run, planes: slab.planes.iter().map(Tensor::shallow_clone).collect() };
-            let slabs = self.layers[layer.0].iter().map(share).collect();
-            return Ok(Staged { slabs, poison: false, _held: None });
+            let state = self.layers[layer.0].map(|plane| Ok::<_, Error>(plane.shallow_clone()))?;
+            return Ok(Staged { state, poison: false, _held: None });
         }
         self.outbox.borrow_mut().settle()?;
         let here = match self.arriving.take() {
@@ -242,38 +300,34 @@ impl PagePool {
         }
         let arriving = ahead.map(|next| self.fetch(next)).transpose()?;
         self.arriving.replace(arriving);
-        Ok(Staged { slabs: here.slabs, poison: true, _held: Some(here.held) })
+        Ok(Staged { state: here.state, poison: true, _held: Some(here.held) })
     }
 
     /// Starts to copy a layer's pages to the device.
     fn fetch(&self, layer: LayerIndex) -> Result<Arriving, Error> {
-        let mut slabs = Vec::new();
         let mut arrivals = Vec::new();
-        for slab in &self.layers[layer.0] {
-            let mut planes = Vec::new();
-            for plane in &slab.planes {
-                let (here, arrival) = transit::fetch(plane, self.device)?;
-                planes.push(here);
-                arrivals.push(arrival);
-            }
-            slabs.push(Slab { run: slab.run, planes });
-        }
-        let bytes = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
-        Ok(Arriving { layer, slabs, arrivals, held: self.ledger.hold(Purpose::Stage, MemorySpace::Device, bytes) })
+        let state = self.layers[layer.0].map(|plane| {
+            let (here, arrival) = transit::fetch(plane, self.device)?;
+            arrivals.push(arrival);
+            Ok::<_, Error>(here)
+        })?;
+        let held = self.ledger.hold(Purpose::Stage, MemorySpace::Device, state.bytes());
+        Ok(Arriving { layer, arrivals, state, held })
     }
 
-    /// Compares the real storage of each layer with pages × page bytes, and returns the sum of all layers. `rows_of` gives a
-    /// layer's planes.
+    /// Compares the real storage of each layer with pages × page bytes and the borders' bytes, and returns the sum of all
+    /// layers. `rows_of` gives what a layer's state consists of.
     ///
     /// # Errors
-    /// When a layer's storage differs from the bytes of its pages.
-    pub fn audit(&self, rows_of: impl Fn(LayerIndex) -> Vec<PlaneRow>) -> Result<Bytes, Error> {
+    /// When a layer's storage differs from the bytes of its pages and borders.
+    pub fn audit(&self, rows_of: impl Fn(LayerIndex) -> StateRows) -> Result<Bytes, Error> {
         let pages = self.layout.pages_of(self.rank);
         let mut total = Bytes(0);
-        for (index, slabs) in self.layers.iter().enumerate() {
-            let page_bytes = rows_of(LayerIndex(index)).iter().map(PlaneRow::bytes).sum::<Bytes>().0;
-            let expected = Bytes(pages.0 * page_bytes * self.layout.page_size().0);
-            let stored = slabs.iter().flat_map(|slab| &slab.planes).map(storage_bytes).sum();
+        for (index, state) in self.layers.iter().enumerate() {
+            let rows = rows_of(LayerIndex(index));
+            let page_bytes = rows.page.iter().map(PlaneRow::bytes).sum::<Bytes>().0;
+            let expected = Bytes(pages.0 * page_bytes * self.layout.page_size().0 + rows.border_bytes().0);
+            let stored = state.bytes();
             if stored != expected {
                 return Err(Error::Storage { layer: LayerIndex(index), stored, pages, expected });
             }
@@ -285,7 +339,7 @@ impl PagePool {
     /// Whether any plane is part of an autograd graph; none may be.
     #[must_use]
     pub fn has_graph(&self) -> bool {
-        self.layers.iter().flatten().flat_map(|slab| &slab.planes).any(Tensor::requires_grad)
+        self.layers.iter().flat_map(LayerState::tensors).any(Tensor::requires_grad)
     }
 
     /// The adapters that the prompt was captured under.
@@ -295,33 +349,43 @@ impl PagePool {
     }
 }
 
-fn poison(planes: &[Tensor]) {
-    for plane in planes {
-        if plane.device() != tch::Device::Cpu || plane.numel() == 0 {
-            continue;
-        }
-        if matches!(plane.kind(), tch::Kind::Int | tch::Kind::Int64) {
-            // Beyond every position and expert: whoever reads it is refused.
-            let _ = plane.detach().fill_(i64::from(i32::MAX));
-        } else {
-            let _ = plane.detach().fill_(f64::NAN);
-        }
+fn poison(plane: &Tensor) {
+    if plane.device() != tch::Device::Cpu || plane.numel() == 0 {
+        return;
+    }
+    if matches!(plane.kind(), tch::Kind::Int | tch::Kind::Int64) {
+        // Beyond every position and expert: whoever reads it is refused.
+        let _ = plane.detach().fill_(i64::from(i32::MAX));
+    } else {
+        let _ = plane.detach().fill_(f64::NAN);
     }
 }
 
-/// One layer's pages on the device. Dropping it overwrites the buffers.
+/// One layer's state on the device. Dropping it overwrites the buffers.
 #[derive(Debug)]
 pub struct Staged {
-    /// The rank's runs, in position order.
-    pub slabs: Vec<Slab>,
+    state: LayerState,
     poison: bool,
     _held: Option<Held>,
+}
+
+impl Staged {
+    /// The rank's runs of pages, in position order.
+    #[must_use]
+    pub fn slabs(&self) -> &[Slab] {
+        &self.state.slabs
+    }
+
+    /// State at the prompt's borders, as in [`LayerState`].
+    pub fn borders(&self) -> &[Tensor] {
+        &self.state.borders
+    }
 }
 
 impl Drop for Staged {
     fn drop(&mut self) {
         if self.poison {
-            self.slabs.iter().for_each(|slab| poison(&slab.planes));
+            self.state.poison();
         }
     }
 }
@@ -330,7 +394,7 @@ impl Drop for Staged {
 mod tests {
     use super::*;
 
-    fn pool(residency: Residency) -> (PagePool, Vec<PlaneRow>) {
+    fn pool(residency: Residency) -> (PagePool, StateRows) {
         let layout = PromptLayout::new(Tokens(130), Tokens(64), 1, Tokens(1));
         let rows =
             vec![PlaneRow { shape: vec![2, 4], kind: Kind::Float }, PlaneRow { shape: vec![3], kind: Kind::BFloat16 }];
@@ -344,16 +408,17 @@ mod tests {
                 });
                 slab
             });
-            pool.push(slabs.into()).unwrap();
+            let borders = vec![Tensor::full([2, 5], layer + 1, (Kind::Float, tch::Device::Cpu))];
+            pool.push(LayerState { slabs: slabs.into(), borders }).unwrap();
         }
-        (pool, rows)
+        (pool, StateRows { page: rows, border: vec![PlaneRow { shape: vec![5], kind: Kind::Float }] })
     }
 
     #[test]
     fn page_storage_is_pages_times_bytes_exactly() {
         for residency in [Residency::Host, Residency::Device] {
             let (pool, rows) = pool(residency);
-            assert_eq!(pool.audit(|_| rows.clone()).unwrap(), Bytes(2 * 3 * 64 * (2 * 4 * 4 + 3 * 2)));
+            assert_eq!(pool.audit(|_| rows.clone()).unwrap(), Bytes(2 * 3 * 64 * (2 * 4 * 4 + 3 * 2) + 2 * 2 * 5 * 4));
         }
     }
 
@@ -361,7 +426,7 @@ mod tests {
     fn a_view_of_a_larger_buffer_is_not_a_page() {
         let (mut pool, rows) = pool(Residency::Device);
         let larger = Tensor::zeros([400, 2, 4], (Kind::Float, tch::Device::Cpu));
-        pool.layers[1][0].planes[0] = larger.narrow(0, 0, 128);
+        pool.layers[1].slabs[0].planes[0] = larger.narrow(0, 0, 128);
         assert!(matches!(pool.audit(|_| rows.clone()), Err(Error::Storage { layer: LayerIndex(1), .. })));
     }
 
@@ -370,12 +435,14 @@ mod tests {
         let (pool, _) = pool(Residency::Host);
         let stamp = pool.stamp().clone();
         let staged = pool.stage(LayerIndex(0), None, &stamp).unwrap();
-        let outlives = staged.slabs[0].planes[0].shallow_clone();
+        let outlives = staged.slabs()[0].planes[0].shallow_clone();
+        let border = staged.borders()[0].shallow_clone();
         assert!((outlives.sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
         drop(staged);
         assert!(outlives.sum(Kind::Float).double_value(&[]).is_nan());
+        assert!(border.sum(Kind::Float).double_value(&[]).is_nan());
         let again = pool.stage(LayerIndex(0), None, &stamp).unwrap();
-        assert!((again.slabs[0].planes[0].sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
+        assert!((again.slabs()[0].planes[0].sum(Kind::Float).double_value(&[]) - 128.0 * 8.0).abs() < 1e-6);
     }
 
     #[test]

@@ -268,7 +268,7 @@ impl<'a> Rollout<'a> {
             // After the last layer the next token starts from the first.
             let staged =
                 if self.staged.is_empty() { Some(self.stage(layer, Some((layer + 1) % layers))?) } else { None };
-            let past = Past::without_gradient(staged.as_ref().unwrap_or_else(|| &self.staged[layer]));
+            let past = Past::without_gradient(staged.as_ref().unwrap_or_else(|| &self.staged[layer]), self.layout);
             let (index, mixer) = (LayerIndex(layer), decoder.mixer(LayerIndex(layer)));
             let length = from_index(self.sampled[self.live[0]].ids.len()) - 1;
             // Who watches sees every token, and a stop is heard there; every layer of each would cost a message of its own.
@@ -280,7 +280,8 @@ impl<'a> Rollout<'a> {
             let at = position..position + 1;
             let projected = decoder.project(index, &x_aw, at.clone(), adapters);
             let own = decoder.indexer(index).map(|_| decoder.project_index(index, &x_aw, at, adapters));
-            self.states[layer].push(&projected.input.state.and(own.as_ref().map(|own| own.key_ti.shallow_clone())));
+            let left = projected.input.state.first(usize::MAX).and(own.as_ref().map(|own| own.key_ti.shallow_clone()));
+            self.states[layer].push(&left);
             if let (Some(indexer), Some(own)) = (decoder.indexer(index), &own) {
                 let chosen = indexer.choose_next(&cp_group, &own.rows, &past, &self.states[layer]);
                 if let Some(drawn) = &mut self.drawn {
@@ -289,7 +290,7 @@ impl<'a> Rollout<'a> {
                 keys = Some(chosen);
             }
             let lent = keys.as_ref().map(IndexSet::lend);
-            let mixed = mixer.decode(&cp_group, &projected.input.queries, &past, &self.states[layer], lent);
+            let mixed = mixer.decode(&cp_group, &projected.input, &past, &mut self.states[layer], lent);
             let finished = decoder.finish(index, &x_aw, &mixed, &projected.handed, adapters, None);
             x_aw = finished.y_tw;
             if let (Some(experts), Some(routed)) = (decoder.experts(index), &finished.routed) {

@@ -235,3 +235,13 @@ pub fn convolve(u_eu: &Tensor, weight_uj: &Tensor) -> Tensor {
     let sum = (1..taps).fold(tap(0), |sum, j| sum + tap(j));
     sum.to_kind(u_eu.kind()).silu()
 }
+
+/// [`convolve`] for the last row of each of several sequences: [a, u], of `u_aju` [a, taps, u].
+#[must_use]
+pub fn convolve_last(u_aju: &Tensor, weight_uj: &Tensor) -> Tensor {
+    let acc = accumulation(u_aju.kind());
+    let weight_uj = weight_uj.to_kind(acc);
+    let tap = |j: i64| u_aju.select(1, j).to_kind(acc) * weight_uj.select(1, j);
+    let sum = (1..weight_uj.size()[1]).fold(tap(0), |sum, j| sum + tap(j));
+    sum.to_kind(u_aju.kind()).silu()
+}
