@@ -91,7 +91,7 @@ impl Stack {
             let each = heads / key_heads;
             let parts = [key_dim, key_dim, each * value_dim, each * value_dim];
             let joined = of("qkvz").view([rows, key_heads, parts.iter().sum()]).split_with_sizes(parts, 2);
-            let flat = |x: &Tensor| x.reshape([rows, -1]);
+            let flat = |x: &Tensor| x.flatten(1, 2);
             let gates = of("ba").view([rows, key_heads, 2 * each]).split(each, 2);
             let u_tu = Tensor::cat(&joined[..3].iter().map(flat).collect::<Vec<_>>(), 1);
             (u_tu, flat(&joined[3]), gates[0].reshape([rows, heads]), gates[1].reshape([rows, heads]))
