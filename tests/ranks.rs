@@ -7,6 +7,8 @@ mod axes;
 #[path = "ranks/cases.rs"]
 mod cases;
 mod claims;
+#[path = "ranks/divergence.rs"]
+mod divergence;
 #[path = "ranks/expert_adapters.rs"]
 mod expert_adapters;
 #[path = "ranks/experts.rs"]
@@ -79,6 +81,7 @@ const CLAIMS: &[Claim] = &[
     ("kept_choices_make_drawn_log_probabilities_those_of_the_score_pass", sampling::with_choices),
     ("choices_that_are_kept_are_the_drawn_ones_and_those_that_are_not_are_counted", sampling::changed_choices),
     ("answers_are_sampled_alike_from_pages_on_the_device_and_pages_that_are_staged", sampling::residency),
+    ("an_update_on_several_ranks_stays_near_that_on_one_where_states_go_from_row_to_row", divergence::hybrid),
     ("stale_pages_are_refused_after_an_update", learning::stale_pages),
     ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),
 ];

@@ -22,19 +22,12 @@ pub struct Projected {
 }
 
 impl Projected {
-    /// The rows of all `parts`, one part after another.
+    /// What `change` makes of every plane.
     #[must_use]
-    pub fn join(parts: Vec<Projected>) -> Projected {
-        let mut queries = Vec::with_capacity(parts.len());
-        let mut state = Vec::with_capacity(parts.len());
-        let mut handed = Vec::with_capacity(parts.len());
-        for part in parts {
-            queries.push(part.input.queries);
-            state.push(part.input.state);
-            handed.push(part.handed);
-        }
-        let input = MixerInput { queries: Planes::join(queries), state: Planes::join(state) };
-        Projected { input, handed: Planes::join(handed) }
+    pub fn map(&self, change: impl Fn(&Tensor) -> Tensor) -> Projected {
+        let MixerInput { queries, state } = &self.input;
+        let input = MixerInput { queries: queries.map(&change), state: state.map(&change) };
+        Projected { input, handed: self.handed.map(&change) }
     }
 
     /// Every tensor of it; gradients of it stand in the same order.

@@ -15,8 +15,6 @@
 mod border;
 mod mixing;
 mod order;
-#[cfg(test)]
-mod tests;
 
 use tch::{Kind, Tensor};
 
@@ -212,7 +210,9 @@ impl GatedDelta {
         let Maps { factors, increments } = self.maps(cp_group, order, &walk);
         let mut states = vec![past.state_hkv.shallow_clone()];
         let mut starts = Vec::with_capacity(walk.blocks.len());
-        let mut parts = Vec::with_capacity(walk.blocks.len());
+        let rows = walk.input.u_tu.size()[0];
+        let DeltaHeads { value_heads, value_dim, .. } = self.heads;
+        let out = Tensor::empty([rows, value_heads, value_dim], (self.kind, self.conv_uj.device()));
         // 1. With several ranks the state before every piece follows from the maps.
         for piece in 0..factors.size()[0] {
             let last = &states[states.len() - 1];
@@ -223,17 +223,15 @@ impl GatedDelta {
         for piece in order.own() {
             let mut state = states[piece].shallow_clone();
             for block in walk.blocks.iter().filter(|block| block.piece == piece) {
-                let (out, next) = self.form.forward(&self.heads, &walk.rows(block), &state);
+                let (part, next) = self.form.forward(&self.heads, &walk.rows(block), &state);
+                out.narrow(0, block.first, block.rows).copy_(&part);
                 starts.push(state);
-                parts.push(out);
                 state = next;
             }
             if alone {
                 states.push(state);
             }
         }
-        let none = || self.form.forward(&self.heads, &self.no_rows(), &past.state_hkv).0;
-        let out = if parts.is_empty() { none() } else { Tensor::cat(&parts, 0) };
         let starts =
             if starts.is_empty() { past.state_hkv.unsqueeze(0).narrow(0, 0, 0) } else { Tensor::stack(&starts, 0) };
         Walked { out, starts, factors, states, before: walk.before }

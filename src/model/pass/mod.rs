@@ -215,16 +215,15 @@ impl Pass<'_> {
         // 2. Segment B.
         let kept = choices.stage(Choice::Experts, layer)?;
         let dx_tw = x_tw.detach().zeros_like();
-        let mut dmixed = Vec::with_capacity(blocks.len());
+        let dmixed = mixed.out.empty_like();
         let mut dhanded = Vec::with_capacity(blocks.len());
         for micro in &blocks {
             let handed = micro.planes_of(&projected.handed);
             let b = BackwardRows { micro, rows, kept: kept.as_deref() };
             let done = self.backward_finish(layer, &b, &micro.rows_of(&mixed.out), &handed, &dx_tw)?;
-            dmixed.push(done.dmixed);
+            micro.rows_of(&dmixed).copy_(&done.dmixed);
             dhanded.push(done.dhanded);
         }
-        let dmixed = join_rows(dmixed);
         // 3. The mixer.
         let dinput = tch::no_grad(|| {
             let input = &projected.input;
@@ -243,7 +242,26 @@ impl Pass<'_> {
     }
 
     fn project_all(&self, layer: LayerIndex, blocks: &[MicroBlock], x_tw: &Tensor) -> Projected {
-        Projected::join(blocks.iter().map(|micro| self.project(layer, micro, x_tw)).collect())
+        let [first, others @ ..] = blocks else { unreachable!("a rank without rows has an empty block") };
+        let projected = self.project(layer, first, x_tw);
+        if others.is_empty() {
+            return projected;
+        }
+        // Written in place, so that no row exists twice.
+        let rows = x_tw.size()[0];
+        let all = projected.map(|plane| {
+            let shape: Vec<i64> = std::iter::once(rows).chain(plane.size().into_iter().skip(1)).collect();
+            Tensor::empty(shape, (plane.kind(), plane.device()))
+        });
+        let write = |micro: &MicroBlock, part: &Projected| {
+            for (whole, rows) in all.tensors().zip(part.tensors()) {
+                micro.rows_of(whole).copy_(rows);
+            }
+        };
+        write(first, &projected);
+        drop(projected);
+        others.iter().for_each(|micro| write(micro, &self.project(layer, micro, x_tw)));
+        all
     }
 
     /// Segment B of one micro-block with a graph, and its backward. Writes the residual's gradient to the block's rows of

@@ -1,0 +1,86 @@
+//! How far one policy update on several ranks lies from the same update on one.
+
+use longstraw::config::Gradient;
+use longstraw::prompt::handoff::{PlacedGroup, Scores};
+use longstraw::runtime::memory::Ledger;
+use longstraw::runtime::units::{Rank, Tokens, from_index};
+use longstraw::step::objective::Objective;
+use longstraw::step::optimizer::{AdamW, Settings};
+use longstraw::step::transaction::Transaction;
+use longstraw::world::World;
+use longstraw::world::exchange::gather_rows;
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+use crate::fixture::{Group, How, Model, PLAIN, config, device, observer, reduced, run, transaction};
+
+const SETTINGS: Settings = Settings { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0 };
+
+/// k3, mean of exp(d) − d − 1 over an answer's tokens, that context parallelism may leave between two scores of one updated
+/// policy, in nats: what published systems leave in bfloat16, and rounding in float32.
+const LIMITS: [(Kind, f64); 2] = [(Kind::BFloat16, 6e-4), (Kind::Float, 1e-6)];
+
+/// Log-probabilities of all tokens of all answers, on every rank.
+fn whole(world: &World, placed: &PlacedGroup, scores: &Scores) -> Tensor {
+    let mut all = Vec::new();
+    for (answer, own) in placed.answers.iter().zip(&scores.0) {
+        let none = own.rows.narrow(0, 0, 0);
+        let first = own.first.as_ref().unwrap_or(&none);
+        all.push(gather_rows(&world.cp, first, &placed.layout.last_row_counts()));
+        all.push(gather_rows(&world.cp, &own.rows, &answer.span.counts()));
+    }
+    Tensor::cat(&all, 0).to_kind(Kind::Double).to_device(Device::Cpu)
+}
+
+/// Log-probabilities after one exact update, with prompts shared by `cp` ranks.
+fn updated(world: &mut World, cp: usize, kind: Kind, prompt: usize, answer: usize) -> Tensor {
+    world.cut(cp, 1).expect("a divisor of the world");
+    let sizes = if device() == Device::Cpu { [64, 4, 2, 16] } else { [1_024, 8, 4, 128] };
+    let [width, heads, key_heads, dim] = sizes;
+    let own = json!({
+        "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 8, "num_attention_heads": heads,
+        "num_key_value_heads": 2, "head_dim": 2 * dim, "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads, "linear_key_head_dim": dim, "linear_value_head_dim": dim,
+        "rope_parameters": { "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25 },
+        "max_position_embeddings": 65_536, "tie_word_embeddings": false
+    });
+    let mut model = Model::random(&config("qwen3_5_text", &own), kind);
+    let group = Group::random(9, 61, prompt, &[answer, answer / 2]);
+    let ledger = Ledger::default();
+    let how = How { page_size: 64, micro_block: 512, ..PLAIN };
+    let exact = |model| Transaction {
+        gradient: Gradient::Exact,
+        objective: Objective::DEFAULT,
+        ..transaction(world, model, how, &ledger)
+    };
+    let mut answers = group.trained(&group.batch());
+    // Every prompt group of the world has the same answers, and all gradients are summed.
+    let groups = f64::from(u32::try_from(world.all.size() / cp).expect("few ranks"));
+    answers.iter_mut().for_each(|answer| answer.weight /= groups);
+    run(exact(&model).train(&group.prompt_ids, None, &answers, None, &mut observer(world)));
+    let gradients = reduced(world, &model.adapters);
+    assert!(gradients.norm() > 0.0);
+    AdamW::new(&model.adapters, SETTINGS).update(&mut model.adapters, &gradients, 1e-3);
+    let transaction = exact(&model);
+    let scored = run(transaction.score(&group.prompt_ids, None, group.answers.clone(), &mut observer(world)));
+    let placed = transaction.placed(&group.prompt_ids, group.answers.clone());
+    let all = whole(world, &placed, &scored.scores);
+    assert_eq!(all.size()[0], group.answers.iter().map(|ids| ids.len() as i64).sum::<i64>());
+    all
+}
+
+/// An updated policy of gated delta rules and attention gives nearly the same log-probabilities on one rank and on all.
+pub(crate) fn hybrid(world: &mut World) {
+    let (prompt, answer) = if device() == Device::Cpu { (331, 40) } else { (16_381, 512) };
+    for (kind, limit) in LIMITS {
+        let one = updated(world, 1, kind, prompt, answer);
+        let all = updated(world, world.all.size(), kind, prompt, answer);
+        let apart = &all - &one;
+        let k3 = (apart.exp() - &apart - 1.0).mean(Kind::Double).double_value(&[]);
+        let largest = apart.abs().max().double_value(&[]);
+        if world.all.rank() == Rank(0) {
+            println!("one update, {kind:?}, 1 and {} ranks: k3 {k3:.2e}, largest {largest:.2e}", world.all.size());
+        }
+        assert!(k3 <= limit, "{kind:?}: k3 {k3:.2e} of {limit:.0e}, largest difference {largest:.2e}");
+    }
+}
