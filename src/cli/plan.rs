@@ -131,21 +131,13 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
         print_result(&plan.text(config));
     }
     let context = shape.as_ref().and_then(|shape| shape.context_note(config.context.max_seq_len));
-    let only = shape.as_ref().and_then(only_planned);
     let sets = [("data.path", &config.data.path), ("data.held_out", &config.data.held_out)];
     let data = sets.into_iter().filter_map(|(key, path)| size_note(key, path.as_ref()?, config.context.prompt_len));
-    for note in loaded.notes().into_iter().chain(context).chain(data).chain(only) {
+    for note in loaded.notes().into_iter().chain(context).chain(data) {
         say(&note);
     }
     plan.refuse(&room)?;
     Ok(Exit::Done)
-}
-
-/// A note about a family that this build cannot train.
-fn only_planned(shape: &Shape) -> Option<String> {
-    let words =
-        "this build plans it and does not train it yet; its sum follows the design, and no run was compared with it";
-    (!shape.trained).then(|| format!("{}: {words}", shape.model_type))
 }
 
 fn gates(
@@ -178,9 +170,6 @@ fn gates(
     }
     if config.gate.scale > 1 {
         say("the table is for the gates' full lengths; gate.scale is left out");
-    }
-    if let Some(note) = only_planned(shape) {
-        say(&note);
     }
     table.refuse()?;
     Ok(Exit::Done)

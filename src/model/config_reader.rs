@@ -10,7 +10,8 @@ const COUNT_MAX: u64 = 1 << 31;
 /// Most layers of a decoder; no published one comes near, and lists per layer stay small whatever a file states.
 const LAYERS_MAX: u64 = 1 << 14;
 
-/// The largest width or number of heads or experts of a family with experts: with it no sum of all layers comes near 2⁶⁴.
+/// The largest width or number of heads or experts of a family with experts or delta rules: with it no sum of all layers comes
+/// near 2⁶⁴.
 pub const SIZE_MAX: u64 = 1 << 15;
 
 /// One thing that is wrong with a config, with its key and value.
@@ -25,10 +26,6 @@ pub enum Problem {
         "`{key}` is \"{found}\", which longstraw does not compute; it computes {known}, and the nearest of these is \"{nearest}\""
     )]
     ModelType { key: String, found: String, known: String, nearest: String },
-    #[error(
-        "`{key}` is \"{found}\": this build plans that family (longstraw plan) and does not compute it yet; it computes {known}"
-    )]
-    OnlyPlanned { key: String, found: String, known: String },
     #[error("`{key}` is {found}, which longstraw does not compute; it computes {supported}")]
     Unsupported { key: String, found: String, supported: &'static str },
     #[error(

@@ -74,24 +74,32 @@ pub struct RopeKeys {
     layer_kind: Option<&'static str>,
     /// Whether `rope_scaling` belongs to it.
     scaled: bool,
+    /// Share of a head's dimensions that rotates where no key says so; `None`: all, and no key may say otherwise.
+    partial: Option<f64>,
 }
 
 impl RopeKeys {
     /// The one embedding of all layers.
     pub const ONE: RopeKeys =
-        RopeKeys { theta_key: "rope_theta", theta_default: 10_000.0, layer_kind: None, scaled: true };
+        RopeKeys { theta_key: "rope_theta", theta_default: 10_000.0, layer_kind: None, scaled: true, partial: None };
+
+    /// The one embedding of all layers, which rotates the first dimensions of a head, by default this share of them.
+    #[must_use]
+    pub fn partial(share: f64) -> RopeKeys {
+        RopeKeys { partial: Some(share), ..RopeKeys::ONE }
+    }
 
     /// The embedding of the layers without a window, where those with one have their own.
     #[must_use]
     pub fn full_layers(theta_default: f64) -> RopeKeys {
-        RopeKeys { theta_key: "rope_theta", theta_default, layer_kind: Some("full_attention"), scaled: true }
+        RopeKeys { theta_default, layer_kind: Some("full_attention"), ..RopeKeys::ONE }
     }
 
     /// The embedding of the layers with a window, where they have their own.
     #[must_use]
     pub fn sliding_layers(theta_default: f64) -> RopeKeys {
         let (theta_key, layer_kind) = ("rope_local_base_freq", Some("sliding_attention"));
-        RopeKeys { theta_key, theta_default, layer_kind, scaled: false }
+        RopeKeys { theta_key, theta_default, layer_kind, scaled: false, partial: None }
     }
 }
 
@@ -109,13 +117,13 @@ impl RopeSpec {
 
     /// Reads both spellings of the published configs: `rope_parameters`, or a top-level base with `rope_scaling` (a
     /// non-empty one replaces the table in `rope_parameters`). `replacement` takes the place of the file's scaling; `null` or
-    /// an empty table in it means none. Problems are left in `keys`.
+    /// an empty table in it means none. `width` is that of a head, or of its part that may rotate. Problems are left in `keys`.
     #[must_use]
     pub fn read(
         keys: &mut ConfigReader<'_>,
         replacement: Option<&Value>,
         own: &RopeKeys,
-        rotary_dim: u64,
+        width: u64,
         positions: u64,
     ) -> RopeSpec {
         let no_keys = Map::new();
@@ -146,24 +154,60 @@ impl RopeSpec {
             &no_keys
         });
         let mut rope = ConfigReader::within(table, name);
-        let file_theta = keys.positive(own.theta_key, Some(own.theta_default));
-        let replaced_theta = match (replacement, keys.value(own.theta_key), parameters) {
-            (Some(_), None, Some(Value::Object(file))) => {
-                ConfigReader::within(file, &parameters_name).positive("rope_theta", Some(file_theta))
-            }
-            _ => file_theta,
+        let replaced = match (replacement, parameters) {
+            (Some(_), Some(Value::Object(file))) => Some(ConfigReader::within(file, &parameters_name)),
+            _ => None,
         };
-        let theta = rope.positive("rope_theta", Some(replaced_theta));
-        for partial in [rope.value("partial_rotary_factor"), keys.value("partial_rotary_factor")].into_iter().flatten()
-        {
-            if partial.as_f64() != Some(1.0) {
-                rope.unsupported("partial_rotary_factor", partial, "1.0 for this family: every dimension rotates");
+        let theta = outside(keys, replaced.as_ref(), (own.theta_key, "rope_theta"), own.theta_default);
+        let theta = rope.positive("rope_theta", Some(theta));
+        let rotary_dim = match own.partial {
+            None => whole(keys, &mut rope, width),
+            Some(share) => {
+                let share = outside(keys, replaced.as_ref(), (PARTIAL, PARTIAL), share);
+                leading(&mut rope, share, width)
             }
-        }
+        };
         let scaling = read_scaling(&mut rope, rotary_dim, positions);
         keys.problems.append(&mut rope.problems);
         RopeSpec { theta, rotary_dim, scaling }
     }
+}
+
+/// The key of the share of dimensions that rotates.
+const PARTIAL: &str = "partial_rotary_factor";
+
+/// A number that the embedding's own table may lack: the first of `names` at the top level, else the second in the table that
+/// was `replaced`.
+fn outside(keys: &mut ConfigReader<'_>, replaced: Option<&ConfigReader<'_>>, names: (&str, &str), default: f64) -> f64 {
+    let number = keys.positive(names.0, Some(default));
+    match replaced {
+        Some(table) if keys.value(names.0).is_none() => {
+            table.value(names.1).and_then(Value::as_f64).filter(|x| x.is_finite() && *x > 0.0).unwrap_or(number)
+        }
+        _ => number,
+    }
+}
+
+/// All dimensions rotate; a key that says otherwise is refused.
+fn whole(keys: &ConfigReader<'_>, rope: &mut ConfigReader<'_>, width: u64) -> u64 {
+    for partial in [rope.value(PARTIAL), keys.value(PARTIAL)].into_iter().flatten() {
+        if partial.as_f64() != Some(1.0) {
+            rope.unsupported(PARTIAL, partial, "1.0 for this family: every dimension rotates");
+        }
+    }
+    width
+}
+
+/// The whole number of leading dimensions that a share of `width` is, rounded down; it must be even and not 0.
+fn leading(rope: &mut ConfigReader<'_>, default: f64, width: u64) -> u64 {
+    let share = rope.positive(PARTIAL, Some(default));
+    let product = float(width) * share;
+    let rotary_dim = (0..=width).rev().find(|&dims| float(dims) <= product).unwrap_or(0);
+    if share > 1.0 || rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
+        let wanted = "at most 1, and such that an even number of a head's dimensions rotates";
+        rope.refuse(PARTIAL, &Value::from(share), wanted);
+    }
+    rotary_dim
 }
 
 fn read_scaling(rope: &mut ConfigReader<'_>, rotary_dim: u64, positions: u64) -> Scaling {

@@ -73,8 +73,6 @@ pub struct Row {
 #[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Table {
     pub model_type: &'static str,
-    /// Whether this build trains it.
-    pub trained: bool,
     /// Gradient mode of every gate.
     pub gradient: String,
     /// Ranks in the world.
@@ -134,7 +132,6 @@ pub fn table(
     let gates = gates().map(&mut row).collect();
     Table {
         model_type: shape.model_type,
-        trained: shape.trained,
         gradient: gradient.to_string(),
         ranks,
         ranks_per_node: if room.ranks_here == 0 { ranks } else { room.ranks_here.min(ranks) },

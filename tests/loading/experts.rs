@@ -1,5 +1,7 @@
 //! Experts: one by one or joined in the file, spread over ranks in memory; the indexer of layers that choose keys.
 
+use std::path::Path;
+
 use longstraw::model::digests::TensorDigests;
 use longstraw::model::parts::ExpertSpec;
 use longstraw::model::spec::Spec;
@@ -35,22 +37,24 @@ fn latent() -> Value {
     })
 }
 
-fn expert(layer: u64, expert: u64, projection: &str) -> String {
+pub(crate) fn expert(layer: u64, expert: u64, projection: &str) -> String {
     format!("model.layers.{layer}.mlp.experts.{expert}.{projection}.weight")
 }
 
 /// The same tensors with the experts of each layer joined, as transformers holds them in memory.
-fn join(draft: &mut Draft) {
-    for layer in 0..3 {
+pub(crate) fn join(draft: &mut Draft) {
+    let spec = Spec::from_config(&draft.config, None, Path::new("config.json")).unwrap();
+    let (layers, experts) = (u64::try_from(spec.layers).unwrap(), spec.experts.unwrap().count);
+    for layer in 0..layers {
         let names = [("gate_up_proj", &["gate_proj", "up_proj"][..]), ("down_proj", &["down_proj"][..])];
         for (joined, parts) in names {
             let mut bytes = Vec::new();
             let mut shape = Vec::new();
-            for number in 0..EXPERTS {
+            for number in 0..experts {
                 for part in parts {
                     let Some(stored) = draft.tensors.remove(&expert(layer, number, part)) else { continue };
                     bytes.extend(stored.bytes);
-                    shape = vec![usize::try_from(EXPERTS).unwrap(), parts.len() * stored.shape[0], stored.shape[1]];
+                    shape = vec![usize::try_from(experts).unwrap(), parts.len() * stored.shape[0], stored.shape[1]];
                 }
             }
             if !shape.is_empty() {

@@ -5,5 +5,6 @@ mod adapters;
 mod checkpoints;
 mod experts;
 mod fp8;
+mod hybrid;
 mod specs;
 mod weights;

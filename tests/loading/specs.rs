@@ -172,11 +172,8 @@ fn layer_types_that_contradict_or_do_not_fit_are_refused() {
 
 #[test]
 fn an_unknown_model_type_names_the_known_ones_and_the_nearest() {
-    let words = refusal(&with(qwen3_8b(), &json!({"model_type": "qwen3_next"})));
-    assert_says(
-        &words,
-        &["`model_type` is \"qwen3_next\"", "qwen3, qwen2, llama, mistral", "nearest of these is \"qwen3\""],
-    );
+    let words = refusal(&with(qwen3_8b(), &json!({"model_type": "qwen4"})));
+    assert_says(&words, &["`model_type` is \"qwen4\"", "qwen3, qwen2, llama, mistral", "nearest of these is \"qwen"]);
     assert_says(&refusal(&without(qwen3_8b(), &["model_type"])), &["`model_type` is missing"]);
     assert_eq!(family::model_types()[..4], ["qwen3", "qwen2", "llama", "mistral"]);
 }

@@ -1,4 +1,5 @@
-//! The table in which dense families differ. One layer is attention with grouped heads, then a gated feed-forward.
+//! The table in which families with keys and values by head differ. One layer is attention with grouped heads, or in some
+//! families a gated delta rule, then a gated feed-forward or experts.
 //!
 //! A family is one constant: what it shares with [`Differences::PLAIN`] is left out. A field that a family leaves out
 //! stands in no spec, so a new field changes no model's digest.
@@ -10,6 +11,8 @@ use crate::model::spec::{Activation, BlockNorms, NormForm};
 pub struct Differences {
     /// The `model_type` of published configs.
     pub model_type: &'static str,
+    /// The `model_type` of composite models with this one as `text_config`, where that table may leave its own name out.
+    pub wrapper: Option<&'static str>,
     /// Formula of every norm.
     pub norm: NormForm,
     /// Norms around a block's two parts.
@@ -32,6 +35,10 @@ pub struct Differences {
     pub scaled_embeddings: bool,
     /// Feed-forwards of experts, where the family has them.
     pub experts: Option<ExpertDefaults>,
+    /// Input projections of gated delta rules, where the family has such layers.
+    pub delta: Option<DeltaInputs>,
+    /// Whether the query projection yields a gate with each query.
+    pub gated_attention: bool,
     /// Whether the config may cap logits (`final_logit_softcapping`); caps of attention scores are refused.
     pub soft_caps: bool,
     /// What stands in for absent keys.
@@ -81,16 +88,40 @@ pub enum RopeRule {
     /// One for full layers with its scaling, and one for sliding layers, never scaled; each with the default of its base.
     #[expect(missing_docs, reason = "the names say everything")]
     ByLayerKind { full_theta: f64, sliding_theta: f64 },
+    /// One for all layers; the share of a head's dimensions that `partial_rotary_factor` states rotates, with this default.
+    Partial(f64),
 }
 
-/// What stands in for absent keys of a softmax mixture without shared experts.
+/// Input projections of a gated delta rule in a checkpoint.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum DeltaInputs {
+    /// Queries, keys and values together; gates, strengths and decays each by themselves.
+    Apart,
+    /// Two projections, whose rows go by key head.
+    Joined,
+}
+
+/// Whether the scores of a row's experts are divided by their sum.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Normalised {
+    /// Whatever the config says.
+    Always,
+    /// If `norm_topk_prob` says so, which has this default.
+    Stated(bool),
+}
+
+/// What stands in for absent keys of a softmax mixture.
 #[derive(Clone, Copy, Debug)]
-#[expect(missing_docs, reason = "the names say everything")]
+#[expect(missing_docs, reason = "the names say what is not described")]
 pub struct ExpertDefaults {
     pub count: u64,
     pub chosen: u64,
     pub width: u64,
-    pub normalised: bool,
+    /// Width of the gated feed-forward that every row passes besides; `None`: the family has none.
+    pub shared_width: Option<u64>,
+    pub normalised: Normalised,
+    /// Whether all layers have experts, with no key about layers without them or about the width of those.
+    pub everywhere: bool,
 }
 
 /// What stands in for a key that a config leaves out.
@@ -98,6 +129,8 @@ pub struct ExpertDefaults {
 pub struct Defaults {
     /// `None`: the config must state it.
     pub vocabulary: Option<u64>,
+    /// `None`: the config must state it.
+    pub ffn_width: Option<u64>,
     /// `None`: the config must state them.
     pub query_heads: Option<u64>,
     /// `None`: as many as query heads.
@@ -120,6 +153,7 @@ impl Differences {
     /// What most families have.
     pub const PLAIN: Differences = Differences {
         model_type: "",
+        wrapper: None,
         norm: NormForm::Weight,
         block_norms: BlockNorms::Two,
         qk_norm: false,
@@ -132,6 +166,8 @@ impl Differences {
         scaled_embeddings: false,
         soft_caps: false,
         experts: None,
+        delta: None,
+        gated_attention: false,
         defaults: Defaults::PLAIN,
     };
 }
@@ -140,6 +176,7 @@ impl Defaults {
     /// What most families have.
     pub const PLAIN: Defaults = Defaults {
         vocabulary: None,
+        ffn_width: None,
         query_heads: None,
         kv_heads: None,
         head_dim: None,

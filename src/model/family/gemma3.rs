@@ -16,7 +16,6 @@ pub(super) const GEMMA3: Differences = Differences {
     ropes: RopeRule::ByLayerKind { full_theta: 1_000_000.0, sliding_theta: 10_000.0 },
     scaled_embeddings: true,
     soft_caps: true,
-    experts: None,
     defaults: Defaults {
         vocabulary: Some(262_208),
         query_heads: Some(8),
@@ -27,7 +26,9 @@ pub(super) const GEMMA3: Differences = Differences {
         bos: &[2],
         eos: &[1],
         eos_of_wrapper: true,
+        ..Defaults::PLAIN
     },
+    ..Differences::PLAIN
 };
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The families of decoders: one file each, one entry each in [`FAMILIES`], and no other place that knows their names.
 
+mod delta;
 pub mod differences;
 mod gemma3;
 mod glm;
@@ -7,7 +8,9 @@ mod llama;
 mod mistral;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_moe;
+mod qwen3_next;
 mod read;
 
 use std::path::Path;
@@ -17,13 +20,21 @@ use serde_json::{Map, Value};
 use self::differences::Differences;
 use super::config_reader::{ConfigReader, Problem};
 use super::problems::Problems;
-use super::shape::planned;
 use super::spec::{Error, Spec, parsed};
 use crate::runtime::names;
 
 /// Every family with keys and values by head.
-pub static FAMILIES: &[&Differences] =
-    &[&qwen3::QWEN3, &qwen2::QWEN2, &llama::LLAMA, &mistral::MISTRAL, &gemma3::GEMMA3, &qwen3_moe::QWEN3_MOE];
+pub static FAMILIES: &[&Differences] = &[
+    &qwen3::QWEN3,
+    &qwen2::QWEN2,
+    &llama::LLAMA,
+    &mistral::MISTRAL,
+    &gemma3::GEMMA3,
+    &qwen3_moe::QWEN3_MOE,
+    &qwen3_5::QWEN3_5,
+    &qwen3_5::QWEN3_5_MOE,
+    &qwen3_next::QWEN3_NEXT,
+];
 
 /// All `model_type` values that are read.
 #[must_use]
@@ -95,18 +106,18 @@ fn find(keys: &mut ConfigReader<'_>) -> Option<Family> {
     if found == glm::MODEL_TYPE {
         return Some(Family::Latent);
     }
-    let family = FAMILIES.iter().copied().find(|family| family.model_type == found).map(Family::Grouped);
+    let wraps = |family: &Differences| {
+        keys.value("model_type").is_none() && family.wrapper.is_some_and(|wrapper| outside == wrapper)
+    };
+    let mut families = FAMILIES.iter().copied();
+    let family = families.find(|family| family.model_type == found || wraps(family)).map(Family::Grouped);
     if family.is_some() || !keys.problems.is_empty() {
         return family;
     }
     let key = keys.name("model_type");
     let known = model_types();
-    let outside = outside.as_str().unwrap_or(found);
-    keys.problems.push(if planned::find(outside).is_some() {
-        Problem::OnlyPlanned { key, found: outside.to_owned(), known: known.join(", ") }
-    } else {
-        let nearest = names::nearest(found, &known).unwrap_or_default().to_owned();
-        Problem::ModelType { key, found: found.to_owned(), nearest, known: known.join(", ") }
-    });
+    let wrapped = FAMILIES.iter().find(|family| family.wrapper == Some(found)).map(|family| family.model_type);
+    let nearest = wrapped.or_else(|| names::nearest(found, &known)).unwrap_or_default().to_owned();
+    keys.problems.push(Problem::ModelType { key, found: found.to_owned(), nearest, known: known.join(", ") });
     None
 }

@@ -2,7 +2,8 @@
 
 use serde_json::Value;
 
-use super::differences::{BiasRule, Differences, ExpertDefaults, RopeRule, ScoreScale, WindowRule};
+use super::delta;
+use super::differences::{BiasRule, Differences, ExpertDefaults, Normalised, RopeRule, ScoreScale, WindowRule};
 use crate::model::config_reader::{ConfigReader, Problem};
 use crate::model::parts::{ExpertSpec, Router};
 use crate::model::rope::{RopeKeys, RopeSpec};
@@ -12,9 +13,15 @@ use crate::runtime::units::from_index;
 /// The spec of a config. What is wrong is left in `keys`, and the spec is then not used. `rope_scaling` replaces the file's.
 pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, own: &Differences) -> Spec {
     let vocabulary = keys.count("vocab_size", own.defaults.vocabulary);
-    let width = keys.count("hidden_size", None);
-    let ffn_width = keys.count("intermediate_size", None);
+    let width = size(keys, own, "hidden_size", None);
     let layers = keys.layers("num_hidden_layers");
+    let experts = own.experts.map(|defaults| experts(keys, &defaults, layers));
+    let ffn_width = match &experts {
+        Some(experts) if !experts.sparse.contains(&false) && own.experts.is_some_and(|own| own.everywhere) => {
+            experts.shared_width + experts.chosen * experts.width
+        }
+        _ => size(keys, own, "intermediate_size", own.defaults.ffn_width),
+    };
     let (query_heads, kv_heads, head_dim) = heads(keys, width, own);
     let activation = keys.word(own.activation_key, own.activation.name());
     if activation != own.activation.name() {
@@ -31,11 +38,12 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, ow
     let norm_eps = keys.positive("rms_norm_eps", Some(1e-6));
     let rope_keys = match own.ropes {
         RopeRule::One => RopeKeys::ONE,
+        RopeRule::Partial(share) => RopeKeys::partial(share),
         RopeRule::ByLayerKind { full_theta, .. } => RopeKeys::full_layers(full_theta),
     };
     let rope = RopeSpec::read(keys, rope_scaling, &rope_keys, head_dim, max_positions);
     let sliding_rope = match own.ropes {
-        RopeRule::One => None,
+        RopeRule::One | RopeRule::Partial(_) => None,
         RopeRule::ByLayerKind { sliding_theta, .. } => {
             let sliding = RopeKeys::sliding_layers(sliding_theta);
             Some(RopeSpec::read(keys, None, &sliding, head_dim, max_positions))
@@ -55,7 +63,7 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, ow
         tied_embeddings: keys.flag_here_or_outside("tie_word_embeddings", own.defaults.tied_embeddings),
         qk_norm: own.qk_norm,
         biases: biases(keys, own.biases),
-        window: windows(keys, own.windows, layers),
+        window: if own.delta.is_some() { vec![None; layers] } else { windows(keys, own.windows, layers) },
         max_positions,
         bos: keys.tokens("bos_token_id", own.defaults.bos).first().copied(),
         eos: if own.defaults.eos_of_wrapper {
@@ -74,10 +82,15 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, ow
         scaled_embeddings: own.scaled_embeddings,
         logit_cap: logit_cap(keys, own.soft_caps),
         latent: None,
-        delta: None,
-        gated_attention: false,
-        experts: own.experts.map(|defaults| experts(keys, &defaults, layers)),
+        experts,
+        delta: own.delta.map(|inputs| delta::read(keys, layers, inputs)),
+        gated_attention: own.gated_attention,
     }
+}
+
+/// A width or a number of heads, bounded where layers are many times it.
+fn size(keys: &mut ConfigReader<'_>, own: &Differences, key: &str, default: Option<u64>) -> u64 {
+    if own.experts.is_some() || own.delta.is_some() { keys.size(key, default) } else { keys.count(key, default) }
 }
 
 /// A softmax mixture: every `decoder_sparse_step`-th layer has experts, but for those that `mlp_only_layers` lists.
@@ -89,8 +102,11 @@ fn experts(keys: &mut ConfigReader<'_>, defaults: &ExpertDefaults, layers: usize
     if chosen > count && keys.problems.is_empty() {
         keys.refuse("num_experts_per_tok", &Value::from(chosen), "at most the number of experts");
     }
-    let step = keys.count("decoder_sparse_step", Some(1));
-    let dense = keys.tokens("mlp_only_layers", &[]);
+    let (step, dense) = if defaults.everywhere {
+        (1, Vec::new())
+    } else {
+        (keys.count("decoder_sparse_step", Some(1)), keys.tokens("mlp_only_layers", &[]))
+    };
     let is_sparse = |layer: usize| {
         let layer = from_index(layer);
         !dense.contains(&layer) && (layer + 1).is_multiple_of(step)
@@ -99,10 +115,15 @@ fn experts(keys: &mut ConfigReader<'_>, defaults: &ExpertDefaults, layers: usize
         count,
         chosen,
         width: keys.size("moe_intermediate_size", Some(defaults.width)),
-        shared_width: 0,
-        shared_gate: false,
+        shared_width: defaults
+            .shared_width
+            .map_or(0, |default| keys.size("shared_expert_intermediate_size", Some(default))),
+        shared_gate: defaults.shared_width.is_some(),
         router: Router::Softmax,
-        normalised: keys.flag("norm_topk_prob", defaults.normalised),
+        normalised: match defaults.normalised {
+            Normalised::Always => true,
+            Normalised::Stated(default) => keys.flag("norm_topk_prob", default),
+        },
         scaling: 1.0,
         groups: 1,
         kept_groups: 1,
@@ -112,9 +133,9 @@ fn experts(keys: &mut ConfigReader<'_>, defaults: &ExpertDefaults, layers: usize
 
 /// Query heads, key and value heads, and their width.
 fn heads(keys: &mut ConfigReader<'_>, width: u64, own: &Differences) -> (u64, u64, u64) {
-    let query_heads = keys.count("num_attention_heads", own.defaults.query_heads);
+    let query_heads = size(keys, own, "num_attention_heads", own.defaults.query_heads);
     let kv_default = if keys.states("num_key_value_heads") { None } else { own.defaults.kv_heads };
-    let kv_heads = keys.count("num_key_value_heads", Some(kv_default.unwrap_or(query_heads)));
+    let kv_heads = size(keys, own, "num_key_value_heads", Some(kv_default.unwrap_or(query_heads)));
     let sound = keys.problems.is_empty();
     if sound && !query_heads.is_multiple_of(kv_heads) {
         keys.problems.push(Problem::Heads { query_heads, kv_heads });
@@ -123,7 +144,7 @@ fn heads(keys: &mut ConfigReader<'_>, width: u64, own: &Differences) -> (u64, u6
     if sound && keys.value("head_dim").is_none() && head_dim_default.is_none() && !width.is_multiple_of(query_heads) {
         keys.problems.push(Problem::HeadDim { width, query_heads });
     }
-    let head_dim = keys.count("head_dim", Some(head_dim_default.unwrap_or(width / query_heads).max(1)));
+    let head_dim = size(keys, own, "head_dim", Some(head_dim_default.unwrap_or(width / query_heads).max(1)));
     if sound && !head_dim.is_multiple_of(2) {
         keys.refuse("head_dim", &Value::from(head_dim), "even, since rotation takes dimensions in pairs");
     }

@@ -190,8 +190,6 @@ impl Layer {
 pub struct Shape {
     /// The family's name in the config.
     pub model_type: &'static str,
-    /// Whether this build trains the family, or only plans it.
-    pub trained: bool,
     /// Rows of the embedding and of the head.
     pub vocabulary: u64,
     /// Width of the residual stream.
@@ -247,15 +245,4 @@ impl Shape {
         };
         layer.projections.iter().filter(named).map(|projection| projection.inputs + projection.outputs).sum()
     }
-}
-
-/// The three linear layers of a gated feed-forward.
-pub(super) fn feed_forward(width: u64, ffn_width: u64) -> [Projection; 3] {
-    let linear = |name, inputs, outputs| Projection { name, segment: Segment::B, inputs, outputs };
-    [linear("gate_proj", width, ffn_width), linear("up_proj", width, ffn_width), linear("down_proj", ffn_width, width)]
-}
-
-/// Elements of linear layers' weights.
-pub(super) fn weights(projections: &[Projection]) -> u64 {
-    projections.iter().map(|projection| projection.inputs * projection.outputs).sum()
 }

@@ -1,30 +1,25 @@
 //! What a plan needs to know of a decoder: layer by layer, how wide its rows are, what it leaves behind for later
 //! positions, how many weights it has, and how much work a position is.
 //!
-//! For a family that is trained the shape follows from its [`Spec`]; for one that is only planned it is read from the
-//! published config, by the file of that family here. Nothing else in the program takes a shape for a model.
+//! It follows from the model's [`Spec`]. Nothing else in the program takes a shape for a model.
 
-mod hybrid;
 pub mod layers;
-pub mod planned;
 
 use std::path::Path;
 
 pub use self::layers::{INDEX_BYTES, Index, Layer, Mix, Projection, Segment, Shape, Widths};
-use super::config_reader::ConfigReader;
-use super::problems::Problems;
+use super::parts::DeltaSpec;
 use super::spec::{self, Error, Spec};
 use crate::runtime::units::{LayerIndex, Tokens};
 
 impl Shape {
-    /// The shape of a family that is trained.
+    /// The shape of a model.
     #[must_use]
     pub fn of(spec: &Spec) -> Shape {
         let layers: Vec<Layer> = (0..spec.layers).map(|layer| layer_of(spec, LayerIndex(layer))).collect();
         let inside: u64 = layers.iter().map(|layer| layer.parameters + layer.experts).sum();
         Shape {
             model_type: spec.model_type,
-            trained: true,
             vocabulary: spec.vocabulary,
             width: spec.width,
             max_positions: spec.max_positions,
@@ -34,23 +29,12 @@ impl Shape {
         }
     }
 
-    /// Reads the shape of a checkpoint folder, or of the path of a bare config.json, of any family that is planned.
-    /// `rope_scaling` is as in [`Spec::read`].
+    /// Reads the shape of a checkpoint folder, or of the path of a bare config.json. `rope_scaling` is as in [`Spec::read`].
     ///
     /// # Errors
     /// As [`Spec::read`].
     pub fn read(path: &Path, rope_scaling: Option<&serde_json::Value>) -> Result<Shape, Error> {
-        let (file, config) = spec::parsed(path)?;
-        let mut keys = ConfigReader::of_text_model(&config);
-        let named = keys.value_here_or_outside("model_type").and_then(serde_json::Value::as_str);
-        let Some(planned) = named.and_then(planned::find) else {
-            return Ok(Shape::of(&Spec::from_config(&config, rope_scaling, &file)?));
-        };
-        let shape = (planned.read)(&mut keys);
-        if keys.problems.is_empty() {
-            return Ok(shape);
-        }
-        Err(Error::Refused { file, problems: Problems(keys.problems) })
+        Ok(Shape::of(&Spec::read(path, rope_scaling)?))
     }
 
     /// Refuses adapter targets that the family does not have.
@@ -74,7 +58,6 @@ impl Shape {
     }
 }
 
-/// One layer of a family that is trained.
 fn layer_of(spec: &Spec, layer: LayerIndex) -> Layer {
     let experts = spec.experts_of(layer);
     let expert = experts.map_or(0, |experts| 3 * spec.width * experts.width);
@@ -88,19 +71,22 @@ fn layer_of(spec: &Spec, layer: LayerIndex) -> Layer {
         expert_count: experts.map_or(0, |experts| experts.count),
         expert_width: experts.map_or(0, |experts| experts.width),
         projections: projections(spec, layer),
-        further: chosen * expert + experts.map_or(0, |experts| experts.count * spec.width),
+        further: chosen * expert + experts.map_or(0, |own| (own.count + u64::from(own.shared_gate)) * spec.width),
         constant: index_products(spec, layer),
     }
 }
 
 fn mix(spec: &Spec, layer: LayerIndex) -> Mix {
+    if let Some(&DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps, .. }) = spec.delta_of(layer) {
+        return Mix::Delta { key_heads, value_heads, key_dim, value_dim, taps };
+    }
     let Some(latent) = &spec.latent else {
         return Mix::Grouped {
             query_heads: spec.query_heads,
             kv_heads: spec.kv_heads,
             head_dim: spec.head_dim,
             window: spec.window[layer.0],
-            gated: false,
+            gated: spec.gated_attention,
         };
     };
     let index = &latent.index;
@@ -121,11 +107,12 @@ fn index_products(spec: &Spec, layer: LayerIndex) -> u64 {
 /// `kv_b_proj` belongs to segment A and its value half to B; it counts as A's.
 fn projections(spec: &Spec, layer: LayerIndex) -> Vec<Projection> {
     const BEFORE: [&str; 7] = ["q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"];
+    let is_before = |name: &str| BEFORE.contains(&name) || name.starts_with("in_proj_");
     let linears = spec.linear_layers_of(layer).into_iter();
     linears
         .map(|linear| Projection {
             name: linear.projection,
-            segment: if BEFORE.contains(&linear.projection) { Segment::A } else { Segment::B },
+            segment: if is_before(linear.projection) { Segment::A } else { Segment::B },
             inputs: linear.inputs,
             outputs: linear.outputs,
         })
@@ -144,17 +131,11 @@ mod tests {
     }
 
     fn read(config: &Map<String, Value>) -> Result<Shape, Vec<super::super::config_reader::Problem>> {
-        let mut keys = ConfigReader::of_text_model(config);
-        let named = keys.value_here_or_outside("model_type").and_then(Value::as_str).unwrap();
-        if planned::find(named).is_none() {
-            return match Spec::from_config(config, None, Path::new("config.json")) {
-                Ok(spec) => Ok(Shape::of(&spec)),
-                Err(Error::Refused { problems, .. }) => Err(problems.0),
-                Err(other) => panic!("{other}"),
-            };
+        match Spec::from_config(config, None, Path::new("config.json")) {
+            Ok(spec) => Ok(Shape::of(&spec)),
+            Err(Error::Refused { problems, .. }) => Err(problems.0),
+            Err(other) => panic!("{other}"),
         }
-        let shape = (planned::find(named).unwrap().read)(&mut keys);
-        if keys.problems.is_empty() { Ok(shape) } else { Err(keys.problems) }
     }
 
     const SPARSE: &str = include_str!("../../../configs/shapes/glm-5.2/config.json");
@@ -187,6 +168,11 @@ mod tests {
     fn parameters_are_those_of_the_published_models() {
         assert_eq!(read(&config(SPARSE)).unwrap().parameter_count(), 743_377_019_904);
         assert_eq!(read(&config(HYBRID)).unwrap().parameter_count(), 26_895_998_464);
+        // Counted over the parameters of transformers 5.24.0 for these configs.
+        let hybrid_mixture = config(include_str!("../../../configs/shapes/qwen3.6-35b-a3b/config.json"));
+        assert_eq!(read(&hybrid_mixture).unwrap().parameter_count(), 34_660_610_688);
+        let joined = config(include_str!("../../../configs/shapes/qwen3-next-80b-a3b/config.json"));
+        assert_eq!(read(&joined).unwrap().parameter_count(), 79_674_391_296);
         let dense = config(include_str!("../../../configs/shapes/qwen3-8b/config.json"));
         let spec = Spec::from_config(&dense, None, Path::new("config.json")).unwrap();
         assert_eq!(Shape::of(&spec).parameter_count(), spec.parameter_count());
@@ -207,5 +193,47 @@ mod tests {
             widest.insert(key.into(), json!(SIZE_MAX));
         }
         assert!(read(&widest).unwrap().parameter_count() > 1 << 60);
+        let mut widest =
+            config(r#"{ "model_type": "qwen3_next", "num_hidden_layers": 16384, "vocab_size": 2147483648 }"#);
+        for key in [
+            "hidden_size",
+            "head_dim",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_conv_kernel_dim",
+            "num_experts",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+        ] {
+            widest.insert(key.into(), json!(SIZE_MAX));
+        }
+        assert!(read(&widest).unwrap().parameter_count() > 1 << 60);
+    }
+
+    #[test]
+    fn a_layer_is_a_delta_rule_or_gated_attention_as_the_spec_says() {
+        let whole = read(&config(HYBRID)).unwrap();
+        let rule = Mix::Delta { key_heads: 16, value_heads: 48, key_dim: 128, value_dim: 128, taps: 4 };
+        let attention = Mix::Grouped { query_heads: 24, kv_heads: 4, head_dim: 256, window: None, gated: true };
+        assert!(
+            whole.layers.iter().enumerate().all(|(i, layer)| layer.mix == if i % 4 == 3 { attention } else { rule })
+        );
+        let of = |layer: &Layer, segment| {
+            let own = layer.projections.iter().filter(|projection| projection.segment == segment);
+            own.map(|projection| (projection.name, projection.outputs)).collect::<Vec<_>>()
+        };
+        let inputs = [("in_proj_qkv", 10_240), ("in_proj_z", 6144), ("in_proj_b", 48), ("in_proj_a", 48)];
+        assert_eq!(of(&whole.layers[0], Segment::A), inputs);
+        let after = [("out_proj", 5120), ("gate_proj", 17_408), ("up_proj", 17_408), ("down_proj", 5120)];
+        assert_eq!(of(&whole.layers[0], Segment::B), after);
+        assert_eq!(of(&whole.layers[3], Segment::A), [("q_proj", 12_288), ("k_proj", 1024), ("v_proj", 1024)]);
+        // Experts: what a row's eight do, the router, and the gate of the shared one.
+        let mixture = read(&config(include_str!("../../../configs/shapes/qwen3.6-35b-a3b/config.json"))).unwrap();
+        assert!(mixture.layers.iter().all(|layer| layer.further == 8 * 3 * 2048 * 512 + (256 + 1) * 2048));
+        assert!(mixture.layers.iter().all(|layer| layer.ffn_width == 512 + 8 * 512));
     }
 }

@@ -21,14 +21,20 @@ use crate::runtime::units::{LayerIndex, as_dim};
 use crate::tensor::accumulation;
 use crate::tensor::bytes;
 
-/// Ends of names of tensors with which scores are formed in the accumulation dtype: those of a sigmoid router and of the heads of
-/// an index.
-const WIDE: [&str; 2] = [".mlp.gate.e_score_correction_bias", ".indexer.weights_proj.weight"];
+/// End of the name of the bias that a sigmoid router has for its choice.
+const CHOICE_BIAS: &str = ".mlp.gate.e_score_correction_bias";
+/// Ends of names of tensors that have the accumulation dtype in memory: those with which scores of a sigmoid router and of the
+/// heads of an index are formed, and the small ones of a gated delta rule, which checkpoints in bfloat16 may hold in float32.
+const WIDE: [&str; 5] =
+    [CHOICE_BIAS, ".indexer.weights_proj.weight", ".linear_attn.A_log", ".linear_attn.dt_bias", DELTA_NORM];
+/// End of the name of the weight of a gated delta rule's output norm: a factor, whatever the form of the other norms.
+pub(super) const DELTA_NORM: &str = ".linear_attn.norm.weight";
 /// End of the name of a router's matrix.
 const ROUTER: &str = ".mlp.gate.weight";
 
-/// The dtype in memory of the tensor `name` of a model of dtype `kind`. What decides between scores that lie close together has
-/// the accumulation dtype where the published models keep it in float32; a softmax router computes in the model's.
+/// The dtype in memory of the tensor `name` of a model of dtype `kind`. What decides between scores that lie close together, and
+/// what decays follow from, has the accumulation dtype where the published models keep it in float32; a softmax router computes
+/// in the model's.
 pub(super) fn kind_of_tensor(name: &str, kind: Kind, sigmoid: bool) -> Kind {
     let wide = WIDE.iter().any(|end| name.ends_with(end)) || sigmoid && name.ends_with(ROUTER);
     if wide { accumulation(kind) } else { kind }
@@ -36,7 +42,7 @@ pub(super) fn kind_of_tensor(name: &str, kind: Kind, sigmoid: bool) -> Kind {
 
 /// Whether tensors of these names are of a sigmoid router: only such a one has a bias.
 pub(super) fn has_sigmoid_router<'a>(mut names: impl Iterator<Item = &'a String>) -> bool {
-    names.any(|name| name.ends_with(WIDE[0]))
+    names.any(|name| name.ends_with(CHOICE_BIAS))
 }
 
 /// Names and shapes in memory of the tensors of all layers' experts, of which a rank holds `share`.

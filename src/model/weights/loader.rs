@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::blocks::{Value, dequantise_into};
 use super::error::{AllZero, Error, NotFinite, failed};
-use super::experts::Held;
+use super::experts::{DELTA_NORM, Held};
 use super::share::Share;
 use crate::model::digests::{self, TensorDigests};
 use crate::model::shards::{Checkpoint, Place, scaled_by, scales_of};
@@ -148,11 +148,12 @@ impl Loader {
     }
 }
 
-/// Whether a tensor of zeros leaves nothing of the signal: a matrix, and a norm whose weight is a factor. Biases, and norms
-/// that add 1 to their weight, may be zero.
+/// Whether a tensor of zeros leaves nothing of the signal: a matrix, and a norm whose weight is a factor. Biases, logarithms of
+/// decays, and norms that add 1 to their weight, may be zero.
 fn must_not_be_zero(expected: &Expected, norm: NormForm) -> bool {
     match expected.shape.len() {
-        1 => norm == NormForm::Weight && expected.name.ends_with("norm.weight"),
+        1 if norm == NormForm::OnePlusWeight => expected.name.ends_with(DELTA_NORM),
+        1 => expected.name.ends_with("norm.weight"),
         _ => true,
     }
 }

@@ -210,7 +210,8 @@ impl Opening {
 }
 
 /// The tensors of a model by name, all on one device, none of them with a gradient. All are given out in one dtype, but for
-/// the correction bias of a router, which has the accumulation dtype. Experts of a layer are two tensors,
+/// those of a sigmoid router, of an index's heads and of a gated delta rule that are no projections nor its convolution, which
+/// have the accumulation dtype. Experts of a layer are two tensors,
 /// [`ExpertSpec::gate_up_name`](super::parts::ExpertSpec::gate_up_name) and
 /// [`ExpertSpec::down_name`](super::parts::ExpertSpec::down_name), of the experts that the rank holds.
 #[derive(Debug)]
@@ -246,7 +247,8 @@ impl Weights {
     /// Random weights for measurements: the same numbers for the same seed, on every device and rank. Of experts those of
     /// the share `experts`, whose numbers are the same in any share.
     ///
-    /// Matrices are uniform with standard deviation 1/√inputs, norms keep their input's scale, biases are 0.
+    /// Matrices and convolutions are uniform with standard deviation 1/√inputs, norms keep their input's scale, biases are 0,
+    /// heads of a gated delta rule remember from one position to a thousand.
     ///
     /// # Errors
     /// When memory does not suffice.
@@ -370,7 +372,7 @@ impl Weights {
         each.into_values().sum()
     }
 
-    /// The dtype of all tensors as they are given out, but for the correction bias of a router.
+    /// The dtype of the tensors as they are given out, but for those that have the accumulation dtype.
     #[must_use]
     pub fn kind(&self) -> Kind {
         self.kind

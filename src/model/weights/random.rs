@@ -5,6 +5,7 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use super::blocks::Value;
+use super::experts::DELTA_NORM;
 use crate::model::spec::{Expected, NormForm};
 use crate::runtime::random::{FACTORS, STEP, split_mix};
 use crate::runtime::units::{as_dim, as_index, float, from_dim};
@@ -13,7 +14,12 @@ use crate::tensor::bytes::{self, fill_from_bytes};
 /// Elements that are made together.
 const BLOCK_ELEMENTS: i64 = 1 << 20;
 
-/// Fills a norm with what leaves its input's scale as it is, a bias with 0, and a matrix with uniform values of standard deviation 1/√inputs.
+/// Logarithms of the rates at which heads of a gated delta rule forget lie between this and 0: with a bias of 0, a state halves
+/// after one position to a thousand.
+const LOG_RATE_MIN: f64 = -7.0;
+
+/// Fills a norm with what leaves its input's scale as it is, a bias with 0, the logarithms of a delta rule's rates with values
+/// spread over heads, and a matrix or convolution with uniform values of standard deviation 1/√inputs.
 ///
 /// A matrix in fp8 is drawn in the model's dtype and then rounded.
 pub(super) fn fill_random(target: Value, expected: &Expected, norm: NormForm, stream: u64) -> Result<(), bytes::Error> {
@@ -27,17 +33,42 @@ pub(super) fn fill_random(target: Value, expected: &Expected, norm: NormForm, st
     }
 }
 
+/// How the values of a tensor are distributed.
+enum Values {
+    /// All are this.
+    Constant(f64),
+    /// Between `middle` − `half_width` and `middle` + `half_width`.
+    Uniform { middle: f64, half_width: f64 },
+}
+
+impl Values {
+    fn of(expected: &Expected, norm: NormForm) -> Values {
+        let name = &expected.name;
+        if let [_, inputs @ ..] = &expected.shape[..]
+            && !inputs.is_empty()
+        {
+            let inputs: u64 = inputs.iter().product();
+            return Values::Uniform { middle: 0.0, half_width: (3.0 / float(inputs)).sqrt() };
+        }
+        if name.ends_with(".A_log") {
+            return Values::Uniform { middle: LOG_RATE_MIN / 2.0, half_width: -LOG_RATE_MIN / 2.0 };
+        }
+        let is_factor = norm == NormForm::Weight || name.ends_with(DELTA_NORM);
+        Values::Constant(if is_factor && !name.ends_with("bias") { 1.0 } else { 0.0 })
+    }
+}
+
 fn fill_plain(tensor: &mut Tensor, expected: &Expected, norm: NormForm, stream: u64) -> Result<(), bytes::Error> {
-    let [_, inputs] = expected.shape[..] else {
-        let is_bias = expected.name.ends_with("bias");
-        let constant = if is_bias || norm == NormForm::OnePlusWeight { 0.0 } else { 1.0 };
-        let _itself = tensor.f_fill_(constant)?;
-        return Ok(());
+    let (middle, half_width) = match Values::of(expected, norm) {
+        Values::Constant(constant) => {
+            let _itself = tensor.f_fill_(constant)?;
+            return Ok(());
+        }
+        Values::Uniform { middle, half_width } => (middle, half_width),
     };
-    let half_width = (3.0 / float(inputs)).sqrt();
     let value = |counter: u64| {
         let [_, _, _, _, a, b, c, d] = split_mix(stream.wrapping_add(counter)).to_le_bytes();
-        (f64::from(u32::from_le_bytes([a, b, c, d])) / 2_147_483_648.0 - 1.0) * half_width
+        (f64::from(u32::from_le_bytes([a, b, c, d])) / 2_147_483_648.0 - 1.0) * half_width + middle
     };
     let flat = tensor.f_view([-1])?;
     let elements = as_dim(expected.elements());
@@ -52,7 +83,7 @@ fn fill_plain(tensor: &mut Tensor, expected: &Expected, norm: NormForm, stream: 
             }
             fill_from_bytes(&mut part, &buffer, Kind::Double)?;
         } else {
-            part.copy_(&(uniform_on(tensor.device(), stream, start..start + length) * half_width));
+            part.copy_(&(uniform_on(tensor.device(), stream, start..start + length) * half_width + middle));
         }
         start += length;
     }
