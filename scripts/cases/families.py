@@ -83,6 +83,8 @@ HYBRID_TINY = {
     "linear_value_head_dim": 8,
     "rope_parameters": rope(1e7, partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
 }
+# Three value heads a key head, as in the published 27B, and values wider than keys.
+HYBRID_WIDE = {**HYBRID_TINY, "linear_num_value_heads": 6, "linear_value_head_dim": 12}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXTURE_TINY = {
     **DENSE,
@@ -214,14 +216,84 @@ CASES = {
         vision_wrapper=True,
         skipped_tensors=("mtp.fc.weight", "model.visual.blocks.0.norm1.weight"),
     ),
+    # The prompt, and each answer, is shorter than the convolution. The published keys give the layers by an interval.
+    "qwen3_5/short": Case(
+        "qwen3_5_text",
+        1018,
+        {**HYBRID_WIDE, "layer_types": ["linear_attention", "full_attention"] * 2},
+        ATTENTION + DELTA_NET + MLP,
+        prompt_tokens=2,
+        answer_tokens=(4, 1, 3),
+        advantages=(1.0, -0.5, -1.0),
+        config_without=("layer_types",),
+        config_with={"full_attention_interval": 2},
+    ),
+    # Three chunks of 64 and answers on both sides of an edge; the first layer is full and the last is linear.
+    "qwen3_5/chunks": Case(
+        "qwen3_5_text",
+        1419,
+        {
+            **HYBRID_TINY,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+        ATTENTION + DELTA_NET + MLP,
+        prompt_tokens=130,
+        answer_tokens=(67, 5, 1),
+        advantages=(-1.0, 1.0, 0.5),
+    ),
     "qwen3_5_moe/base": Case(
         "qwen3_5_moe_text", 1106, {**HYBRID, **EXPERTS, **SHARED_EXPERT}, ATTENTION + DELTA_NET + MLP, fused_experts=True
+    ),
+    # As published: the text part of a vision-language checkpoint.
+    "qwen3_5_moe/composite": Case(
+        "qwen3_5_moe_text",
+        1320,
+        {
+            **HYBRID_WIDE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        },
+        ATTENTION + DELTA_NET + MLP,
+        prompt_tokens=45,
+        answer_tokens=(9, 1, 4),
+        advantages=(1.0, -0.5, -1.0),
+        vision_wrapper=True,
+        fused_experts=True,
+        skipped_tensors=("mtp.fc.weight", "model.visual.blocks.0.norm1.weight"),
     ),
     "qwen3_next/base": Case(
         "qwen3_next",
         1007,
         {**HYBRID, **EXPERTS, **SHARED_EXPERT, "rope_parameters": rope(1e7, partial_rotary_factor=0.25)},
         ATTENTION + DELTA_NET_FUSED + MLP,
+    ),
+    # Layers 1 and 3 have experts by the step, the others a dense MLP. Taps of 3.
+    "qwen3_next/sparse_step": Case(
+        "qwen3_next",
+        1021,
+        {
+            **HYBRID_WIDE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": rope(1e7, partial_rotary_factor=0.25),
+        },
+        ATTENTION + DELTA_NET_FUSED + MLP,
+        prompt_tokens=51,
+        answer_tokens=(7, 1, 4),
+        advantages=(-1.0, 1.0, -0.5),
     ),
     "glm_moe_dsa/base": Case(
         "glm_moe_dsa",

@@ -65,11 +65,11 @@ def write_checkpoint(model, case, folder, generator):
     for key in case.config_without:
         config.pop(key, None)
     config.update(case.config_with)
+    if case.fused_experts:
+        fuse_experts(weights, config["num_experts"])
     if case.vision_wrapper:
         weights = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
         config = wrapped(config)
-    if case.fused_experts:
-        fuse_experts(weights, config["num_experts"])
     for name in case.skipped_tensors:
         weights[name] = torch.randn(8, 8, generator=generator)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -78,11 +78,13 @@ def write_checkpoint(model, case, folder, generator):
 
 def wrapped(text_config):
     text_config.pop("architectures")
+    family = text_config["model_type"].removesuffix("_text")
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
     return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": family,
         "text_config": text_config,
-        "vision_config": {"model_type": "qwen3_5_vision", "depth": 1},
+        "vision_config": {"model_type": f"{family}_vision", "depth": 1},
         "image_token_id": 248056,
         "tie_word_embeddings": text_config["tie_word_embeddings"],
         "dtype": "float32",
@@ -114,7 +116,7 @@ def read_checkpoint(folder, weights):
 # --- one case --------------------------------------------------------------------------------------------------------
 
 
-def make_case(name, case, seed, folder):
+def make_case(name, case, seed, folder, stored=None):
     """Writes the case to `folder` and returns how well its numbers agree with each other."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -125,6 +127,8 @@ def make_case(name, case, seed, folder):
 
     model = build(case, torch.float32)
     randomize(model, generator)
+    if stored is not None:
+        take_logarithms(model, load_file(stored / "model.safetensors"))
     weights = {key: weight.clone() for key, weight in model.state_dict().items()}
     write_checkpoint(model, case, folder, generator)
     model_float32 = read_checkpoint(folder, weights)
@@ -152,6 +156,16 @@ def make_case(name, case, seed, folder):
     summary = describe(name, case, seed, expected, parity)
     (folder / "case.json").write_text(json.dumps(summary, indent=1))
     return parity
+
+
+@torch.no_grad()
+def take_logarithms(model, stored):
+    """Takes `A_log` of a stored case where rounding alone differs: releases of torch round a logarithm differently."""
+    for name, logarithms in model.named_parameters():
+        if name.endswith("A_log"):
+            old = stored.get(name, stored.get(name.replace("model.", "model.language_model.", 1)))
+            if old is not None and torch.allclose(logarithms, old, rtol=1.2e-7, atol=0):
+                logarithms.copy_(old)
 
 
 @torch.no_grad()
@@ -288,11 +302,11 @@ def describe(name, case, seed, expected, parity):
     }
 
 
-def make_clean_case(name, case, folder):
+def make_clean_case(name, case, folder, stored):
     """A near-tie in a top-k or large rounding makes a case unclear: then the next seed is tried."""
     for attempt in range(SEEDS_TRIED_MAX):
         seed = case.seed + 100 * attempt
-        parity = make_case(name, case, seed, folder)
+        parity = make_case(name, case, seed, folder, stored)
         # The model that transformers reads from config.json must be the one that the expected values come from.
         error = parity["f32 base |logits - f64|"]
         if error > FLOAT32_ERROR_MAX:
@@ -383,11 +397,12 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         for name, case in chosen.items():
             folder = (options.out or pathlib.Path(temporary)) / name
-            seed, parity = make_clean_case(name, case, folder)
+            stored = options.compare and options.compare / name
+            seed, parity = make_clean_case(name, case, folder, stored)
             size = sum(file.stat().st_size for file in folder.iterdir())
             print(f"{name}  seed {seed}  {size / 1e6:.2f} MB", flush=True)
             if options.compare:
-                agree = compare(options.compare / name, folder) and agree
+                agree = compare(stored, folder) and agree
             else:
                 for what, error in parity.items():
                     print(f"    {what:44s} {error:.1e}")
