@@ -3,7 +3,7 @@
 use longstraw::config::Gradient;
 use longstraw::prompt::handoff::{PlacedGroup, Scores};
 use longstraw::runtime::memory::Ledger;
-use longstraw::runtime::units::{Rank, Tokens, from_index};
+use longstraw::runtime::units::{Rank, as_dim, from_index};
 use longstraw::step::objective::Objective;
 use longstraw::step::optimizer::{AdamW, Settings};
 use longstraw::step::transaction::Transaction;
@@ -32,6 +32,12 @@ fn whole(world: &World, placed: &PlacedGroup, scores: &Scores) -> Tensor {
     Tensor::cat(&all, 0).to_kind(Kind::Double).to_device(Device::Cpu)
 }
 
+fn exact<'a>(world: &'a World, model: &'a Model, ledger: &'a Ledger) -> Transaction<'a> {
+    let how = How { page_size: 64, micro_block: 512, ..PLAIN };
+    let whole = transaction(world, model, how, ledger);
+    Transaction { gradient: Gradient::Exact, objective: Objective::DEFAULT, ..whole }
+}
+
 /// Log-probabilities after one exact update, with prompts shared by `cp` ranks.
 fn updated(world: &mut World, cp: usize, kind: Kind, prompt: usize, answer: usize) -> Tensor {
     world.cut(cp, 1).expect("a divisor of the world");
@@ -47,25 +53,19 @@ fn updated(world: &mut World, cp: usize, kind: Kind, prompt: usize, answer: usiz
     let mut model = Model::random(&config("qwen3_5_text", &own), kind);
     let group = Group::random(9, 61, prompt, &[answer, answer / 2]);
     let ledger = Ledger::default();
-    let how = How { page_size: 64, micro_block: 512, ..PLAIN };
-    let exact = |model| Transaction {
-        gradient: Gradient::Exact,
-        objective: Objective::DEFAULT,
-        ..transaction(world, model, how, &ledger)
-    };
     let mut answers = group.trained(&group.batch());
     // Every prompt group of the world has the same answers, and all gradients are summed.
     let groups = f64::from(u32::try_from(world.all.size() / cp).expect("few ranks"));
     answers.iter_mut().for_each(|answer| answer.weight /= groups);
-    run(exact(&model).train(&group.prompt_ids, None, &answers, None, &mut observer(world)));
+    run(exact(world, &model, &ledger).train(&group.prompt_ids, None, &answers, None, &mut observer(world)));
     let gradients = reduced(world, &model.adapters);
     assert!(gradients.norm() > 0.0);
     AdamW::new(&model.adapters, SETTINGS).update(&mut model.adapters, &gradients, 1e-3);
-    let transaction = exact(&model);
+    let transaction = exact(world, &model, &ledger);
     let scored = run(transaction.score(&group.prompt_ids, None, group.answers.clone(), &mut observer(world)));
     let placed = transaction.placed(&group.prompt_ids, group.answers.clone());
     let all = whole(world, &placed, &scored.scores);
-    assert_eq!(all.size()[0], group.answers.iter().map(|ids| ids.len() as i64).sum::<i64>());
+    assert_eq!(all.size()[0], as_dim(from_index(group.answers.iter().map(Vec::len).sum())));
     all
 }
 

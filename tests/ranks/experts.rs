@@ -25,6 +25,7 @@ fn spec(ranks: usize, router: Router) -> ExpertSpec {
         count: 3 * from_index(ranks),
         chosen: 3,
         width: from_dim(INNER),
+        shared_gate: false,
         shared_width: 0,
         router,
         normalised: true,

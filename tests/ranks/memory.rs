@@ -66,7 +66,11 @@ pub(crate) fn exact_pages(world: &mut World) {
             let row_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0;
             let pages = work.layout.pages_of(world.cp.rank());
             let expected = Bytes(pages.0 * page_size * row_bytes * 3);
-            assert_eq!(captured.pages.audit(|_| rows.clone()).expect("exact"), expected, "three layers");
+            assert_eq!(
+                captured.pages.audit(|layer| model.decoder.mixer(layer).state_rows()).expect("exact"),
+                expected,
+                "three layers"
+            );
             assert_eq!(ledger.now(Purpose::Pages), expected);
         }
     }
@@ -92,7 +96,7 @@ pub(crate) fn falling_pages(world: &mut World) {
         let before = alive();
         let captured = run(capture::run(&transaction.policy, &work, Keeping::HOST, world.tracker()));
         let kept = alive() - before;
-        let held = captured.pages.audit(|layer| model.decoder.mixer(layer).planes()).expect("exact").0;
+        let held = captured.pages.audit(|layer| model.decoder.mixer(layer).state_rows()).expect("exact").0;
         let all_held = world.cp.gather_numbers(held);
         let share = PAGES.div_ceil(u64::try_from(ranks).expect("few"));
         assert_eq!(all_held.iter().max(), Some(&(share * page_bytes)), "on {ranks} ranks");
