@@ -1,6 +1,10 @@
 //! How far one policy update on several ranks lies from the same update on one.
 
+use std::path::Path;
+
 use longstraw::config::Gradient;
+use longstraw::model::lora::Adapters;
+use longstraw::model::spec::Spec;
 use longstraw::prompt::handoff::{PlacedGroup, Scores};
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{Rank, as_dim, from_index};
@@ -16,9 +20,16 @@ use crate::fixture::{Group, How, Model, PLAIN, config, device, observer, reduced
 
 const SETTINGS: Settings = Settings { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0 };
 
-/// k3, mean of exp(d) − d − 1 over an answer's tokens, that context parallelism may leave between two scores of one updated
-/// policy, in nats: what published systems leave in bfloat16, and rounding in float32.
-const LIMITS: [(Kind, f64); 2] = [(Kind::BFloat16, 6e-4), (Kind::Float, 1e-6)];
+/// k3 that context parallelism may leave between two scores of one updated policy in float32. AdamW's first step is nearly the
+/// sign of the gradient, so that rounding turns steps where an element of the gradient is nearly 0.
+const FLOAT_LIMIT: f64 = 1e-6;
+
+/// Mean of exp(d) − d − 1 over tokens, nats, and the largest |d|.
+fn k3(found: &Tensor, expected: &Tensor) -> (f64, f64) {
+    let apart = found - expected;
+    let mean = (apart.exp() - &apart - 1.0).mean(Kind::Double).double_value(&[]);
+    (mean, apart.abs().max().double_value(&[]))
+}
 
 /// Log-probabilities of all tokens of all answers, on every rank.
 fn whole(world: &World, placed: &PlacedGroup, scores: &Scores) -> Tensor {
@@ -50,7 +61,13 @@ fn updated(world: &mut World, cp: usize, kind: Kind, prompt: usize, answer: usiz
         "rope_parameters": { "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25 },
         "max_position_embeddings": 65_536, "tie_word_embeddings": false
     });
-    let mut model = Model::random(&config("qwen3_5_text", &own), kind);
+    let config = config("qwen3_5_text", &own);
+    let mut model = Model::random(&config, kind);
+    // Adapters as a run begins with them: A random, B zero.
+    let table = config.as_object().expect("a config is an object");
+    let spec = Spec::from_config(table, None, Path::new("config.json")).expect("a sound config");
+    let layers = spec.adapted(None).expect("the default targets");
+    model.adapters = Adapters::starting(&layers, 8, 16.0, 3, Kind::Float, device());
     let group = Group::random(9, 61, prompt, &[answer, answer / 2]);
     let ledger = Ledger::default();
     let mut answers = group.trained(&group.batch());
@@ -60,7 +77,7 @@ fn updated(world: &mut World, cp: usize, kind: Kind, prompt: usize, answer: usiz
     run(exact(world, &model, &ledger).train(&group.prompt_ids, None, &answers, None, &mut observer(world)));
     let gradients = reduced(world, &model.adapters);
     assert!(gradients.norm() > 0.0);
-    AdamW::new(&model.adapters, SETTINGS).update(&mut model.adapters, &gradients, 1e-3);
+    AdamW::new(&model.adapters, SETTINGS).update(&mut model.adapters, &gradients, 1e-4);
     let transaction = exact(world, &model, &ledger);
     let scored = run(transaction.score(&group.prompt_ids, None, group.answers.clone(), &mut observer(world)));
     let placed = transaction.placed(&group.prompt_ids, group.answers.clone());
@@ -69,18 +86,21 @@ fn updated(world: &mut World, cp: usize, kind: Kind, prompt: usize, answer: usiz
     all
 }
 
-/// An updated policy of gated delta rules and attention gives nearly the same log-probabilities on one rank and on all.
+/// An updated policy of gated delta rules and attention gives nearly the same log-probabilities on one rank and on all: in
+/// bfloat16 they are nearer to each other than one rank is to float64.
 pub(crate) fn hybrid(world: &mut World) {
     let (prompt, answer) = if device() == Device::Cpu { (331, 40) } else { (16_381, 512) };
-    for (kind, limit) in LIMITS {
+    let size = world.all.size();
+    let exact = updated(world, 1, Kind::Double, prompt, answer);
+    for kind in [Kind::Float, Kind::BFloat16] {
         let one = updated(world, 1, kind, prompt, answer);
-        let all = updated(world, world.all.size(), kind, prompt, answer);
-        let apart = &all - &one;
-        let k3 = (apart.exp() - &apart - 1.0).mean(Kind::Double).double_value(&[]);
-        let largest = apart.abs().max().double_value(&[]);
+        let all = updated(world, size, kind, prompt, answer);
+        let (apart, largest) = k3(&all, &one);
+        let (noise, _) = k3(&one, &exact);
+        let limit = if kind == Kind::Float { FLOAT_LIMIT } else { noise };
         if world.all.rank() == Rank(0) {
-            println!("one update, {kind:?}, 1 and {} ranks: k3 {k3:.2e}, largest {largest:.2e}", world.all.size());
+            println!("{kind:?}, 1 and {size} ranks: k3 {apart:.2e}, largest {largest:.2e}; to float64 {noise:.2e}");
         }
-        assert!(k3 <= limit, "{kind:?}: k3 {k3:.2e} of {limit:.0e}, largest difference {largest:.2e}");
+        assert!(apart <= limit, "{kind:?}: k3 {apart:.2e} of {limit:.1e}, largest difference {largest:.2e}");
     }
 }
