@@ -3,9 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 4] =
-    ["src/tensor/boundary.cpp", "src/tensor/gpu.cpp", "src/tensor/link.cpp", "src/tensor/selection.cpp"];
-const HEADERS: [&str; 2] = ["src/tensor/count.h", "src/tensor/gpu.h"];
+const SOURCES: [&str; 5] = [
+    "src/tensor/boundary.cpp",
+    "src/tensor/delta/compiled.cpp",
+    "src/tensor/gpu.cpp",
+    "src/tensor/link.cpp",
+    "src/tensor/selection.cpp",
+];
+const HEADERS: [&str; 3] = ["src/tensor/count.h", "src/tensor/gpu.h", "src/tensor/nvrtc.h"];
 
 #[expect(clippy::disallowed_methods, reason = "a build script is configured by the environment")]
 fn main() {

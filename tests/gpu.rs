@@ -3,6 +3,8 @@
 #![expect(clippy::print_stdout, reason = "a test program without a harness prints its own results")]
 
 mod claims;
+#[path = "gpu/delta.rs"]
+mod delta;
 #[path = "gpu/experts.rs"]
 mod experts;
 #[path = "gpu/gradient.rs"]
@@ -33,6 +35,13 @@ const CLAIMS: &[Claim] = &[
     ("compiled_index_scores_choose_the_same_of_a_million_keys", selection::million),
     ("compiled_index_scores_differ_from_the_plain_ones_by_rounding_alone", selection::random),
     ("index_scores_take_these_seconds", selection::speed),
+    ("the_compiled_gated_delta_rule_errs_by_rounding_alone", delta::judged),
+    (
+        "the_compiled_gated_delta_rule_gives_the_same_bits_in_one_call_of_two_to_the_31_elements_and_in_many",
+        delta::blocks,
+    ),
+    ("the_compiled_convolution_errs_by_rounding_alone", delta::convolution),
+    ("gated_delta_rules_take_these_seconds", delta::speed),
 ];
 
 fn main() {

@@ -3,12 +3,16 @@
 //! Rows are an affine map of the state before them: S_out = T S + B and O = C S + O₀, so that states can be composed over
 //! blocks and ranks. States are of the accumulation dtype whatever the model's. [`plain`] has the formulas.
 
+pub mod compiled;
 pub mod plain;
+#[cfg(test)]
+mod tests;
 
 use tch::{Device, Kind, Tensor};
 
-use super::boundary::backward as backward_graph;
-use crate::tensor::{self, accumulation};
+use crate::runtime::failure::out_of_memory;
+use crate::runtime::terminal::say;
+use crate::tensor;
 
 /// Heads and widths of a rule.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -71,13 +75,36 @@ pub struct DeltaGradient {
 pub enum Form {
     /// Operations of libtorch.
     Plain,
+    /// CUDA kernels that are compiled at run time. Rows that they do not take are computed as with [`Form::Plain`].
+    Compiled,
 }
 
 impl Form {
-    /// The form for heads in dtype `kind` on a device.
+    /// The form for heads in dtype `kind` on a device, with a convolution of `taps` taps: kernels where a small trial gives
+    /// what matrix products give. The first call compiles the kernels, which takes seconds; call it outside a recorded graph.
+    ///
+    /// # Panics
+    /// When memory for the trial runs out: the result would differ between ranks.
     #[must_use]
-    pub fn choose(_device: Device, _heads: &DeltaHeads, _taps: i64, _kind: Kind) -> Form {
-        Form::Plain
+    pub fn choose(device: Device, heads: &DeltaHeads, taps: i64, kind: Kind) -> Form {
+        if !device.is_cuda() || !compiled::covers(heads, taps, kind) {
+            return Form::Plain;
+        }
+        if compiled::loaded(0) && compiled::loaded(taps) {
+            return Form::Compiled;
+        }
+        match compiled::load(taps).and_then(|()| compiled::agrees(device, heads, taps)) {
+            Ok(true) => Form::Compiled,
+            Ok(false) => {
+                say("warning: the compiled gated delta rule is wrong on this GPU; matrix products compute it");
+                Form::Plain
+            }
+            Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
+            Err(error) => {
+                tracing::info!("no compiled gated delta rule: {error}");
+                Form::Plain
+            }
+        }
     }
 
     /// Its name in receipts.
@@ -85,6 +112,7 @@ impl Form {
     pub fn name(self) -> &'static str {
         match self {
             Form::Plain => "matrix products",
+            Form::Compiled => "compiled",
         }
     }
 
@@ -94,39 +122,57 @@ impl Form {
         match (self, device) {
             (Form::Plain, Device::Cpu) => 1_024,
             (Form::Plain, _) => 8_192,
+            // 48 heads: 1.4 GB in the backward.
+            (Form::Compiled, _) => 16_384,
         }
+    }
+
+    fn compiles(self, heads: &DeltaHeads, rows: &DeltaRows) -> bool {
+        self == Form::Compiled && compiled::takes(heads, rows)
     }
 
     /// Output of rows, [t, h, v] in the model's dtype, and the state after them, [h, k, v] in the accumulation dtype.
+    ///
+    /// # Panics
+    /// When memory runs out, or the GPU refuses.
     #[must_use]
     pub fn forward(self, heads: &DeltaHeads, rows: &DeltaRows, state_hkv: &Tensor) -> (Tensor, Tensor) {
-        match self {
-            Form::Plain => plain::forward(heads, rows, state_hkv),
+        if self.compiles(heads, rows) {
+            return compiled::forward(heads, rows, state_hkv).unwrap_or_else(|error| panic!("{error}"));
         }
+        plain::forward(heads, rows, state_hkv)
     }
 
     /// Rows as a map of the state before them.
+    ///
+    /// # Panics
+    /// When memory runs out, or the GPU refuses.
     #[must_use]
     pub fn transition(self, heads: &DeltaHeads, rows: &DeltaRows) -> Transition {
-        match self {
-            Form::Plain => plain::transition(heads, rows),
+        if self.compiles(heads, rows) {
+            return compiled::transition(heads, rows).unwrap_or_else(|error| panic!("{error}"));
         }
+        plain::transition(heads, rows)
     }
 
     /// Gradient of the state before rows, [h, k, v] in the accumulation dtype, from that of their output, [t, h, v], and of
     /// the state after them: Cᵀ dO + Tᵀ dS. No other gradient is formed.
+    ///
+    /// # Panics
+    /// When memory runs out, or the GPU refuses.
     #[must_use]
     pub fn pull(self, heads: &DeltaHeads, rows: &DeltaRows, dout_thv: &Tensor, dstate_hkv: &Tensor) -> Tensor {
-        match self {
-            Form::Plain => plain::pull(heads, rows, dout_thv, dstate_hkv),
+        if self.compiles(heads, rows) {
+            return compiled::pull(heads, rows, dout_thv, dstate_hkv).unwrap_or_else(|error| panic!("{error}"));
         }
+        plain::pull(heads, rows, dout_thv, dstate_hkv)
     }
 
     /// Gradient of rows and of the state before them, from those of their output, [t, h, v] in the model's dtype, and of the
     /// state after them, [h, k, v] in the accumulation dtype.
     ///
     /// # Errors
-    /// When libtorch refuses.
+    /// When libtorch or the GPU refuses.
     pub fn backward(
         self,
         heads: &DeltaHeads,
@@ -135,32 +181,31 @@ impl Form {
         dout_thv: &Tensor,
         dstate_hkv: &Tensor,
     ) -> Result<DeltaGradient, tensor::Error> {
-        match self {
-            Form::Plain => plain::backward(heads, rows, state_hkv, dout_thv, dstate_hkv),
-        }
+        let form = if self.compiles(heads, rows) { compiled::backward } else { plain::backward };
+        form(heads, rows, state_hkv, dout_thv, dstate_hkv)
     }
 
     /// The causal convolution of each channel, then z · sigmoid(z): [t, u] in the dtype of `u_eu`, [taps − 1 + t, u], which
     /// begins with the rows before. `weight_uj` is [u, taps], its last column for the row itself.
+    ///
+    /// # Panics
+    /// When memory runs out, or the GPU refuses.
     #[must_use]
     pub fn convolve(self, u_eu: &Tensor, weight_uj: &Tensor) -> Tensor {
-        match self {
-            Form::Plain => plain::convolve(u_eu, weight_uj),
+        if self == Form::Compiled && compiled::convolves(u_eu, weight_uj) {
+            return compiled::convolve(u_eu, weight_uj).unwrap_or_else(|error| panic!("{error}"));
         }
+        plain::convolve(u_eu, weight_uj)
     }
 
-    /// Gradient of the input of [`Form::convolve`] from that of its output, [taps − 1 + t, u] in the accumulation dtype.
+    /// Gradient of the input of [`Form::convolve`] from that of its output: [taps − 1 + t, u] in the accumulation dtype.
     ///
     /// # Errors
-    /// When libtorch refuses.
+    /// When libtorch or the GPU refuses.
     pub fn convolve_backward(self, u_eu: &Tensor, weight_uj: &Tensor, dy_tu: &Tensor) -> Result<Tensor, tensor::Error> {
-        match self {
-            Form::Plain => {
-                let leaf = u_eu.detach().set_requires_grad(true);
-                let y_tu = tch::with_grad(|| plain::convolve(&leaf, weight_uj));
-                backward_graph(&[(&y_tu, dy_tu)])?;
-                Ok(leaf.grad().to_kind(accumulation(u_eu.kind())))
-            }
+        if self == Form::Compiled && compiled::convolves(u_eu, weight_uj) {
+            return compiled::convolve_backward(u_eu, weight_uj, dy_tu);
         }
+        plain::convolve_backward(u_eu, weight_uj, dy_tu)
     }
 }

@@ -70,14 +70,16 @@ impl Chunks {
         let v_hnrv = by_head(2 * keys, values, heads.value_heads);
         let by_row = |x_th: &Tensor| padded(x_th).view([chunks, CHUNK, heads.value_heads]).permute([2, 0, 1]);
         let strength_hnr1 = by_row(&rows.strength_th).unsqueeze(-1);
-        let sum_hnr = by_row(&rows.decay_th).cumsum(-1, acc);
+        // In float64: differences of large sums are as exact as the decays themselves.
+        let sum_hnr = by_row(&rows.decay_th).cumsum(-1, Kind::Double);
+        let decayed = |sum: Tensor| sum.to_kind(acc).exp();
         let above = Tensor::ones([CHUNK, CHUNK], (Kind::Bool, y_tu.device())).triu(1);
         // Masked before exp: differences above the diagonal are positive.
         let apart_hnrs = sum_hnr.unsqueeze(-1) - sum_hnr.unsqueeze(-2);
-        let gamma_hnrs = apart_hnrs.masked_fill(&above, f64::NEG_INFINITY).exp();
+        let gamma_hnrs = decayed(apart_hnrs.masked_fill(&above, f64::NEG_INFINITY));
         let strong_hnrk = &k_hnrk * &strength_hnr1;
         let own_hnrs = (strong_hnrk.matmul(&k_hnrk.transpose(-1, -2)) * &gamma_hnrs).tril(-1);
-        let grown_hnr1 = sum_hnr.exp().unsqueeze(-1);
+        let grown_hnr1 = decayed(sum_hnr.shallow_clone()).unsqueeze(-1);
         let right = Tensor::cat(&[v_hnrv * &strength_hnr1, &strong_hnrk * &grown_hnr1], -1);
         let solved = own_hnrs.linalg_solve_triangular(&right, false, true, true);
         let last_hn1 = sum_hnr.narrow(-1, CHUNK - 1, 1);
@@ -86,8 +88,8 @@ impl Chunks {
             w_hnrk: solved.narrow(-1, heads.value_dim, heads.key_dim),
             query_hnrk: &q_hnrk * grown_hnr1,
             score_hnrs: q_hnrk.matmul(&k_hnrk.transpose(-1, -2)) * gamma_hnrs,
-            key_hnrk: k_hnrk * (&last_hn1 - &sum_hnr).exp().unsqueeze(-1),
-            decay_hn11: last_hn1.exp().unsqueeze(-1),
+            key_hnrk: k_hnrk * decayed(&last_hn1 - &sum_hnr).unsqueeze(-1),
+            decay_hn11: decayed(last_hn1).unsqueeze(-1),
             rows: t,
         }
     }
@@ -234,6 +236,17 @@ pub fn convolve(u_eu: &Tensor, weight_uj: &Tensor) -> Tensor {
     let tap = |j: i64| u_eu.narrow(0, j, rows).to_kind(acc) * weight_uj.select(1, j);
     let sum = (1..taps).fold(tap(0), |sum, j| sum + tap(j));
     sum.to_kind(u_eu.kind()).silu()
+}
+
+/// Gradient of the input of [`convolve`] from that of its output: [taps − 1 + t, u] in the accumulation dtype.
+///
+/// # Errors
+/// When libtorch refuses.
+pub fn convolve_backward(u_eu: &Tensor, weight_uj: &Tensor, dy_tu: &Tensor) -> Result<Tensor, tensor::Error> {
+    let leaf = u_eu.detach().set_requires_grad(true);
+    let y_tu = tch::with_grad(|| convolve(&leaf, weight_uj));
+    backward_graph(&[(&y_tu, dy_tu)])?;
+    Ok(leaf.grad().to_kind(accumulation(u_eu.kind())))
 }
 
 /// [`convolve`] for the last row of each of several sequences: [a, u], of `u_aju` [a, taps, u].
