@@ -51,6 +51,7 @@ impl Classified for Error {
 /// Equality of two specs is equality of [`Spec::canonical`]. A field after `eos` stands in it only where it is not the
 /// default, so that a difference of one family changes no digest of another's models.
 #[derive(Clone, Debug, Serialize)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts of a checkpoint, not a state")]
 pub struct Spec {
     /// The family's name in the config (`qwen3`, …).
     pub model_type: &'static str,

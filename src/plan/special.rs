@@ -1,7 +1,6 @@
 //! Addends that only some families have: states at a border, choices of keys and experts, gathered keys.
 //!
-//! Hybrid models are not trained yet: addends of states at a border follow the design, and no run has been compared with
-//! them. docs/memory.md says so.
+//! No run has been compared with the addends of states at a border; docs/memory.md says so.
 
 use super::addend::{Addend, Place, addend, product, within};
 use super::sizes::Sizes;

@@ -8,6 +8,7 @@ use crate::model::spec::{Activation, BlockNorms, NormForm};
 
 /// What tells one family from the others.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts of a family, not a state")]
 pub struct Differences {
     /// The `model_type` of published configs.
     pub model_type: &'static str,

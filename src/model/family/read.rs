@@ -23,17 +23,7 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, ow
         _ => size(keys, own, "intermediate_size", own.defaults.ffn_width),
     };
     let (query_heads, kv_heads, head_dim) = heads(keys, width, own);
-    let activation = keys.word(own.activation_key, own.activation.name());
-    if activation != own.activation.name() {
-        keys.unsupported(own.activation_key, &Value::from(activation), own.activation.in_quotes());
-    }
-    for key in ["use_bidirectional_attention", "attn_logit_softcapping"] {
-        if let Some(value) =
-            keys.value(key).filter(|value| **value != Value::Bool(false) && value.as_f64() != Some(0.0))
-        {
-            keys.unsupported(key, value, "causal attention without a cap on scores");
-        }
-    }
+    refuse_other_maths(keys, own);
     let max_positions = keys.count("max_position_embeddings", Some(own.defaults.max_positions));
     let norm_eps = keys.positive("rms_norm_eps", Some(1e-6));
     let rope_keys = match own.ropes {
@@ -85,6 +75,21 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, rope_scaling: Option<&Value>, ow
         experts,
         delta: own.delta.map(|inputs| delta::read(keys, layers, inputs)),
         gated_attention: own.gated_attention,
+    }
+}
+
+/// Refuses another activation than the family's, attention that is not causal, and capped scores.
+fn refuse_other_maths(keys: &mut ConfigReader<'_>, own: &Differences) {
+    let activation = keys.word(own.activation_key, own.activation.name());
+    if activation != own.activation.name() {
+        keys.unsupported(own.activation_key, &Value::from(activation), own.activation.in_quotes());
+    }
+    for key in ["use_bidirectional_attention", "attn_logit_softcapping"] {
+        if let Some(value) =
+            keys.value(key).filter(|value| **value != Value::Bool(false) && value.as_f64() != Some(0.0))
+        {
+            keys.unsupported(key, value, "causal attention without a cap on scores");
+        }
     }
 }
 
