@@ -40,13 +40,27 @@ impl Sizes<'_> {
         let micro = self.config.memory.micro_block.0.min(rows);
         let (width, ffn_width) = (self.shape.width, layer.ffn_width - layer.chosen * layer.expert_width);
         let wide = if graph { 7 * ffn_width + 8 * width } else { 3 * ffn_width + 4 * width };
-        let segment = product(&[micro, wide, self.model_bytes]).0.saturating_add(self.at_experts(layer, micro, graph));
+        let gate = if graph { self.gating(layer) } else { 0 };
+        let segment = product(&[micro, wide * self.model_bytes + gate]).0;
+        let segment = segment.saturating_add(self.at_experts(layer, micro, graph));
         let Some(sizes) = LatentSizes::of(layer) else { return segment };
         // Queries and outputs stay while the block runs.
         let held = product(&[micro, sizes.heads, sizes.key + sizes.latent, self.model_bytes]).0;
         let attention = self.attending(sizes, micro, graph);
         let choosing = layer.mix.chooses().map_or(0, |index| self.choosing(index, micro));
         held.saturating_add(segment.max(attention)).max(choosing)
+    }
+
+    /// Bytes of a row that a graph keeps of the gate that multiplies the mixer's output: of attention the gate's sigmoid and the
+    /// product; of a delta rule the output before and after its norm, z, and silu of z, in the accumulation dtype.
+    fn gating(&self, layer: &Layer) -> u64 {
+        match layer.mix {
+            Mix::Grouped { gated: true, query_heads, head_dim, .. } => 2 * query_heads * head_dim * self.model_bytes,
+            Mix::Delta { value_heads, value_dim, .. } => {
+                value_heads * value_dim * (4 * self.acc_bytes + self.model_bytes)
+            }
+            _ => 0,
+        }
     }
 
     /// Bytes of the pairs of some rows and their experts in one round, if all experts get as many rows.
