@@ -4,11 +4,9 @@
 //! bytes peak at one of a few moments; the plan takes the largest, in the order of `model::delta` and `model::pass`:
 //!
 //! ```text
-//!   joined    inputs of the rule are joined from micro-blocks: they are there twice
-//!   rule      one call of the rule: its scratch, and outputs of all calls before
-//!   out       outputs of all calls are joined: they are there twice
-//!   segment   segment B of one micro-block; with a graph in a backward
-//!   pulled    one call of the rule's backward: its scratch, and gradients of all rows
+//!   rule      one call of the rule: its scratch beside inputs, gates and outputs of all rows
+//!   segment   segment B of one micro-block; in a backward with a graph, and gradients of outputs and gates of all rows
+//!   pulled    one call of the rule's backward: its scratch, and gradients of all inputs too
 //! ```
 
 use tch::Device;
@@ -29,8 +27,8 @@ const COMPILED_DIM: u64 = 128;
 const COMPILED_ROWS: u64 = 16_384;
 /// Acc-dtype values of a row in a call of matrix products, for each element of a key and of a value: counted by libtorch's
 /// allocator, 54.8 B a value of 128 in forward and 90.9 B in backward.
-const PLAIN_FORWARD: u64 = 7;
-const PLAIN_BACKWARD: u64 = 12;
+const PLAIN_FORWARD: u64 = 6;
+const PLAIN_BACKWARD: u64 = 11;
 
 /// Sizes of a layer's rule, in elements.
 #[derive(Clone, Copy)]
@@ -116,8 +114,8 @@ impl Moment {
     }
 }
 
-/// Names of a phase's rows, and the setting that makes them fewer.
-struct Rows {
+/// A phase's rows, their names, and the setting that makes them fewer.
+struct Span {
     phase: Phase,
     rows: u64,
     name: &'static str,
@@ -187,15 +185,15 @@ impl Sizes<'_> {
         )]
     }
 
-    fn moment_addends(&self, of: &Rows, moments: Vec<Moment>, pieces: u64) -> Vec<Addend> {
-        let Rows { phase, rows, name, words, knob } = *of;
+    fn moment_addends(&self, of: &Span, moments: Vec<Moment>, pieces: u64) -> Vec<Addend> {
+        let Span { phase, rows, name, words, knob } = *of;
         let Some(Moment { row, scratch, name: scratch_name, reason }) = Moment::largest(moments, rows) else {
             return Vec::new();
         };
-        let mut sum = vec![within(phase, name, product(&[rows, row]), format!("{rows} {words}: {row} B each"), knob)];
-        if scratch > 0 {
-            sum.push(within(phase, scratch_name, Bytes(scratch), reason, "choose a smaller memory.micro_block"));
-        }
+        let mut sum = vec![
+            within(phase, name, product(&[rows, row]), format!("{rows} {words}: {row} B each"), knob),
+            within(phase, scratch_name, Bytes(scratch), reason, "choose a smaller memory.micro_block"),
+        ];
         sum.extend(self.states_and_maps(phase, rows, pieces));
         sum
     }
@@ -231,14 +229,11 @@ impl Sizes<'_> {
         let model = self.model_bytes;
         let (x, inputs, values) = (self.shape.width * model, delta.inputs() * model, delta.values() * model);
         let leaving = self.leaving(|after| DeltaSizes::of(after).is_some());
-        let only = |row| Moment { row, scratch: 0, name: "", reason: String::new() };
         let moments = vec![
-            only(leaving + x + 2 * inputs + values),
             self.in_call(delta, leaving + x + inputs + 2 * values, rows, false),
-            only(leaving + x + inputs + 3 * values),
             self.in_segment(layer, leaving + 2 * x + 2 * values, rows, false),
         ];
-        let of = Rows {
+        let of = Span {
             phase: Phase::Capture,
             rows,
             name: "prompt rows",
@@ -257,7 +252,7 @@ impl Sizes<'_> {
             self.in_segment(layer, inputs + 4 * values, rows, true),
             self.in_call(delta, 2 * inputs + 4 * values, rows, true),
         ];
-        let of = Rows {
+        let of = Span {
             phase: Phase::Replay,
             rows,
             name: "rows of a rule",
@@ -273,18 +268,13 @@ impl Sizes<'_> {
         let rows = self.tail_rows;
         let model = self.model_bytes;
         let (x, inputs, values) = (self.shape.width * model, delta.inputs() * model, delta.values() * model);
-        let only = |row| Moment { row, scratch: 0, name: "", reason: String::new() };
-        let forward = next + 2 * x;
-        let backward = next + 3 * x;
+        let (forward, backward) = (next + 2 * x, next + 3 * x);
         let moments = vec![
-            only(forward + 2 * inputs + values),
             self.in_call(delta, forward + inputs + 2 * values, rows, false),
-            only(forward + inputs + 3 * values),
             self.in_segment(layer, backward + inputs + 4 * values, rows, true),
-            only(backward + inputs + 5 * values),
             self.in_call(delta, backward + 2 * inputs + 4 * values, rows, true),
         ];
-        let of = Rows {
+        let of = Span {
             phase: Phase::Sweep,
             rows,
             name: "tail on its way back",

@@ -4,6 +4,7 @@
 //! libraries have chosen their kernels for every shape. Then once measured. Bytes are the allocators' own: what lies on a
 //! device (weights, graphs, scratch, stages), and what waits in host pools.
 
+mod kernels;
 mod rates;
 
 use std::path::PathBuf;
@@ -24,7 +25,7 @@ use crate::model::weights::{ExpertShare, Weights};
 use crate::prompt::handoff::Keeping;
 use crate::runtime::failure::{Classified, Exit, Failure, Phase};
 use crate::runtime::memory::{MemorySpace, Purpose};
-use crate::runtime::units::{Bytes, LayerIndex, Tokens};
+use crate::runtime::units::{Bytes, Tokens};
 use crate::step::conventional::{self, Target};
 use crate::step::finalize;
 use crate::step::objective::Objective;
@@ -39,6 +40,7 @@ use crate::tools::parity::dtype_name;
 use crate::tools::parity::random::RandomAdapters;
 use crate::world::World;
 use crate::world::exchange;
+use kernels::Kernels;
 use rates::Rates;
 
 /// Why a bench cannot run.
@@ -263,10 +265,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
     let decoder = spec.decoder(weights.clone(), options.kind);
-    world.require_equal("the attention kernel", decoder.attention_name())?;
-    world.require_equal("what computes index scores", decoder.index_scores_name().unwrap_or("none"))?;
-    world.require_equal("what computes delta rules", decoder.delta_rule_name().unwrap_or("none"))?;
-    let short = spec.first_layers(warm_layers(&spec)).decoder(weights, options.kind);
+    let kernels = Kernels::agreed(&*decoder, world)?;
+    let short = spec.first_layers(kernels::warm_layers(&spec)).decoder(weights, options.kind);
     let acc = accumulation(options.kind);
     let random = RandomAdapters {
         rank: 16,
@@ -283,7 +283,6 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let held_adapters = ledger.hold(Purpose::Adapters, MemorySpace::Device, masters);
     let head = Head { rows_max: 512, temperature: 1.0 };
     let work = rates::Work::of(&spec, options.prompt);
-    let names = (decoder.attention_name(), decoder.index_scores_name(), decoder.delta_rule_name());
     let bench = Bench { world, options, decoder, short, adapters, head, work };
     let (mut runs, mut apart) = (Vec::new(), Vec::new());
     bench.warm_up()?;
@@ -314,20 +313,13 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         micro_block: options.micro_block,
         rates,
         work,
-        attention_kernel: names.0,
-        index_scores: names.1,
-        delta_rule: names.2,
+        attention_kernel: kernels.attention,
+        index_scores: kernels.index_scores,
+        delta_rule: kernels.delta_rule,
         commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
         runs,
         apart,
     })
-}
-
-/// Layers of the warm-up: two, or as many as have every kind of mixer.
-fn warm_layers(spec: &Spec) -> usize {
-    let is_delta = |layer: &usize| spec.delta_of(LayerIndex(*layer)).is_some();
-    let first = |kind: bool| (0..spec.layers).find(|layer| is_delta(layer) == kind).unwrap_or(0);
-    (1 + first(true).max(first(false))).clamp(2.min(spec.layers), spec.layers)
 }
 
 /// Bytes and time from here on.

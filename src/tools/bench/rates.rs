@@ -71,6 +71,7 @@ fn copies(device: Device) -> Result<(f64, f64), Failure> {
 
 /// Operations of one pass over a prompt.
 #[derive(Clone, Copy, Debug, Serialize)]
+#[expect(clippy::struct_field_names, reason = "names carry their unit")]
 pub struct Work {
     /// Of all layers' matrix products with weights, forward, 10¹².
     pub linear_tera: f64,
