@@ -51,6 +51,15 @@ impl Sizes<'_> {
         held.saturating_add(segment.max(attention)).max(choosing)
     }
 
+    /// The model's dtype.
+    pub(super) fn kind(&self) -> Kind {
+        match self.config.model.dtype {
+            Dtype::Bfloat16 => Kind::BFloat16,
+            Dtype::Float32 => Kind::Float,
+            Dtype::Float64 => Kind::Double,
+        }
+    }
+
     /// Bytes of a row that a graph keeps of the gate that multiplies the mixer's output: of attention the gate's sigmoid and the
     /// product; of a delta rule the output before and after its norm, z, and silu of z, in the accumulation dtype.
     fn gating(&self, layer: &Layer) -> u64 {
@@ -93,11 +102,7 @@ impl Sizes<'_> {
 
     /// Bytes of the choice of keys for `rows` rows: index queries, and scratch of the form of the scores that takes more.
     pub(super) fn choosing(&self, index: Index, rows: u64) -> u64 {
-        let kind = match self.config.model.dtype {
-            Dtype::Bfloat16 => Kind::BFloat16,
-            Dtype::Float32 => Kind::Float,
-            Dtype::Float64 => Kind::Double,
-        };
+        let kind = self.kind();
         // Scores are formed for a few thousand rows at a time, however many there are.
         let few = as_dim(rows.min(1 << 20));
         let scratch = |scoring: Scoring| scoring.scratch_bytes(few, as_dim(index.heads), kind, as_dim(index.top)).0;

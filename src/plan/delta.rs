@@ -9,26 +9,24 @@
 //!   pulled    one call of the rule's backward: its scratch, and gradients of all inputs too
 //! ```
 
-use tch::Device;
+use tch::{Device, Kind};
 
 use super::addend::{Addend, Place, addend, product, total, within};
 use super::sizes::Sizes;
-use crate::config::Dtype;
 use crate::model::shape::{Layer, Mix};
 use crate::prompt::pages::{BORDERS, Residency};
 use crate::runtime::failure::Phase;
-use crate::runtime::units::{Bytes, from_dim};
-use crate::tensor::delta::Form;
+use crate::runtime::units::{Bytes, as_dim, from_dim};
 use crate::tensor::delta::plain::CHUNK;
+use crate::tensor::delta::{DeltaHeads, Form, compiled};
 
-/// Width of keys and values for which a kernel is compiled on a GPU, in bfloat16.
-const COMPILED_DIM: u64 = 128;
-/// Rows of one of its calls.
-const COMPILED_ROWS: u64 = 16_384;
-/// Acc-dtype values of a row in a call of matrix products, for each element of a key and of a value: counted by libtorch's
-/// allocator, 54.8 B a value of 128 in forward and 90.9 B in backward.
+/// Float32 numbers that a kernel keeps of a row for each value head, and for each key head.
+const SCALARS: u64 = 5;
+const KEY_SCALARS: u64 = 2;
+/// Values of the accumulation dtype of a row in a call of matrix products, for each element of a key and of a value of all
+/// heads: as the counting allocator saw them. Those of backward are counted in halves.
 const PLAIN_FORWARD: u64 = 6;
-const PLAIN_BACKWARD: u64 = 11;
+const PLAIN_BACKWARD_HALVES: u64 = 23;
 
 /// Sizes of a layer's rule, in elements.
 #[derive(Clone, Copy)]
@@ -36,6 +34,8 @@ pub(super) struct DeltaSizes {
     heads: u64,
     key_dim: u64,
     value_dim: u64,
+    key_heads: u64,
+    taps: u64,
     /// Inputs of the convolution of a row.
     channels: u64,
     /// Raw inputs of the convolution at a border.
@@ -46,8 +46,10 @@ impl DeltaSizes {
     /// Those of a layer; `None` where no state goes from row to row.
     pub(super) fn of(layer: &Layer) -> Option<DeltaSizes> {
         match layer.mix {
-            Mix::Delta { key_heads, value_heads, key_dim, value_dim, .. } => Some(DeltaSizes {
+            Mix::Delta { key_heads, value_heads, key_dim, value_dim, taps } => Some(DeltaSizes {
                 heads: value_heads,
+                key_heads,
+                taps,
                 key_dim,
                 value_dim,
                 channels: 2 * key_heads * key_dim + value_heads * value_dim,
@@ -77,9 +79,20 @@ impl DeltaSizes {
         self.heads * self.key_dim * self.key_dim
     }
 
-    /// Elements of a chunk's scores, for each of its rows.
+    /// Elements of a row of a chunk's scores.
     fn scores(self) -> u64 {
         self.heads * from_dim(CHUNK)
+    }
+
+    /// Whether there is a kernel for rows of dtype `kind` on a GPU.
+    fn has_kernel(self, kind: Kind) -> bool {
+        let heads = DeltaHeads {
+            key_heads: as_dim(self.key_heads),
+            value_heads: as_dim(self.heads),
+            key_dim: as_dim(self.key_dim),
+            value_dim: as_dim(self.value_dim),
+        };
+        compiled::covers(&heads, as_dim(self.taps), kind)
     }
 }
 
@@ -135,29 +148,26 @@ impl Sizes<'_> {
         all.max_by_key(|(sizes, _)| sizes.channels + sizes.values())
     }
 
-    /// Whether a kernel computes the rule, and otherwise matrix products.
-    fn compiled(&self, delta: DeltaSizes) -> bool {
-        let square = delta.key_dim == COMPILED_DIM && delta.value_dim == COMPILED_DIM;
-        self.copies_overlap && self.config.model.dtype == Dtype::Bfloat16 && square
-    }
-
-    /// One call of a rule. A kernel keeps, for each chunk, T and the scores, and in backward the states before the chunk and
-    /// their gradients, corrected values and their gradients, in the model's dtype.
+    /// One call of a rule. A kernel, if the GPU has one, keeps T and the scores of each chunk and a few scalars of each row, in
+    /// backward also the states before each chunk and their gradients, corrected values and their gradients.
     fn call(&self, delta: DeltaSizes) -> Call {
         let (model, acc) = (self.model_bytes, self.acc_bytes);
-        let row = delta.channels * model + 2 * delta.heads * acc;
-        if self.compiled(delta) {
-            let forward = 2 * delta.scores() * model;
+        let gates = 2 * delta.heads * acc;
+        let row = delta.channels * model + gates;
+        if self.copies_overlap && delta.has_kernel(self.kind()) {
+            let scalars = (SCALARS * delta.heads + KEY_SCALARS * delta.key_heads) * acc;
+            let prepared = row + 2 * delta.scores() * model + scalars;
             let states = 2 * delta.state() / from_dim(CHUNK);
-            let gradient = delta.channels + states + 2 * delta.values();
-            return Call { rows: COMPILED_ROWS, forward: row + forward, backward: row + forward + gradient * model };
+            let gradient = (delta.channels + states + 2 * delta.values()) * model + gates;
+            let rows = from_dim(Form::Compiled.rows_max(Device::Cuda(0)));
+            return Call { rows, forward: prepared + delta.values() * model, backward: prepared + gradient };
         }
         let device = if self.copies_overlap { Device::Cuda(0) } else { Device::Cpu };
         let wide = delta.heads * (delta.key_dim + delta.value_dim) * acc;
         Call {
             rows: from_dim(Form::Plain.rows_max(device)),
             forward: row + PLAIN_FORWARD * wide,
-            backward: row + PLAIN_BACKWARD * wide,
+            backward: row + PLAIN_BACKWARD_HALVES * wide / 2,
         }
     }
 
@@ -240,7 +250,7 @@ impl Sizes<'_> {
             words: "positions × (hidden state; inputs of convolution, decay and strength; gate; outputs)",
             knob: "use more ranks (parallel.cp_size)",
         };
-        self.moment_addends(&of, moments, 2 * self.sharers() + 1)
+        self.moment_addends(&of, moments, 2 * self.sharers() + 2)
     }
 
     /// What the backward of one answer holds in a delta layer, besides the block's input, output and gradients.
@@ -281,7 +291,7 @@ impl Sizes<'_> {
             words: "positions × (rows in, dy, dx; inputs of the rule, gate, output and their gradients; what comes next)",
             knob: "set grpo.gradient = \"response\"",
         };
-        self.moment_addends(&of, moments, 2 * self.sharers() + 1)
+        self.moment_addends(&of, moments, 2 * self.sharers() + 2)
     }
 
     /// Bytes of a border's state in a layer: raw inputs of the convolution, and the recurrent state.
