@@ -222,7 +222,8 @@ impl Decoder for Stack {
         let dim = as_dim(spec.head_dim);
         let mut q_thd =
             heads("q", spec.query_heads, if spec.gated_attention { 2 * spec.head_dim } else { spec.head_dim });
-        let gate = spec.gated_attention.then(|| q_thd.narrow(2, dim, dim));
+        // A copy: a view would keep the queries alive beside it.
+        let gate = spec.gated_attention.then(|| q_thd.narrow(2, dim, dim).contiguous());
         q_thd = q_thd.narrow(2, 0, dim);
         let mut k_tgd = heads("k", spec.kv_heads, spec.head_dim);
         let v_tgd = heads("v", spec.kv_heads, spec.head_dim);

@@ -40,13 +40,36 @@ impl Sizes<'_> {
         let micro = self.config.memory.micro_block.0.min(rows);
         let (width, ffn_width) = (self.shape.width, layer.ffn_width - layer.chosen * layer.expert_width);
         let wide = if graph { 7 * ffn_width + 8 * width } else { 3 * ffn_width + 4 * width };
-        let segment = product(&[micro, wide, self.model_bytes]).0.saturating_add(self.at_experts(layer, micro, graph));
+        let gate = if graph { self.gating(layer) } else { 0 };
+        let segment = product(&[micro, wide * self.model_bytes + gate]).0;
+        let segment = segment.saturating_add(self.at_experts(layer, micro, graph));
         let Some(sizes) = LatentSizes::of(layer) else { return segment };
         // Queries and outputs stay while the block runs.
         let held = product(&[micro, sizes.heads, sizes.key + sizes.latent, self.model_bytes]).0;
         let attention = self.attending(sizes, micro, graph);
         let choosing = layer.mix.chooses().map_or(0, |index| self.choosing(index, micro));
         held.saturating_add(segment.max(attention)).max(choosing)
+    }
+
+    /// The model's dtype.
+    pub(super) fn kind(&self) -> Kind {
+        match self.config.model.dtype {
+            Dtype::Bfloat16 => Kind::BFloat16,
+            Dtype::Float32 => Kind::Float,
+            Dtype::Float64 => Kind::Double,
+        }
+    }
+
+    /// Bytes of a row that a graph keeps of the gate that multiplies the mixer's output: of attention the gate's sigmoid and the
+    /// product; of a delta rule the output before and after its norm, z, and silu of z, in the accumulation dtype.
+    fn gating(&self, layer: &Layer) -> u64 {
+        match layer.mix {
+            Mix::Grouped { gated: true, query_heads, head_dim, .. } => 2 * query_heads * head_dim * self.model_bytes,
+            Mix::Delta { value_heads, value_dim, .. } => {
+                value_heads * value_dim * (4 * self.acc_bytes + self.model_bytes)
+            }
+            _ => 0,
+        }
     }
 
     /// Bytes of the pairs of some rows and their experts in one round, if all experts get as many rows.
@@ -79,11 +102,7 @@ impl Sizes<'_> {
 
     /// Bytes of the choice of keys for `rows` rows: index queries, and scratch of the form of the scores that takes more.
     pub(super) fn choosing(&self, index: Index, rows: u64) -> u64 {
-        let kind = match self.config.model.dtype {
-            Dtype::Bfloat16 => Kind::BFloat16,
-            Dtype::Float32 => Kind::Float,
-            Dtype::Float64 => Kind::Double,
-        };
+        let kind = self.kind();
         // Scores are formed for a few thousand rows at a time, however many there are.
         let few = as_dim(rows.min(1 << 20));
         let scratch = |scoring: Scoring| scoring.scratch_bytes(few, as_dim(index.heads), kind, as_dim(index.top)).0;

@@ -6,7 +6,8 @@
 //!     sizes              lengths and widths that addends share, and what stays for the whole run
 //!     weights            frozen weights, and what stays while they are dequantised
 //!     phases, rollout    what capture, replay, sweep and sampling add
-//!     special            what only some families have: states at a border, choices, gathered keys
+//!     special            what only some families have: choices, gathered keys
+//!     delta              layers with a gated delta rule: states at borders, maps of pieces, rows, calls of the rule
 //!     block              one micro-block of a layer: experts, attention over gathered keys
 //!   choose               picks what the configuration leaves open
 //!   budget               the plan: the layout, the peak of the sum, and what does not fit
@@ -20,6 +21,7 @@
 mod addend;
 mod block;
 mod budget;
+mod delta;
 mod error;
 pub mod ladder;
 mod offload;
@@ -40,4 +42,5 @@ pub use addend::{Addend, Group, Place};
 pub use budget::{Plan, Room};
 pub use error::Error;
 pub use offload::{context_note, gib, of, of_shape};
+pub use operations::delta_row;
 pub use rollout::Rollout;

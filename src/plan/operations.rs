@@ -1,8 +1,8 @@
 //! Operations of a layer: how often a phase runs its parts, and what one run costs.
 
-use super::special::DELTA_CHUNK;
 use crate::model::shape::{Layer, Mix};
-use crate::runtime::units::float;
+use crate::runtime::units::{float, from_dim};
+use crate::tensor::delta::plain::CHUNK;
 
 /// The work of one phase, on the rank that has most.
 #[derive(Clone, Copy, Debug, Default)]
@@ -21,6 +21,12 @@ pub(super) struct Work {
     pub(super) choosing: f64,
     /// Operations of grouped products of experts.
     pub(super) experts: f64,
+    /// Operations of gated delta rules, forward, and of maps of the state.
+    pub(super) delta_forward: f64,
+    /// Operations of gated delta rules, backward.
+    pub(super) delta_backward: f64,
+    /// Bytes that operations element by element around a delta rule move through the device's memory.
+    pub(super) moved: f64,
     /// Bytes from host memory to the device.
     pub(super) bytes_in: f64,
     /// Bytes from the device to host memory.
@@ -46,6 +52,9 @@ impl Work {
             gathered_backward: self.gathered_backward * by,
             choosing: self.choosing * by,
             experts: self.experts * by,
+            delta_forward: self.delta_forward * by,
+            delta_backward: self.delta_backward * by,
+            moved: self.moved * by,
             bytes_in: self.bytes_in * by,
             bytes_out: self.bytes_out * by,
             reads: self.reads * by,
@@ -132,13 +141,60 @@ pub(super) fn mixing(layer: &Layer, rows: Rows, runs: Runs, work: &mut Work) {
                 work.choosing += 2.0 * float(index.heads) * float(index.dim) * scores;
             }
         }
-        Mix::Delta { value_heads, key_dim, value_dim, .. } => {
-            let (key, value, chunk) = (float(key_dim), float(value_dim), float(DELTA_CHUNK));
-            let row = 6.0 * key * value + chunk * (5.0 * key + 3.0 * value);
-            // Intermediates of the chunks are not kept, so a backward includes a forward, even where outputs are kept.
-            work.products += (forward.max(backward) + 2.0 * backward) * rows.count * float(value_heads) * row;
-        }
+        // Counted by [`delta_rule`], which asks how many ranks there are.
+        Mix::Delta { .. } => {}
     }
+}
+
+/// Operations of a gated delta rule for one row, all heads: of its output and the state after it; and of a map of the state.
+///
+/// In a chunk of c rows, with keys of k and values of v, a row takes multiply-adds, two operations each:
+///
+/// ```text
+///   K Kᵀ, Q Kᵀ       2·c·k      R = V − K S      k·v      T R, P V'   2·c·v
+///   S ← S + Kᵀ V'    k·v        Q S              k·v
+///   map: the state [B | T] is v + k wide, and there is no output
+///                    c·k + (2·k + c)·(v + k)
+/// ```
+#[must_use]
+pub fn delta_row(mix: &Mix) -> (f64, f64) {
+    let Mix::Delta { value_heads, key_dim, value_dim, .. } = *mix else { return (0.0, 0.0) };
+    let (k, v, c) = (float(key_dim), float(value_dim), float(from_dim(CHUNK)));
+    let rule = 2.0 * c * (k + v) + 3.0 * k * v;
+    let map = c * k + (2.0 * k + c) * (v + k);
+    (2.0 * float(value_heads) * rule, 2.0 * float(value_heads) * map)
+}
+
+/// The rule of a layer over `rows` rows of all ranks that share a prompt, and what goes round it element by element. A backward
+/// counts 2.5 forwards. The mixer runs in each pass of segment A but the one with a graph. Where ranks share a prompt, a
+/// forward also forms maps, and a backward first pulls gradients of states through the rows, at the cost of a forward.
+pub(super) fn delta_rule(layer: &Layer, rows: f64, runs: Runs, shared: bool, bytes: [f64; 2], work: &mut Work) {
+    let Mix::Delta { key_heads, value_heads, key_dim, value_dim, .. } = layer.mix else { return };
+    let Passes { forward, backward } = runs.a;
+    let forward = forward - backward;
+    let (rule, map) = delta_row(&layer.mix);
+    let (map, pull) = if shared { (map, rule) } else { (0.0, 0.0) };
+    work.delta_forward += rows * (forward * (rule + map) + backward * pull);
+    work.delta_backward += rows * backward * 2.5 * rule;
+    let [model, acc] = bytes;
+    let values = float(value_heads * value_dim);
+    let channels = float(2 * key_heads * key_dim) + values;
+    // The convolution reads and writes a row; its backward reads two and writes one in the accumulation dtype.
+    let (convolution, back) = (2.0 * channels * model, channels * (2.0 * model + acc));
+    // The norm by head and its gate are ten operations of libtorch; their backward about as many again, twice.
+    let norm = values * (7.0 * model + 15.0 * acc);
+    let convolved = if shared { forward * 2.0 + backward } else { forward };
+    work.moved += rows * (convolved * convolution + backward * (convolution + back));
+    work.moved += rows * (runs.b.forward + 2.0 * runs.b.backward) * norm;
+}
+
+/// Bytes that every rank receives when `pieces` pieces of all ranks exchange their maps in a forward, and gradients of states
+/// in a backward.
+pub(super) fn delta_exchange(layer: &Layer, pieces: f64, runs: Runs, acc: f64) -> f64 {
+    let Mix::Delta { value_heads, key_dim, value_dim, .. } = layer.mix else { return 0.0 };
+    let Passes { forward, backward } = runs.a;
+    let head = (forward - backward) * float(key_dim + value_dim) + backward * float(value_dim);
+    pieces * float(value_heads) * float(key_dim) * head * acc
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use super::addend::{Addend, Place, addend, product, within};
 use super::block::LatentSizes;
+use super::delta::{DeltaSizes, larger};
 use super::sizes::Sizes;
 use crate::config::Dtype;
 use crate::model::attention::KEYS_MAX;
@@ -19,7 +20,7 @@ impl Sizes<'_> {
     /// `spared` bytes of each row are not alive together with the second.
     fn scratch(&self, phase: Phase, rows: u64, queries: u64, graph: bool, spared: u64) -> Addend {
         let micro = self.config.memory.micro_block.0.min(rows);
-        let block = self.shape.most(|layer| self.block(layer, rows, graph));
+        let block = self.most_attending(|layer| self.block(layer, rows, graph));
         let segment = block.saturating_sub(product(&[rows, spared]).0);
         let (kernel, reason) = self.workspace(queries, self.run_keys(), graph);
         if kernel > segment {
@@ -93,12 +94,9 @@ impl Sizes<'_> {
     /// and its page state. A latent layer gathers the keys of all ranks, so its rows pass block by block, and only the
     /// layer's input and output are held.
     fn captured_row(&self, layer: &Layer) -> u64 {
-        // Slabs of this layer, and those of the layer before while they are copied to the host: large copies only.
-        let plane = product(&[self.prompt_rows.div_ceil(2), layer.mix.widths().state, self.model_bytes]).0 / 2;
-        let leaving = self.copies_overlap && self.keeping.pages == Residency::Host && plane > KERNEL_COPY_BYTES_MAX;
-        let slabs = 1 + u64::from(leaving);
         let widths = layer.mix.widths();
-        let state = widths.state * self.model_bytes * slabs;
+        // Slabs of this layer, and those of the layer before.
+        let state = widths.state * self.model_bytes + self.leaving(|after| DeltaSizes::of(after).is_none());
         match layer.mix {
             Mix::Latent { .. } => self.shape.width * self.model_bytes + state,
             _ => {
@@ -109,22 +107,49 @@ impl Sizes<'_> {
         }
     }
 
+    /// Bytes of page state of a position that leave for host memory while a layer of some kind runs: those of the layer before
+    /// it, where copies are so large that they run beside the computation.
+    pub(super) fn leaving(&self, kind: impl Fn(&Layer) -> bool) -> u64 {
+        if !self.copies_overlap || self.keeping.pages == Residency::Device {
+            return 0;
+        }
+        let row = |before: &Layer| before.mix.widths().state * self.model_bytes;
+        let plane = |row: u64| product(&[self.prompt_rows.div_ceil(2), row]).0 / 2;
+        let pairs = self.shape.layers.windows(2).filter(|pair| kind(&pair[1]));
+        pairs.map(|pair| row(&pair[0])).filter(|&row| plane(row) > KERNEL_COPY_BYTES_MAX).max().unwrap_or(0)
+    }
+
+    /// The largest of a number of every layer in which rows meet other rows, and no state goes from row to row.
+    fn most_attending(&self, of: impl Fn(&Layer) -> u64) -> u64 {
+        self.shape.most(|layer| if DeltaSizes::of(layer).is_some() { 0 } else { of(layer) })
+    }
+
     /// Bytes of a row that are kept of a layer's mixer for its backward.
     fn kept_row(&self, layer: &Layer) -> u64 {
+        if DeltaSizes::of(layer).is_some() {
+            return 0;
+        }
         let widths = layer.mix.widths();
         widths.output * self.model_bytes + widths.beside * self.acc_bytes
     }
 
-    /// What capture holds and computes in.
+    /// What capture holds and computes in, in the kind of layer that takes most.
     pub(super) fn capture(&self) -> Vec<Addend> {
+        larger(self.attending_capture(), self.delta_capture())
+    }
+
+    fn attending_capture(&self) -> Vec<Addend> {
         let width = self.shape.width;
         let model = self.model_bytes;
-        let row = width * model + self.shape.most(|layer| self.captured_row(layer));
-        let heads = self.shape.most(|layer| layer.mix.widths().output);
-        let words = match self.shape.layers.iter().map(|layer| layer.mix).find(|mix| !mix.travels()) {
-            None => format!("hidden state {width} wide; queries and merged outputs {heads} wide; page state"),
-            Some(Mix::Latent { .. }) => format!("hidden states in and out, {width} wide; page state"),
-            Some(_) => format!("hidden state {width} wide; what rows ask with, gates, outputs; page state: {row} B"),
+        let row = width * model + self.most_attending(|layer| self.captured_row(layer));
+        let heads = self.most_attending(|layer| layer.mix.widths().output);
+        let is = |mix: fn(&Mix) -> bool| self.shape.layers.iter().any(|layer| mix(&layer.mix));
+        let words = if is(|mix| matches!(mix, Mix::Latent { .. })) {
+            format!("hidden states in and out, {width} wide; page state")
+        } else if is(|mix| matches!(mix, Mix::Grouped { gated: true, .. })) {
+            format!("hidden state {width} wide; queries, gates and merged outputs {heads} wide; page state")
+        } else {
+            format!("hidden state {width} wide; queries and merged outputs {heads} wide; page state")
         };
         let mut sum = vec![within(
             Phase::Capture,
@@ -161,11 +186,12 @@ impl Sizes<'_> {
                 format!("{answer} rows of one answer × (block's input and output, and their gradients)"),
                 "choose a shorter context.answer_len",
             ),
-            self.answer_scratch(),
         ];
+        let mut attending = vec![self.answer_scratch()];
         if self.tail_is_long {
-            sum.push(self.state_gradient(Phase::Replay));
+            attending.push(self.state_gradient(Phase::Replay));
         }
+        sum.extend(larger(attending, self.delta_answer()));
         sum
     }
 
@@ -175,7 +201,7 @@ impl Sizes<'_> {
         let answer = self.answer_rows;
         let rows = self.config.memory.head_block.0.min(answer.max(1));
         let head = product(&[rows, self.shape.vocabulary, 3 * self.acc_bytes]);
-        let block = Bytes(self.shape.most(|layer| self.answer_block(layer)));
+        let block = Bytes(self.most_attending(|layer| self.answer_block(layer)));
         if head >= block {
             let reason =
                 format!("{rows} rows × vocabulary {} × (log-probabilities, two gradients)", self.shape.vocabulary);
@@ -240,6 +266,12 @@ impl Sizes<'_> {
         )
     }
 
+    /// The largest of a number of the layers that lie below one of some kind.
+    fn below(&self, kind: &dyn Fn(&Layer) -> bool, of: impl Fn(&Layer) -> u64) -> u64 {
+        let pairs = self.shape.layers.windows(2).filter(|pair| kind(&pair[1]));
+        pairs.map(|pair| of(&pair[0])).max().unwrap_or(0)
+    }
+
     /// Bytes of a tail row in the backward of a layer's mixer: queries, output, and their gradients.
     fn swept_row(&self, layer: &Layer) -> u64 {
         let widths = layer.mix.widths();
@@ -254,7 +286,7 @@ impl Sizes<'_> {
     pub(super) fn tail(&self) -> Vec<Addend> {
         let Sizes { model_bytes: model, acc_bytes: acc, tail_rows: tail, .. } = *self;
         let width = self.shape.width;
-        let heads = self.shape.most(|layer| layer.mix.widths().output);
+        let heads = self.most_attending(|layer| layer.mix.widths().output);
         if tail == 0 {
             return Vec::new();
         }
@@ -271,26 +303,31 @@ impl Sizes<'_> {
         }
         let coming = self.copies_overlap && self.keeping.tail == Residency::Host;
         let next = if coming { width * model } else { 0 };
-        let most_kept = self.shape.most(|layer| self.kept_row(layer));
-        let next_outputs = if coming && self.keeping.attention { most_kept } else { 0 };
-        let back = self.shape.most(|layer| self.swept_row(layer));
-        sum.push(within(
+        let back = self.most_attending(|layer| self.swept_row(layer));
+        let next_outputs = |kind: &dyn Fn(&Layer) -> bool| {
+            if coming && self.keeping.attention { self.below(kind, |layer| self.kept_row(layer)) } else { 0 }
+        };
+        let is_delta = |layer: &Layer| DeltaSizes::of(layer).is_some();
+        let delta = self.delta_sweep(next + next_outputs(&is_delta));
+        let mut attending = vec![within(
             Phase::Sweep,
             "tail on its way back",
-            product(&[tail, 3 * width * model + back + next + next_outputs]),
+            product(&[tail, 3 * width * model + back + next + next_outputs(&|layer| !is_delta(layer))]),
             format!("{tail} positions × (rows in, dy, dx; queries, outputs, dout, dq; what comes for the next layer)"),
             "set grpo.gradient = \"response\"",
-        ));
-        sum.push(self.state_gradient(Phase::Sweep));
-        sum.extend(self.foreign(Phase::Sweep, self.passing_bytes / model * acc));
+        )];
+        attending.push(self.state_gradient(Phase::Sweep));
+        attending.extend(self.foreign(Phase::Sweep, self.passing_bytes / model * acc));
         let asked = self.shape.most(|layer| if layer.mix.travels() { layer.mix.widths().ask } else { 0 });
-        sum.push(self.scratch(Phase::Sweep, tail, self.stretch(tail), true, asked * acc));
+        attending.push(self.scratch(Phase::Sweep, tail, self.stretch(tail), true, asked * acc));
+        sum.extend(larger(attending, delta));
         if self.keeping.attention {
+            let kept_layers = self.shape.sum(|layer| u64::from(!is_delta(layer)));
             sum.push(addend(
                 "tail's attention outputs",
                 self.keeping.tail.into(),
                 product(&[tail, self.shape.sum(|layer| self.kept_row(layer))]),
-                format!("{tail} positions × (output, {heads} wide; log-sum-exp) × {} layers", self.layers),
+                format!("{tail} positions × (output, {heads} wide; log-sum-exp) × {kept_layers} layers"),
                 "set memory.keep_attention = false",
             ));
         }

@@ -147,19 +147,7 @@ impl Sizes<'_> {
             format!("{group} answers × {own} rows × ({all} B in all layers; {most} B while one grows)"),
             "choose a smaller rollout.max_tokens, or a smaller grpo.group_size",
         )];
-        let border = self.shape.sum(|layer| {
-            let (inputs, state) = layer.mix.border();
-            inputs * self.model_bytes + state * self.acc_bytes
-        });
-        if border > 0 {
-            sum.push(within(
-                Phase::Rollout,
-                "answers' recurrent states",
-                product(&[group, border]),
-                format!("{group} answers × {border} B"),
-                FEWER_ANSWERS,
-            ));
-        }
+        sum.extend(self.answers_recurrent(group, FEWER_ANSWERS));
         sum
     }
 

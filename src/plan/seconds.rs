@@ -32,6 +32,10 @@ pub struct Rates {
     pub choosing: f64,
     /// Grouped products of experts, TFLOP/s.
     pub experts: f64,
+    /// Gated delta rules, forward, TFLOP/s.
+    pub delta_forward: f64,
+    /// Their backward, TFLOP/s, counted as 2.5 forwards.
+    pub delta_backward: f64,
     /// Copies between host and device, each way, GB/s for each rank.
     pub host: f64,
     /// Reads of the device's own memory, GB/s.
@@ -84,6 +88,10 @@ impl Rates {
             choosing: 511.0,
             // 4,096 rows, 8 of 128 experts each.
             experts: 300.0,
+            // A published kernel: 1.26 ms forward for 32,768 rows of 16 key and 48 value heads of 128, and about twice that
+            // in backward.
+            delta_forward: 205.0,
+            delta_backward: 256.0,
             host: 54.6,
             // Nominal: HBM3e of an H200, and half of NVLink's 900 GB/s for both ways. Neither is measured yet.
             memory: 4800.0,
@@ -110,6 +118,10 @@ pub struct PhaseSeconds {
     pub gathered_tera: f64,
     /// Index scores, 10¹² operations.
     pub choosing_tera: f64,
+    /// Gated delta rules, forward and backward, 10¹² operations.
+    pub delta_tera: f64,
+    /// Seconds behind `compute`, each term by itself.
+    pub terms: Terms,
     /// Bytes between host and device, in the direction that has more.
     pub copied_bytes: f64,
     /// Seconds of computing; in rollout with launches and messages.
@@ -118,6 +130,26 @@ pub struct PhaseSeconds {
     pub copies: f64,
     /// The larger of `compute` and `copies`.
     pub seconds: f64,
+}
+
+/// Seconds of the parts of one phase, at the share of the rates that a phase reaches. In rollout the device's memory may set the
+/// pace instead.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[expect(missing_docs, reason = "names say what is not described")]
+pub struct Terms {
+    /// Matrix products, those of experts among them.
+    pub products: f64,
+    /// Attention and index scores, forward.
+    pub attention: f64,
+    /// Backward of attention.
+    pub attention_backward: f64,
+    /// Gated delta rules, forward, and maps of the state.
+    pub delta: f64,
+    pub delta_backward: f64,
+    /// Convolutions, norms and gates around delta rules, at the memory's pace.
+    pub moved: f64,
+    /// Launches, and messages that no computation hides.
+    pub waiting: f64,
 }
 
 /// The prediction of a step on one group.
@@ -165,17 +197,24 @@ fn phase_seconds(phase: Phase, work: &Work, rates: &Rates) -> PhaseSeconds {
     const TERA: f64 = 1e12;
     const GIGA: f64 = 1e9;
     const MICRO: f64 = 1e-6;
-    let at_rates = work.products / (rates.matmul * TERA)
-        + work.attention_forward / (rates.attention_forward * TERA)
-        + work.attention_backward / (rates.attention_backward * TERA)
-        + work.gathered_forward / (rates.gathered_forward * TERA)
-        + work.gathered_backward / (rates.gathered_backward * TERA)
-        + work.choosing / (rates.choosing * TERA)
-        + work.experts / (rates.experts * TERA);
-    let reading = work.reads / (rates.memory * GIGA);
-    let waiting = (work.launches * rates.launch + work.messages * rates.message) * MICRO
-        + work.message_bytes / (rates.between * GIGA);
-    let compute = at_rates.max(reading) / rates.efficiency + waiting;
+    let reached = |amount: f64, rate: f64| amount / (rate * rates.efficiency);
+    let terms = Terms {
+        products: reached(work.products, rates.matmul * TERA) + reached(work.experts, rates.experts * TERA),
+        attention: reached(work.attention_forward, rates.attention_forward * TERA)
+            + reached(work.gathered_forward, rates.gathered_forward * TERA)
+            + reached(work.choosing, rates.choosing * TERA),
+        attention_backward: reached(work.attention_backward, rates.attention_backward * TERA)
+            + reached(work.gathered_backward, rates.gathered_backward * TERA),
+        delta: reached(work.delta_forward, rates.delta_forward * TERA),
+        delta_backward: reached(work.delta_backward, rates.delta_backward * TERA),
+        moved: reached(work.moved, rates.memory * GIGA),
+        waiting: (work.launches * rates.launch + work.messages * rates.message) * MICRO
+            + work.message_bytes / (rates.between * GIGA),
+    };
+    let Terms { products, attention, attention_backward, delta, delta_backward, moved, waiting } = terms;
+    let at_rates = products + attention + attention_backward + delta + delta_backward + moved;
+    let reading = reached(work.reads, rates.memory * GIGA);
+    let compute = at_rates.max(reading) + waiting;
     let copied_bytes = work.bytes_in.max(work.bytes_out);
     let copies = copied_bytes / (rates.host * GIGA);
     PhaseSeconds {
@@ -184,10 +223,30 @@ fn phase_seconds(phase: Phase, work: &Work, rates: &Rates) -> PhaseSeconds {
         attention_tera: (work.attention_forward + work.attention_backward) / TERA,
         gathered_tera: (work.gathered_forward + work.gathered_backward) / TERA,
         choosing_tera: work.choosing / TERA,
+        delta_tera: (work.delta_forward + work.delta_backward) / TERA,
+        terms,
         copied_bytes,
         compute,
         copies,
         seconds: compute.max(copies),
+    }
+}
+
+impl Terms {
+    /// The terms that count, in one line.
+    fn text(&self) -> String {
+        let named = [
+            ("products", self.products),
+            ("attention", self.attention),
+            ("its backward", self.attention_backward),
+            ("delta rules", self.delta),
+            ("their backward", self.delta_backward),
+            ("convolutions, norms, gates", self.moved),
+            ("launches and messages", self.waiting),
+        ];
+        let counted = named.iter().filter(|(_, seconds)| *seconds >= 0.05);
+        let words: Vec<String> = counted.map(|(name, seconds)| format!("{name} {seconds:.1}")).collect();
+        format!("                {}", words.join(", "))
     }
 }
 
@@ -203,12 +262,15 @@ impl Seconds {
             efficiency * 100.0
         )];
         let gathers = self.phases.iter().any(|phase| phase.gathered_tera > 0.0);
+        let has_rules = self.phases.iter().any(|phase| phase.delta_tera > 0.0);
         for phase in &self.phases {
             let attention = if gathers {
                 format!("{:.0} over gathered keys, {:.0} of index scores", phase.gathered_tera, phase.choosing_tera)
             } else {
                 format!("{:.0} of attention", phase.attention_tera)
             };
+            let attention =
+                if has_rules { format!("{attention}, {:.0} of delta rules", phase.delta_tera) } else { attention };
             lines.push(format!(
                 "  {:>12.1}  {:<9} compute {:.1} ({:.0} TFLOP of products, {attention}), copies {:.1} ({:.0} GB)",
                 phase.seconds,
@@ -217,6 +279,14 @@ impl Seconds {
                 phase.products_tera,
                 phase.copies,
                 phase.copied_bytes / 1e9
+            ));
+            lines.extend((has_rules && phase.compute >= 0.05).then(|| phase.terms.text()));
+        }
+        if has_rules {
+            let Rates { delta_forward, delta_backward, memory, .. } = self.rates;
+            lines.push(format!(
+                "  delta rules at {delta_forward} TFLOP/s and {delta_backward} of their backward; convolutions, norms and gates \
+                 around them at {memory} GB/s of device memory"
             ));
         }
         if gathers {

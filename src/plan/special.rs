@@ -1,15 +1,10 @@
-//! Addends that only some families have: states at a border, choices of keys and experts, gathered keys.
-//!
-//! No run has been compared with the addends of states at a border; docs/memory.md says so.
+//! Addends that only some families have: choices of keys and experts, gathered keys.
 
 use super::addend::{Addend, Place, addend, product, within};
 use super::sizes::Sizes;
 use crate::model::shape::{INDEX_BYTES, Layer, Mix};
 use crate::runtime::failure::Phase;
 use crate::runtime::units::Bytes;
-
-/// Positions of a chunk in the chunked form of a delta rule.
-pub(super) const DELTA_CHUNK: u64 = 64;
 
 /// Bytes of the number of a chosen expert.
 pub(super) const EXPERT_BYTES: u64 = 8;
@@ -22,51 +17,6 @@ impl Sizes<'_> {
     fn running(&self) -> impl Iterator<Item = (Phase, bool)> {
         let travels = self.tail_is_long;
         RUNNING.into_iter().filter(move |&(phase, _)| phase != Phase::Sweep || travels)
-    }
-
-    /// States of a delta rule at the end of the prompt, where answers start, and at the start of the tail; and what its
-    /// chunks compute in, with the transitions of every rank.
-    pub(super) fn borders(&self) -> Vec<Addend> {
-        let border = |layer: &Layer| {
-            let (inputs, state) = layer.mix.border();
-            inputs * self.model_bytes + state * self.acc_bytes
-        };
-        let bytes = self.shape.sum(border);
-        let layers = self.shape.sum(|layer| u64::from(border(layer) > 0));
-        if bytes == 0 {
-            return Vec::new();
-        }
-        let prompt = self.config.context.prompt_len;
-        let tail = self.config.tail(prompt);
-        let borders = 1 + u64::from(tail.0 > 0 && tail < prompt);
-        let mut sum = vec![addend(
-            "states at a border",
-            self.keeping.pages.into(),
-            product(&[bytes, borders]),
-            format!("{borders} × {bytes} B of recurrent states and convolution inputs of {layers} layers"),
-            "nothing: it does not grow with the prompt",
-        )];
-        let micro = self.config.memory.micro_block.0;
-        let chunks = self.config.cp_size(self.ranks).saturating_mul(2);
-        for (phase, graph) in self.running() {
-            let scratch = |layer: &Layer| match layer.mix {
-                Mix::Delta { value_heads, key_dim, value_dim, .. } => {
-                    let row = (4 * DELTA_CHUNK + 3 * key_dim + 3 * value_dim) * if graph { 2 } else { 1 };
-                    let rows = product(&[micro, row]).0;
-                    let transitions = product(&[chunks, key_dim, key_dim + value_dim]).0;
-                    product(&[value_heads, rows.saturating_add(transitions)]).0
-                }
-                _ => 0,
-            };
-            sum.push(within(
-                phase,
-                "delta-rule scratch",
-                product(&[self.shape.most(scratch), self.acc_bytes]),
-                format!("{micro} rows in chunks of {DELTA_CHUNK}, and transitions of {chunks} runs"),
-                "choose a smaller memory.micro_block",
-            ));
-        }
-        sum
     }
 
     /// Bytes of one row's choices in all layers: keys in the layers that choose them, and experts.

@@ -13,7 +13,7 @@ pub(super) fn addends(sizes: &Sizes<'_>) -> Vec<Addend> {
         sizes.model(),
         // Keys and values of the prompt, where they wait and where they are staged.
         sizes.pages(),
-        // Recurrent states where answers and the tail start.
+        // Recurrent states where answers and the tail start, and those of a layer.
         sizes.borders(),
         // Tensors of other ranks that pass through host memory.
         sizes.messages(),

@@ -18,7 +18,7 @@
 //! backward is counted as 2.5 forwards, as in its rates. A multiplication and an addition are two operations.
 
 use super::offload_choice::OffloadChoice;
-use super::operations::{Passes, Rows, Runs, Work, mixing, partial};
+use super::operations::{Passes, Rows, Runs, Work, delta_exchange, delta_rule, mixing, partial};
 use super::sizes::{adapter_elements, element_bytes};
 use super::special::EXPERT_BYTES;
 use crate::config::{RunConfig, When};
@@ -122,6 +122,7 @@ impl<'a> StepWork<'a> {
         for layer in &self.shape.layers {
             self.segments(layer, rows, runs, &mut work);
             mixing(layer, rows, runs, &mut work);
+            delta_rule(layer, rows.count, runs, self.sharers > 1.0, [self.model_bytes, self.acc_bytes], &mut work);
         }
         work
     }
@@ -152,6 +153,9 @@ impl<'a> StepWork<'a> {
             gathered_backward: work.gathered_backward / self.sharers,
             choosing: work.choosing / self.sharers,
             experts: work.experts / self.sharers,
+            delta_forward: work.delta_forward / self.sharers,
+            delta_backward: work.delta_backward / self.sharers,
+            moved: work.moved / self.sharers,
             ..work
         }
     }
@@ -172,6 +176,7 @@ impl<'a> StepWork<'a> {
             work.bytes_out += self.tail_bytes();
         }
         self.travel(&mut work, false, |_| true);
+        self.exchange_maps(&mut work, 2.0 * self.sharers, Runs::FORWARD);
         self.to_experts(&mut work, self.prompt_rows, Runs::FORWARD);
         work
     }
@@ -193,8 +198,11 @@ impl<'a> StepWork<'a> {
         for layer in &self.shape.layers {
             self.segments(layer, row, Runs::FORWARD, &mut rows);
             mixing(layer, row, Runs::FORWARD, &mut mixed);
+            // Every rank goes on with the state of every answer.
+            delta_rule(layer, row.count, Runs::FORWARD, false, [self.model_bytes, self.acc_bytes], &mut rows);
         }
         let mut work = self.share(mixed);
+        (work.delta_forward, work.moved) = (rows.delta_forward, rows.moved);
         work.products += rows.products + 2.0 * float(self.shape.width) * float(self.shape.vocabulary);
         work.experts += rows.experts / float(self.config.parallel.ep_size.max(1));
         let mut work = work.times(self.group());
@@ -239,8 +247,9 @@ impl<'a> StepWork<'a> {
                     (chosen + scored) * self.model_bytes
                 }
                 Mix::Delta { .. } => {
+                    // Read, and written again.
                     let (inputs, state) = layer.mix.border();
-                    self.group() * (float(inputs) * self.model_bytes + float(state) * self.acc_bytes)
+                    2.0 * self.group() * (float(inputs) * self.model_bytes + float(state) * self.acc_bytes)
                 }
             }
         };
@@ -255,6 +264,7 @@ impl<'a> StepWork<'a> {
         work.bytes_in += self.staged() + hidden + self.group() * self.gathered();
         work.bytes_out += hidden + self.group() * self.gathered();
         self.travel(&mut work, false, latent);
+        self.exchange_maps(&mut work, self.group() * self.sharers, Runs::FORWARD);
         self.to_experts(&mut work, self.answer_rows(), Runs::FORWARD);
         work
     }
@@ -272,6 +282,7 @@ impl<'a> StepWork<'a> {
         work.bytes_out += 2.0 * hidden + 4.0 * gathered;
         self.travel(&mut work, false, latent);
         self.travel(&mut work, self.travels(), latent);
+        self.exchange_maps(&mut work, self.group() * self.sharers, runs);
         self.to_experts(&mut work, self.answer_rows(), runs);
         work
     }
@@ -300,6 +311,7 @@ impl<'a> StepWork<'a> {
         if travels {
             work.bytes_in += again * self.staged();
             self.travel(&mut work, true, |_| true);
+            self.exchange_maps(&mut work, 2.0 * self.sharers, runs);
         }
         self.to_experts(&mut work, self.tail_rows, runs);
         work
@@ -336,7 +348,9 @@ impl<'a> StepWork<'a> {
         let keeping = self.choice.keeping;
         let every = if self.travels() { float(from_index(keeping.every)).max(1.0) } else { 1.0 };
         let inputs = float(self.shape.width) * self.model_bytes * (float(self.shape.depth()) / every).ceil();
-        let outputs = float(self.shape.sum(|layer| layer.mix.widths().output)) * self.model_bytes
+        // Of layers with a delta rule no output is kept.
+        let output = |layer: &Layer| if layer.mix.widths().beside > 0 { layer.mix.widths().output } else { 0 };
+        let outputs = float(self.shape.sum(output)) * self.model_bytes
             + float(self.shape.sum(|layer| layer.mix.widths().beside)) * self.acc_bytes;
         let sets = self.shape.sum(|layer| layer.mix.chooses().map_or(0, |index| index.top));
         let sets = float(sets) * float(INDEX_BYTES);
@@ -376,6 +390,22 @@ impl<'a> StepWork<'a> {
             // A run is sent on to the next rank. Latents are sent once, by their owner; their gradients, by every rank.
             work.bytes_out +=
                 if layer.mix.travels() { all * (state + sums) } else { self.prompt_rows * state + all * sums };
+        }
+    }
+
+    /// Maps of `pieces` pieces of all ranks in every layer with a delta rule, gathered on every rank: no computation runs
+    /// beside them.
+    fn exchange_maps(&self, work: &mut Work, pieces: f64, runs: Runs) {
+        if self.sharers <= 1.0 {
+            return;
+        }
+        let all: f64 = self.shape.layers.iter().map(|layer| delta_exchange(layer, pieces, runs, self.acc_bytes)).sum();
+        let received = all * (1.0 - 1.0 / self.sharers);
+        if self.through_host() {
+            work.bytes_in += received;
+            work.bytes_out += all / self.sharers;
+        } else {
+            work.message_bytes += received;
         }
     }
 

@@ -211,6 +211,9 @@ pub struct Receipt {
     /// Name of what computed index scores; absent where no layer has an index.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index_scores: Option<&'static str>,
+    /// Name of what computed gated delta rules; absent where no layer has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub delta_rule: Option<&'static str>,
     /// Whether ranks exchanged tensors from GPU to GPU; otherwise through host memory.
     pub direct: bool,
     /// Rows of a segment and of a log-probability chunk.

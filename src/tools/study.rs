@@ -246,6 +246,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let decoder = spec.decoder(Rc::new(weights), options.kind);
     world.require_equal("the attention kernel", decoder.attention_name())?;
     world.require_equal("what computes index scores", decoder.index_scores_name().unwrap_or("none"))?;
+    world.require_equal("what computes delta rules", decoder.delta_rule_name().unwrap_or("none"))?;
     let head = Head { rows_max: 512, temperature: 1.0 };
     let study = Study { world, options, decoder, head, ledger: Ledger::default() };
     let mut runs = Vec::new();

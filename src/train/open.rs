@@ -192,6 +192,10 @@ fn open_model(loaded: &Loaded, world: &World, spec: Spec, device: Device) -> Res
         world.require_equal("what computes index scores", scores)?;
         tracing::info!("index scores: {scores}");
     }
+    if let Some(rule) = decoder.delta_rule_name() {
+        world.require_equal("what computes delta rules", rule)?;
+        tracing::info!("delta rules: {rule}");
+    }
     Ok(Model { spec, weights, decoder, digest, _held: held })
 }
 

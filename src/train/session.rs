@@ -178,6 +178,12 @@ impl Session {
         self.model.decoder.attention_name()
     }
 
+    /// Name of what computes gated delta rules, in a model that has them.
+    #[must_use]
+    pub fn delta_rule(&self) -> Option<&'static str> {
+        self.model.decoder.delta_rule_name()
+    }
+
     /// Digest of the model's checkpoint.
     #[must_use]
     pub fn model_digest(&self) -> &str {

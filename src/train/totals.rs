@@ -130,6 +130,7 @@ impl RunTotals {
             device: format!("{:?}", decoder.device()),
             attention_kernel: decoder.attention_name(),
             index_scores: decoder.index_scores_name(),
+            delta_rule: decoder.delta_rule_name(),
             direct: plan.direct,
             keeping: plan.keeping,
             micro_blocks: [config.memory.micro_block, config.memory.head_block],

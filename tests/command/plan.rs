@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::room::{Room, Said};
+use super::training::{lines, record};
 
 const CONFIG: &str = include_str!("../../configs/config.toml");
 
@@ -86,20 +87,99 @@ fn without_a_file_a_plan_asks_for_lengths_and_counts_the_documented_dtype() {
 }
 
 #[test]
-fn a_hybrid_keeps_a_state_at_each_border_and_pages_of_its_attention_layers_only() {
+fn a_hybrid_keeps_states_at_both_borders_and_pages_of_its_attention_layers_only() {
     let room = room();
     // 48 layers × (48 heads × 128 × 128 × 4 B + 10,240 channels × 3 inputs × 2 B).
     let border = 48 * (48 * 128 * 128 * 4 + 10_240 * 3 * 2);
     assert_eq!(border, 153_944_064);
     let exact = plan(&room, "qwen3.6-27b", &["--json"]).json();
-    assert_eq!(bytes(&exact, "states at a border"), border);
-    // With one row of tail there is a border before it too.
-    let response = plan(&room, "qwen3.6-27b", &["--json", "--set", "grpo.gradient=response"]).json();
-    assert_eq!(bytes(&response, "states at a border"), 2 * border);
+    // Before the tail and at the prompt's end, in every mode and on every rank.
+    for gradient in ["exact", "response"] {
+        let set = format!("grpo.gradient={gradient}");
+        let plan = plan(&room, "qwen3.6-27b", &["--json", "--set", &set]).json();
+        assert_eq!(bytes(&plan, "states at a border"), 2 * border, "{gradient}");
+    }
     // An attention layer's pages, and that of no second one: three layers in four have none.
     assert_eq!(bytes(&exact, "staged pages"), 261_120 * 4096);
     // 0.67 GB of block inputs a rank for each answer.
     near(float(bytes(&exact, "answers' hidden states")) / 2e9, 0.67, 0.005, "an answer");
+}
+
+/// Three layers with gated delta rules and one with gated attention, in float32, by matrix products in calls of 1,024 rows.
+#[test]
+fn the_plan_of_a_small_hybrid_is_within_five_percent_of_what_its_run_measures_on_a_cpu() {
+    let shape = json!({
+        "model_type": "qwen3_5_text", "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1408,
+        "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 128,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+        "rope_parameters": { "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25 },
+        "tie_word_embeddings": false, "max_position_embeddings": 32768
+    });
+    let config = "[context]\nmax_seq_len = 2112\nprompt_len = 2048\nanswer_len = 64\n\
+                  [memory]\nmicro_block = 256\ncpu_offload_pages = true\ninputs_every = 1\nkeep_attention = false\n\
+                  [grpo]\ngroup_size = 2\nreward_fn = \"data\"\ngradient = \"exact\"\n[lora]\nrank = 4\n\
+                  [model]\npath = \"shape\"\ndtype = \"float32\"\nrandom_init = true\n\
+                  [data]\npath = \"train.jsonl\"\n[parallel]\ncp_size = 1\n\
+                  [run]\ndir = \"run\"\nsteps = 1\ndevice = \"cpu\"\n";
+    let mut group = record(2048, [64, 64, 0]);
+    group["answers"].as_array_mut().unwrap().truncate(2);
+    let data = lines(&[group]);
+    let room =
+        Room::with(&[("shape/config.json", &shape.to_string()), ("config.toml", config), ("train.jsonl", &data)]);
+    let receipt = room.alone(&["train", "--json"]).json();
+    assert_eq!(receipt["delta_rule"], json!("matrix products"));
+    let plan = room.alone(&["plan", "--ranks", "1", "--json"]).json();
+    let sum = |phase: &Value| -> u64 {
+        let here = |addend: &&Value| addend["place"] == "device" && addend["phase"] == *phase;
+        let addends = plan["addends"].as_array().unwrap().iter().filter(here);
+        addends.map(|addend| addend["bytes"].as_u64().unwrap()).sum()
+    };
+    let measured = |name: &str| {
+        let phase = receipt["memory"].as_array().unwrap().iter().find(|phase| phase["phase"] == name).unwrap();
+        phase["device_peak"][0].as_u64().unwrap()
+    };
+    for name in ["capture", "sweep"] {
+        near(float(measured(name)), float(sum(&json!(null)) + sum(&json!(name))), 0.05, name);
+    }
+    let host = plan["addends"].as_array().unwrap().iter().filter(|addend| addend["place"] == "host");
+    let host: u64 = host.map(|addend| addend["bytes"].as_u64().unwrap()).sum();
+    near(float(receipt["peak_host_bytes"][0].as_u64().unwrap()), float(host), 0.05, "host");
+}
+
+/// Multiply-adds of a row: in chunks of 64 with heads of 128, 2·64·(128 + 128) + 3·128² for the rule, and 64·128 + (2·128 +
+/// 64)·256 for the map of the state that several ranks form.
+#[test]
+fn the_seconds_of_a_delta_rule_are_terms_of_their_own_and_maps_are_formed_where_ranks_share_a_prompt() {
+    let room = room();
+    let of = |ranks: u64| {
+        let cp = format!("parallel.cp_size={ranks}");
+        let pages = format!("context.cp_pages_per_gpu={}", 32_640 / ranks);
+        plan(&room, "qwen3.6-27b", &["--ranks", &ranks.to_string(), "--set", &cp, "--set", &pages, "--json"]).json()
+    };
+    let phase = |plan: &Value, name: &str| -> Value {
+        let phases = plan["seconds"]["phases"].as_array().unwrap();
+        phases.iter().find(|phase| phase["phase"].as_str().unwrap().eq_ignore_ascii_case(name)).unwrap().clone()
+    };
+    let (rule, map) = (2 * 64 * 256 + 3 * 128 * 128, 64 * 128 + (2 * 128 + 64) * 256);
+    let tera = |operations: u64| 48.0 * 48.0 * 2.0 * 2_088_960.0 * float(operations) / 1e12;
+    let (alone, shared) = (of(1), of(8));
+    near(phase(&alone, "capture")["delta_tera"].as_f64().unwrap(), tera(rule), 1e-9, "one rank");
+    near(phase(&shared, "capture")["delta_tera"].as_f64().unwrap() * 8.0, tera(rule + map), 1e-9, "eight ranks");
+    // A sweep runs the mixer forward, and back at 2.5 times its operations; ranks pull gradients of states first.
+    near(phase(&alone, "sweep")["delta_tera"].as_f64().unwrap(), 3.5 * tera(rule), 1e-9, "one rank's sweep");
+    let swept = tera(rule + map) + tera(rule) + 2.5 * tera(rule);
+    near(phase(&shared, "sweep")["delta_tera"].as_f64().unwrap() * 8.0, swept, 1e-9, "the sweep of eight");
+    for name in ["capture", "sweep"] {
+        let phase = phase(&shared, name);
+        let terms = phase["terms"].as_object().unwrap();
+        let sum: f64 = terms.values().map(|seconds| seconds.as_f64().unwrap()).sum();
+        near(sum, phase["compute"].as_f64().unwrap(), 1e-9, name);
+        assert!(terms["delta"].as_f64().unwrap() > 0.0 && terms["moved"].as_f64().unwrap() > 0.0, "{phase}");
+    }
+    // Dense models have no such term.
+    let dense = plan(&room, "qwen3-8b", &["--json"]).json();
+    assert_eq!(phase(&dense, "sweep")["delta_tera"], json!(0.0));
 }
 
 #[test]

@@ -34,6 +34,7 @@ pub(super) struct Facts {
     pub(super) dtype: String,
     pub(super) device: String,
     pub(super) attention_kernel: String,
+    pub(super) delta_rule: Option<String>,
     pub(super) ranks: usize,
     pub(super) cp_size: usize,
     pub(super) positions: u64,

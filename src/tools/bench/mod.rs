@@ -1,9 +1,10 @@
 //! Bench: one update on random weights and tokens at given lengths, with the conventional schedule beside it.
 //!
-//! Every schedule runs once unmeasured: on a CPU on a short prompt, on a GPU at full length through two layers, so that
+//! Every schedule runs once unmeasured: on a CPU on a short prompt, on a GPU at full length through the first layers, so that
 //! libraries have chosen their kernels for every shape. Then once measured. Bytes are the allocators' own: what lies on a
 //! device (weights, graphs, scratch, stages), and what waits in host pools.
 
+mod kernels;
 mod rates;
 
 use std::path::PathBuf;
@@ -39,6 +40,7 @@ use crate::tools::parity::dtype_name;
 use crate::tools::parity::random::RandomAdapters;
 use crate::world::World;
 use crate::world::exchange;
+use kernels::Kernels;
 use rates::Rates;
 
 /// Why a bench cannot run.
@@ -107,7 +109,7 @@ pub struct Run {
     pub bytes_in: Bytes,
     /// Copied from it to host memory.
     pub bytes_out: Bytes,
-    /// Matrix products and attention of the capture, TFLOP/s; 0 without one.
+    /// Matrix products, attention and delta rules of the capture, TFLOP/s; 0 without one.
     pub capture_rate: f64,
     /// Peak of graphs, scratch and stages above what lay there before the run.
     pub device_bytes: Bytes,
@@ -150,6 +152,9 @@ pub struct Report {
     /// Name of what computed index scores; absent where no layer has an index.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index_scores: Option<&'static str>,
+    /// Name of what computed gated delta rules; absent where no layer has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub delta_rule: Option<&'static str>,
     /// What one pass over the prompt asks of it, all ranks together.
     pub work: rates::Work,
     /// The source it was built from.
@@ -234,7 +239,7 @@ struct Bench<'a> {
     world: &'a World,
     options: &'a Options,
     decoder: Box<dyn Decoder>,
-    /// The same weights with two layers only, for the warm-up.
+    /// The same weights with a few layers only, for the warm-up.
     short: Box<dyn Decoder>,
     adapters: Adapters,
     head: Head,
@@ -260,9 +265,8 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let measured = Rates::measure(&spec, options.kind, options.prompt, options.device);
     let rates = world.agree(measured)?;
     let decoder = spec.decoder(weights.clone(), options.kind);
-    world.require_equal("the attention kernel", decoder.attention_name())?;
-    world.require_equal("what computes index scores", decoder.index_scores_name().unwrap_or("none"))?;
-    let short = spec.first_layers(2).decoder(weights, options.kind);
+    let kernels = Kernels::agreed(&*decoder, world)?;
+    let short = spec.first_layers(kernels::warm_layers(&spec)).decoder(weights, options.kind);
     let acc = accumulation(options.kind);
     let random = RandomAdapters {
         rank: 16,
@@ -279,7 +283,6 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
     let held_adapters = ledger.hold(Purpose::Adapters, MemorySpace::Device, masters);
     let head = Head { rows_max: 512, temperature: 1.0 };
     let work = rates::Work::of(&spec, options.prompt);
-    let names = (decoder.attention_name(), decoder.index_scores_name());
     let bench = Bench { world, options, decoder, short, adapters, head, work };
     let (mut runs, mut apart) = (Vec::new(), Vec::new());
     bench.warm_up()?;
@@ -310,8 +313,9 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         micro_block: options.micro_block,
         rates,
         work,
-        attention_kernel: names.0,
-        index_scores: names.1,
+        attention_kernel: kernels.attention,
+        index_scores: kernels.index_scores,
+        delta_rule: kernels.delta_rule,
         commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
         runs,
         apart,
@@ -429,7 +433,7 @@ impl Bench<'_> {
             bytes_in: meter.moved()[0],
             bytes_out: meter.moved()[1],
             pinning_seconds: seconds.pinning,
-            capture_rate: (self.work.linear_tera + self.work.attention_tera) / capture_seconds,
+            capture_rate: self.work.tera() / capture_seconds,
             device_bytes: meter.device(),
             peak_device_bytes: counted(MemorySpace::Device).peak,
             host_bytes: counted(MemorySpace::Host).peak,

@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::model::shape::{Layer, Mix, Segment, Shape};
 use crate::model::spec::Spec;
+use crate::plan::delta_row;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Tokens, as_dim, float};
 use crate::tensor::attention::{self, Merged, Visible};
@@ -70,11 +71,14 @@ fn copies(device: Device) -> Result<(f64, f64), Failure> {
 
 /// Operations of one pass over a prompt.
 #[derive(Clone, Copy, Debug, Serialize)]
+#[expect(clippy::struct_field_names, reason = "names carry their unit")]
 pub struct Work {
     /// Of all layers' matrix products with weights, forward, 10¹².
     pub linear_tera: f64,
     /// Of all layers' attention, forward, causal, 10¹².
     pub attention_tera: f64,
+    /// Of all layers' gated delta rules, forward, 10¹².
+    pub delta_tera: f64,
 }
 
 impl Work {
@@ -84,7 +88,17 @@ impl Work {
         let products = |layer: &Layer| layer.products(Segment::A) + layer.products(Segment::B) + float(layer.constant);
         let linear: f64 = shape.layers.iter().map(products).sum();
         let attention: f64 = shape.layers.iter().map(|layer| attention_products(&layer.mix, float(prompt.0))).sum();
-        Work { linear_tera: 2.0 * linear * float(prompt.0) / 1e12, attention_tera: 2.0 * attention / 1e12 }
+        let delta: f64 = shape.layers.iter().map(|layer| delta_row(&layer.mix).0).sum();
+        Work {
+            linear_tera: 2.0 * linear * float(prompt.0) / 1e12,
+            attention_tera: 2.0 * attention / 1e12,
+            delta_tera: delta * float(prompt.0) / 1e12,
+        }
+    }
+
+    /// All of it.
+    pub(super) fn tera(&self) -> f64 {
+        self.linear_tera + self.attention_tera + self.delta_tera
     }
 }
 
@@ -99,7 +113,7 @@ fn attention_products(mix: &Mix, rows: f64) -> f64 {
             let scores = if index.owner { float(index.heads * index.dim) * pairs(f64::INFINITY) } else { 0.0 };
             float(heads * (2 * latent + rotated)) * pairs(float(index.top)) + scores
         }
-        // Of the order of a linear layer.
+        // Counted as `delta_tera`.
         Mix::Delta { .. } => 0.0,
     }
 }

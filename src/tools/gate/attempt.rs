@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Expected};
-use super::earlier_receipt::{self, Earlier, Now, Opened};
+use super::earlier_receipt::{self, Earlier, Kernels, Now, Opened};
 use super::error::Error;
 use crate::config::{Dtype, Gate, Gradient, Loaded, RunConfig};
 use crate::model::spec::Spec;
@@ -65,7 +65,10 @@ impl Attempt<'_> {
                 adapter: run.session.adapter_form(),
                 device: format!("{:?}", run.session.weights().device()),
                 // A gate that asks for kernels that repeat may have other kernels than the gates before it.
-                kernel: (!self.gate.is_deterministic()).then(|| run.session.attention_kernel().to_owned()),
+                kernels: (!self.gate.is_deterministic()).then(|| Kernels {
+                    attention: run.session.attention_kernel().to_owned(),
+                    delta_rule: run.session.delta_rule().map(ToOwned::to_owned),
+                }),
             }),
         };
         let found = match world.all.rank() {

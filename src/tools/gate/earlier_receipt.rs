@@ -28,6 +28,7 @@ pub(super) struct Earlier {
     pub(super) dtype: String,
     pub(super) device: String,
     pub(super) attention_kernel: String,
+    pub(super) delta_rule: Option<String>,
     pub(super) finished: String,
     pub(super) forced: bool,
     pub(super) ranks: usize,
@@ -75,8 +76,16 @@ pub(super) struct Opened {
     pub(super) adapter: AdapterForm,
     /// Where rank 0 computes, as receipts say it.
     pub(super) device: String,
-    /// What computes attention; `None` where the gate has its own kernels.
-    pub(super) kernel: Option<String>,
+    /// What computes its layers; `None` where the gate has its own kernels.
+    pub(super) kernels: Option<Kernels>,
+}
+
+/// Names of what computes a run's layers.
+#[derive(Clone, Debug)]
+pub(super) struct Kernels {
+    pub(super) attention: String,
+    /// `None` where no layer has a gated delta rule.
+    pub(super) delta_rule: Option<String>,
 }
 
 /// The receipt file of `gate`, for a gate that writes into `dir`: their folders stand side by side.
@@ -135,12 +144,14 @@ impl Earlier {
         differs("ranks on one prompt were", self.cp_size.to_string(), now.cp_size.to_string());
         differs("gate.scale was", self.scale.to_string(), now.scale.to_string());
         differs("model.dtype was", self.dtype.clone(), now.dtype.clone());
-        if let Some(Opened { digest, adapter, device, kernel }) = &now.model {
+        if let Some(Opened { digest, adapter, device, kernels }) = &now.model {
             differs("model's digest was", self.model_digest.clone(), digest.clone());
             differs("adapters were", adapter_words(&self.adapter), adapter_words(adapter));
             differs("device was", device_kind(&self.device), device_kind(device));
-            if let Some(kernel) = kernel {
-                differs("attention kernel was", self.attention_kernel.clone(), kernel.clone());
+            if let Some(Kernels { attention, delta_rule }) = kernels {
+                let named = |rule: &Option<String>| rule.clone().unwrap_or_else(|| "none".to_owned());
+                differs("attention kernel was", self.attention_kernel.clone(), attention.clone());
+                differs("delta rule was", named(&self.delta_rule), named(delta_rule));
             }
         }
         reasons
@@ -157,7 +168,10 @@ impl Earlier {
                 digest: receipt.model_digest.clone(),
                 adapter: receipt.adapter.clone(),
                 device: receipt.device.clone(),
-                kernel: Some(receipt.attention_kernel.to_owned()),
+                kernels: Some(Kernels {
+                    attention: receipt.attention_kernel.to_owned(),
+                    delta_rule: receipt.delta_rule.map(ToOwned::to_owned),
+                }),
             }),
         };
         let mut reasons = self.other_run(&now);
@@ -226,9 +240,12 @@ mod tests {
         AdapterForm { rank: 4, alpha: 8.0, targets: vec!["q_proj".into(), "v_proj".into()] }
     }
 
+    fn cudnn() -> Kernels {
+        Kernels { attention: "cudnn".into(), delta_rule: None }
+    }
+
     fn now() -> Now {
-        let model =
-            Opened { digest: "abc".into(), adapter: form(), device: "Cuda(0)".into(), kernel: Some("cudnn".into()) };
+        let model = Opened { digest: "abc".into(), adapter: form(), device: "Cuda(0)".into(), kernels: Some(cudnn()) };
         Now { ranks: 8, cp_size: 8, scale: 64, dtype: "bfloat16".into(), model: Some(model) }
     }
 
@@ -263,7 +280,7 @@ mod tests {
 
     #[test]
     fn each_difference_stands_against_it_alone() {
-        let rows: [Different; 12] = [
+        let rows: [Different; 13] = [
             (|e| e.gate = Some("gate3_2m".into()), "it is of gate3_2m"),
             (|e| e.passed = false, "it has not passed (it was not ended)"),
             (|e| e.scale = 1, "its gate.scale was 1, here 64"),
@@ -275,6 +292,7 @@ mod tests {
             (|e| e.dtype = "float32".into(), "its model.dtype was float32, here bfloat16"),
             (|e| e.device = "Cpu".into(), "its device was Cpu, here Cuda"),
             (|e| e.attention_kernel = "plain".into(), "its attention kernel was plain, here cudnn"),
+            (|e| e.delta_rule = Some("compiled".into()), "its delta rule was compiled, here none"),
             (|e| e.cp_size = 4, "its ranks on one prompt were 4, here 8"),
         ];
         for (change, words) in rows {
@@ -319,7 +337,7 @@ mod tests {
     #[test]
     fn a_gate_with_kernels_of_its_own_is_not_compared_by_them() {
         let mut online = now();
-        online.model.as_mut().expect("it is there").kernel = None;
+        online.model.as_mut().expect("it is there").kernels = None;
         let flash = Earlier { attention_kernel: "flash".into(), ..earlier() };
         assert_eq!(flash.against(&gate("gate4_g1"), &online), Vec::<String>::new());
         assert_eq!(flash.against(&gate("gate4_g1"), &now()).len(), 1);

@@ -27,7 +27,7 @@ const NAME_CHARS_MIN: usize = 3;
 /// Entries of a list in the receipt.
 const LIST_MAX: usize = 16;
 /// The parts of a receipt that are sent: numbers, and texts that longstraw writes.
-const RECEIPT_KEYS: &str = "passed stopped commit gradient dtype device attention_kernel direct ranks cp_size positions \
+const RECEIPT_KEYS: &str = "passed stopped commit gradient dtype device attention_kernel delta_rule direct ranks cp_size positions \
     prompt_len answer_len group_size steps adapter seconds capture_share pinning_seconds \
     peak_device_bytes plan_device_bytes peak_host_bytes plan_host_bytes loss_first loss rewards \
     ratio_first grad_norm held_out";
