@@ -1,7 +1,9 @@
 //! The compiled gated delta rule against matrix products in float64, and how fast both are.
 
+use longstraw::tensor::delta::compiled::load;
 use longstraw::tensor::delta::{DeltaGradient, DeltaHeads, DeltaRows, Form};
 use longstraw::tensor::gpu::Mark;
+use longstraw::tensor::selection_kernel::Instructions;
 use longstraw::world::World;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
@@ -93,39 +95,49 @@ const OF_ROWS: f64 = 8e-3;
 /// Gradients of the gates are differences of sums that nearly cancel.
 const OF_GATES: f64 = 2e-2;
 
-fn load(heads: &DeltaHeads, device: Device) {
+fn choose(heads: &DeltaHeads, device: Device) {
     assert_eq!(Form::choose(device, heads, 4, Kind::BFloat16), Form::Compiled, "the trial chose otherwise");
+}
+
+fn load_or_panic(instructions: Instructions) {
+    load(4, instructions).unwrap_or_else(|error| panic!("{instructions:?}: {error}"));
 }
 
 pub(crate) fn judged(_world: &World, device: Device) -> Vec<Value> {
     tch::manual_seed(21);
+    choose(&heads(2, 4), device);
     let mut found = Vec::new();
     let shapes = [(2, 4, 1), (2, 4, 63), (2, 4, 64), (2, 4, 65), (2, 4, 1000), (16, 48, 1000), (4, 4, 130)];
-    for (key_heads, value_heads, t) in shapes {
-        let heads = heads(key_heads, value_heads);
-        load(&heads, device);
-        for (decay, state) in [(0.002, 0.3), (0.3, 0.0), (0.3, 0.3), (40.0, 0.3), (0.0, 0.3)] {
-            let case = case(heads, t, decay, state, device);
-            let wanted = case.wide().computed(Form::Plain);
-            let plain = case.computed(Form::Plain);
-            let compiled = case.computed(Form::Compiled);
-            let again = case.computed(Form::Compiled);
-            let mut errors = Map::new();
-            for (index, (name, wanted)) in wanted.iter().enumerate() {
-                let (mine, by_plain) = (error(&compiled[index].1, wanted), error(&plain[index].1, wanted));
-                let what = format!("{name}, {t} rows, {key_heads}:{value_heads} heads, decay {decay}, state {state}");
-                assert!(compiled[index].1.equal(&again[index].1), "{what}: two calls differ");
-                let gate = name.starts_with("decay") || name.starts_with("strength");
-                assert!(mine <= if gate { OF_GATES } else { OF_ROWS }, "{what}: {mine:.1e}, plain {by_plain:.1e}");
-                errors.insert((*name).to_owned(), json!([mine, by_plain]));
+    for instructions in [Instructions::Portable, Instructions::Native] {
+        load_or_panic(instructions);
+        for (key_heads, value_heads, t) in shapes {
+            for (decay, state) in [(0.002, 0.3), (0.3, 0.0), (0.3, 0.3), (40.0, 0.3), (0.0, 0.3)] {
+                let case = case(heads(key_heads, value_heads), t, decay, state, device);
+                let what =
+                    format!("{instructions:?}, {t} rows, {key_heads}:{value_heads}, decay {decay}, state {state}");
+                found.push(json!({"case": what, "errors_of_compiled_and_plain": judge(&case, &what)}));
             }
-            found.push(json!({
-                "rows": t, "key_heads": key_heads, "value_heads": value_heads, "decay": decay, "state": state,
-                "errors_of_compiled_and_plain": errors,
-            }));
         }
     }
     found
+}
+
+/// Relative errors of the kernels and of matrix products that round to bfloat16, both against float64, by name.
+fn judge(case: &Case, what: &str) -> Map<String, Value> {
+    let wanted = case.wide().computed(Form::Plain);
+    let plain = case.computed(Form::Plain);
+    let compiled = case.computed(Form::Compiled);
+    let again = case.computed(Form::Compiled);
+    let mut errors = Map::new();
+    for (index, (name, wanted)) in wanted.iter().enumerate() {
+        let (mine, by_plain) = (error(&compiled[index].1, wanted), error(&plain[index].1, wanted));
+        assert!(compiled[index].1.equal(&again[index].1), "{name}, {what}: two calls differ");
+        let gate = name.starts_with("decay") || name.starts_with("strength");
+        let tolerance = if gate { OF_GATES } else { OF_ROWS };
+        assert!(mine <= tolerance, "{name}, {what}: {mine:.1e}, matrix products {by_plain:.1e}");
+        errors.insert((*name).to_owned(), json!([mine, by_plain]));
+    }
+    errors
 }
 
 /// Forward through all rows in calls of `each`: outputs, and the states before every call and after the last.
@@ -165,7 +177,7 @@ fn backward(form: Form, case: &Case, states: &[Tensor], each: i64) -> (Vec<Delta
 pub(crate) fn blocks(_world: &World, device: Device) -> Vec<Value> {
     tch::manual_seed(22);
     let heads = heads(16, 48);
-    load(&heads, device);
+    choose(&heads, device);
     let t = 262_144;
     let case = case(heads, t, 0.1, 0.3, device);
     assert!(t * heads.channels() > 1 << 31);
@@ -239,7 +251,7 @@ fn seconds<T>(device: Device, repeats: usize, work: impl Fn() -> T) -> f64 {
 pub(crate) fn speed(_world: &World, device: Device) -> Vec<Value> {
     tch::manual_seed(24);
     let (heads, t) = (heads(16, 48), 131_072_i64);
-    load(&heads, device);
+    choose(&heads, device);
     let case = case(heads, t, 0.3, 0.0, device);
     let chunks = f64::from(u32::try_from(t / 64 * heads.value_heads).unwrap_or(0));
     let tflop = chunks * 2.0 * (4.0 * 64.0 * 64.0 * 128.0 + 3.0 * 64.0 * 128.0 * 128.0) / 1e12;

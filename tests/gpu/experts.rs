@@ -41,6 +41,7 @@ impl Layer {
             groups: 1,
             kept_groups: 1,
             sparse: vec![true],
+            shared_gate: false,
         };
         let draw = |shape: &[i64], inputs: i64| {
             let deviation = f64::from(i32::try_from(inputs).expect("a width")).powf(-0.5);

@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 use super::{DeltaGradient, DeltaHeads, DeltaRows, Transition, plain};
 use crate::tensor::Error;
 use crate::tensor::ffi::call;
+use crate::tensor::selection_kernel::Instructions;
 
 const RULE: &str =
     concat!(include_str!("tiles.cu"), include_str!("prepare.cu"), include_str!("run.cu"), include_str!("gradient.cu"));
@@ -35,6 +36,7 @@ unsafe extern "C" {
         rule: *const c_char,
         convolution: *const c_char,
         taps: c_int,
+        portable: c_int,
         message: *mut c_char,
         capacity: usize,
     ) -> c_int;
@@ -118,16 +120,17 @@ pub fn covers(heads: &DeltaHeads, taps: i64, kind: Kind) -> bool {
         && (1..=TAPS_MAX).contains(&taps)
 }
 
-/// Compiles and loads the kernels, which takes seconds; nothing is done a second time. Call outside a recorded graph.
+/// Compiles and loads the kernels, in the place of those loaded before, which takes seconds. Call outside a recorded graph.
 ///
 /// # Errors
 /// When NVRTC or the driver is not found or refuses.
-pub fn load(taps: i64) -> Result<(), Error> {
+pub fn load(taps: i64, instructions: Instructions) -> Result<(), Error> {
     let rule = CString::new(RULE).unwrap_or_default();
     let convolution = CString::new(CONVOLUTION).unwrap_or_default();
-    // SAFETY: terminated strings that outlive the call, and a plain number.
+    let portable = c_int::from(instructions == Instructions::Portable);
+    // SAFETY: terminated strings that outlive the call, and plain numbers.
     call("compiling the gated delta rule", |message, capacity| unsafe {
-        longstraw_delta_load(rule.as_ptr(), convolution.as_ptr(), count(taps), message, capacity)
+        longstraw_delta_load(rule.as_ptr(), convolution.as_ptr(), count(taps), portable, message, capacity)
     })
 }
 

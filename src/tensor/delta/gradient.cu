@@ -1,12 +1,14 @@
 
 // --- gradients of queries, keys, decays and strengths ------------------------------------------------------------
 //
-// For a chunk and a value head, with Γ_ij = exp(G_i - G_j) for i >= j, else 0, and E = the sums below:
+// For a chunk and a value head, with D_ij = exp(G_i - G_j) for i >= j, else 0:
 //
-//   Z = (dout V'^T) Γ                       N = - strength (dX V'^T) Γ, strictly lower
+//   Z = (dout V'^T) D                       N = - strength (dX V'^T) D, strictly lower
 //   dq = exp(G) (dout S^T) + Z k            dk = - strength exp(G) (dX S^T) + exp(G_last - G) (V' dS^T) + (N + N^T) k + Z^T q
 //   dstrength_i = (dX_i V'_i) / strength_i
-//   dG_i = E_i, each factor of exp(G_i) times its gradient; ddecay is the sum of dG over the rows from i on
+//
+// The gradient of G_i is the sum over all factors that hold exp(G_i) of the factor times its gradient, less the same over those
+// that hold exp(-G_i). That of a decay is the sum of those of G from its row on.
 //
 // A block has a chunk and a key head: it adds up the gradients of the key head's value heads, one after the other.
 
@@ -20,9 +22,9 @@ constexpr int kSquareTile = kChunk * kNarrow;
 struct Tiles {
   u16 *k, *q, *corrected, *dx, *dout, *state, *dstate, *by_key, *by_query, *between;
   float *key_scale, *query_scale;
-  float* of_row;     // [4, 64]: what rows add to dG, by quarters of the columns
+  float* of_row;     // [4, 64]: what rows add to the gradient of G, by quarters of the columns
   float* of_column;  // [4, 64]: what columns take from it, by blocks of rows
-  float* of_last;    // [4, 64]: what goes to dG of the last row, by quarters of the columns
+  float* of_last;    // [4, 64]: what goes to that of the last row, by quarters of the columns
   float* diagonal;   // [64]: dX_i V'_i
   float* of_state;   // [16]: parts of the sum of S dS
   float *sum, *strong;  // of this head; those of the next head lie behind or before
@@ -175,7 +177,7 @@ __device__ inline void take_part(float (&to)[4][4], const float (&e)[4][4], cons
   }
 }
 
-// Z and N to shared memory as the operands of later products, and what they add to dG.
+// Z and N to shared memory as the operands of later products, and what they add to the gradient of G.
 __device__ inline void take_squares(const Tiles& t, const Place& at, const float (&qk)[2][4], const float (&kk)[2][4],
                                     const float (&z)[2][4], const float (&d)[2][4], float (&of_row)[2]) {
 #pragma unroll

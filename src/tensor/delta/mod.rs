@@ -13,6 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::runtime::failure::out_of_memory;
 use crate::runtime::terminal::say;
 use crate::tensor;
+use crate::tensor::selection_kernel::Instructions;
 
 /// Heads and widths of a rule.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -93,7 +94,7 @@ impl Form {
         if compiled::loaded(0) && compiled::loaded(taps) {
             return Form::Compiled;
         }
-        match compiled::load(taps).and_then(|()| compiled::agrees(device, heads, taps)) {
+        match compiled::load(taps, Instructions::Native).and_then(|()| compiled::agrees(device, heads, taps)) {
             Ok(true) => Form::Compiled,
             Ok(false) => {
                 say("warning: the compiled gated delta rule is wrong on this GPU; matrix products compute it");

@@ -11,18 +11,21 @@
 // shared to global memory.
 
 constexpr int kRunThreads = 256, kBringers = 128;
-constexpr int kWideBytes = kChunk * kWide * 2, kNarrowBytes = kChunk * kNarrow * 2, kScalarBytes = kScalars * 4;
-constexpr int kSmallStage = kWideBytes + 2 * kNarrowBytes + kScalarBytes;
-constexpr int kLargeStage = kSmallStage + kWideBytes + kNarrowBytes;
+constexpr int kSliceBytes = kChunk * kNarrow * 2, kScalarBytes = 2048;
+constexpr int kSmallStage = kWideBytes + kSquareBytes + kSliceBytes + kScalarBytes;
+constexpr int kLargeStage = kSmallStage + kWideBytes + kSquareBytes;
+
+// Shared memory from the first multiple of 1024 bytes on.
+__device__ inline u32 aligned_shared() { return (shared_address(shared) + 1023) & ~1023u; }
 
 // Tiles of a chunk, as shared addresses.
 struct Stage {
-  u32 k, v, inverse, scalars, q, score;
+  u32 k, inverse, v, scalars, q, score;
 };
 __device__ inline Stage stage_at(int bytes, int which) {
-  const u32 k = shared_address(shared) + which * bytes, v = k + kWideBytes, inverse = v + kNarrowBytes;
-  const u32 scalars = inverse + kNarrowBytes, q = scalars + kScalarBytes;
-  return {k, v, inverse, scalars, q, q + kWideBytes};
+  const u32 k = aligned_shared() + which * bytes, inverse = k + kWideBytes, v = inverse + kSquareBytes;
+  const u32 scalars = v + kSliceBytes, q = scalars + kScalarBytes;
+  return {k, inverse, v, scalars, q, q + kWideBytes};
 }
 
 // Brings keys, T and row scalars of a chunk, and with QUERIES queries and P. `v` is 64 columns of values or of output
@@ -32,15 +35,14 @@ __device__ inline void bring_chunk(const Stage& stage, const Rows& rows, int hea
   const int real = real_rows(rows, chunk), key_head = head / (rows.value_heads / rows.key_heads);
   const i64 first = static_cast<i64>(chunk) * kChunk, by_chunk = static_cast<i64>(head) * rows.chunks + chunk;
   const u16* q = rows.y + first * rows.step + key_head * kDim;
-  bring_tile<kChunk, kDim, kWide, kBringers>(stage.k, q + rows.key_heads * kDim, rows.step, real);
+  bring_operand<kDim, kBringers>(stage.k, q + rows.key_heads * kDim, rows.step, real);
   if (v != nullptr) bring_tile<kChunk, kSlice, kNarrow, kBringers>(stage.v, v + first * step, step, real);
-  bring_tile<kChunk, kChunk, kNarrow, kBringers>(stage.inverse, rows.inverse + by_chunk * kSquare, kChunk, kChunk);
-  if ((threadIdx.x % kBringers) < kScalars / 4) {
-    bring(stage.scalars + (threadIdx.x % kBringers) * 16, rows.scalars + by_chunk * kScalars + (threadIdx.x % kBringers) * 4, true);
-  }
+  bring_operand<kChunk, kBringers>(stage.inverse, rows.inverse + by_chunk * kSquare, kChunk, kChunk);
+  const int piece = threadIdx.x % kBringers;
+  if (piece < kScalars / 4) bring(stage.scalars + piece * 16, rows.scalars + by_chunk * kScalars + piece * 4, true);
   if (QUERIES) {
-    bring_tile<kChunk, kDim, kWide, kBringers>(stage.q, q, rows.step, real);
-    bring_tile<kChunk, kChunk, kNarrow, kBringers>(stage.score, rows.score + by_chunk * kSquare, kChunk, kChunk);
+    bring_operand<kDim, kBringers>(stage.q, q, rows.step, real);
+    bring_operand<kChunk, kBringers>(stage.score, rows.score + by_chunk * kSquare, kChunk, kChunk);
   }
 }
 
@@ -53,10 +55,11 @@ struct Sent {
 template <int STAGES, bool QUERIES, bool STATE>
 __device__ inline Sent sent_at(int turn) {
   constexpr int kBytes = QUERIES ? kLargeStage : kSmallStage;
-  constexpr int kState = STATE ? kSlice * kWide : 0, kColumns = STATE ? kSlice * kNarrow : 0;
-  constexpr int kEach = kState + kColumns + kChunk * kNarrow;
-  u16* at = reinterpret_cast<u16*>(shared + STAGES * kBytes) + (turn & 1) * kEach;
-  return {at, at + kState, at + kState + kColumns};
+  constexpr int kOfState = STATE ? kSlice * kWide : 0, kOfColumns = STATE ? kSlice * kNarrow : 0;
+  constexpr int kEach = kOfState + kOfColumns + kChunk * kNarrow;
+  const u32 aligned = aligned_shared() - shared_address(shared);
+  u16* at = reinterpret_cast<u16*>(shared + aligned + STAGES * kBytes) + (turn & 1) * kEach;
+  return {at, at + kOfState, at + kOfState + kOfColumns};
 }
 
 // What the four bringing warps do: the tiles of all chunks, in order or from the last to the first. send(turn) takes what
@@ -74,6 +77,7 @@ __device__ inline void bring_all(const Rows& rows, int head, const u16* v, i64 s
   for (int turn = 0; turn < STAGES - 1; ++turn) bring_next(turn);
   for (int turn = 0; turn < rows.chunks; ++turn) {
     await_tiles<STAGES - 2>();
+    publish();
     // This turn's tiles are there, and the computing warps have left those of the turn before.
     __syncthreads();
     bring_next(turn + STAGES - 1);
@@ -106,51 +110,6 @@ __device__ inline void keep(u16* to, const u32 (&a)[4], int first) {
   *reinterpret_cast<u32*>(at + 8 * STRIDE) = a[1];
   *reinterpret_cast<u32*>(at + 8) = a[2];
   *reinterpret_cast<u32*>(at + 8 * STRIDE + 8) = a[3];
-}
-
-// c [16, 64] += a [16, 16 of 128] times the transpose of `wide` [64, 128].
-__device__ inline void add_rows_of(float (&c)[8][4], const u32 (&a)[4], u32 wide, int from) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    u32 b[4];
-    right_transposed<kWide>(b, wide, from, 16 * n);
-    multiply(c[2 * n], a, b[0], b[1]);
-    multiply(c[2 * n + 1], a, b[2], b[3]);
-  }
-}
-
-// s [16, 128] += a [16, 64] times `wide` [64, 128].
-__device__ inline void add_outer(Carried& carried, const u32 (&a)[4][4], u32 wide) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      u32 b[4];
-      right<kWide>(b, wide, 16 * c, 16 * n);
-      multiply(carried.s[2 * n], a[c], b[0], b[1]);
-      multiply(carried.s[2 * n + 1], a[c], b[2], b[3]);
-    }
-  }
-}
-
-// c [16, 64] += a [16, 64] times a lower [64, 64] tile (UPPER: its transpose); blocks of zeros are left out.
-template <bool UPPER>
-__device__ inline void add_triangle(float (&c)[8][4], const u32 (&a)[4][4], u32 square) {
-#pragma unroll
-  for (int from = 0; from < 4; ++from) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      if (UPPER ? n < from : n > from) continue;
-      u32 b[4];
-      if (UPPER) {
-        right_transposed<kNarrow>(b, square, 16 * from, 16 * n);
-      } else {
-        right<kNarrow>(b, square, 16 * from, 16 * n);
-      }
-      multiply(c[2 * n], a[from], b[0], b[1]);
-      multiply(c[2 * n + 1], a[from], b[2], b[3]);
-    }
-  }
 }
 
 // Two neighbouring scalars for the columns of a lane in tile n.
@@ -247,37 +206,40 @@ __device__ inline void run(const Rows& rows) {
     const Stage stage = stage_at(kBytes, chunk % kStages);
     const Sent sent = sent_at<kStages, OUT, KEEP>(chunk);
     __syncthreads();
+    u32 a[8][4], x[4][4], left_over[4][4];
     float known[8][4], out[8][4];
-    clear(known);
-    clear(out);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      u32 a[4];
-      as_left(a, carried.s, 2 * c);
-      if (KEEP) keep<kWide>(sent.state + own * kWide, a, 16 * c);
-      add_rows_of(known, a, stage.k, 16 * c);
-      if (OUT) add_rows_of(out, a, stage.q, 16 * c);
+      as_left(a[c], carried.s, 2 * c);
+      if (KEEP) keep<kWide>(sent.state + own * kWide, a[c], 16 * c);
     }
-    u32 x[4][4];
+    multiply_rows(known, a, stage.k);
+    if (OUT) multiply_rows(out, a, stage.q);
+    await_products<OUT ? 1 : 0>(known);
     correct(x, known, stage, !factor, own);
-    clear(known);
-    add_triangle<true>(known, x, stage.inverse);
+    multiply_triangle<true, false>(known, x, stage.inverse);
+    const float kept = __expf(scalar_of(stage.scalars, kSum + kChunk - 1));
+    each_of_state(column, [&](int n, int e, int, int) { carried.s[n][e] *= kept; });
+    await_products<0>(known);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       as_left(x[c], known, 2 * c);
       if (KEEP) keep<kNarrow>(sent.columns + own * kNarrow, x[c], 16 * c);
     }
     if (OUT) {
+      await_products<0>(out);
       scale(out, stage.scalars, kAsked);
-      add_triangle<true>(out, x, stage.score);
-      keep_rows(sent.rows + own, out);
+      multiply_triangle<true, true>(out, x, stage.score);
     }
     scale(known, stage.scalars, kLeftOver);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) as_left(x[c], known, 2 * c);
-    const float kept = __expf(scalar_of(stage.scalars, kSum + kChunk - 1));
-    each_of_state(column, [&](int n, int e, int, int) { carried.s[n][e] *= kept; });
-    add_outer(carried, x, stage.k);
+    for (int c = 0; c < 4; ++c) as_left(left_over[c], known, 2 * c);
+    add_outer(carried.s, left_over, stage.k);
+    if (OUT) {
+      await_products<1>(out);
+      keep_rows(sent.rows + own, out);
+    }
+    await_products<0>(carried.s);
   }
   __syncthreads();
   if (KEEP) return;
@@ -291,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(kRunThreads, 1) forward(const __gri
 extern "C" __global__ void __launch_bounds__(kRunThreads, 1) states(const __grid_constant__ Rows rows) {
   run<false, true, false>(rows);
 }
-extern "C" __global__ void __launch_bounds__(kRunThreads, 2) map(const __grid_constant__ Rows rows) {
+extern "C" __global__ void __launch_bounds__(kRunThreads, HOPPER ? 1 : 2) map(const __grid_constant__ Rows rows) {
   run<false, false, true>(rows);
 }
 
@@ -327,24 +289,35 @@ __device__ inline void reverse(const Rows& rows) {
     const Stage stage = stage_at(kLargeStage, turn % kStages);
     const Sent sent = sent_at<kStages, true, true>(turn);
     __syncthreads();
+    u32 a[8][4], dout[4][4], asked[4][4], x[4][4];
     float d[8][4];
-    clear(d);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      u32 a[4];
-      as_left(a, carried.s, 2 * c);
-      if (WRITE) keep<kWide>(sent.state + own * kWide, a, 16 * c);
-      add_rows_of(d, a, stage.k, 16 * c);
+      as_left(a[c], carried.s, 2 * c);
+      if (WRITE) keep<kWide>(sent.state + own * kWide, a[c], 16 * c);
     }
-    scale(d, stage.scalars, kLeftOver);
-    u32 dout[4][4], x[4][4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) left_transposed<kNarrow>(dout[c], stage.v, own, 16 * c);
-    add_triangle<false>(d, dout, stage.score);
+    for (int c = 0; c < 4; ++c) {
+      left_transposed<kNarrow>(dout[c], stage.v, own, 16 * c);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 by = scalars_of(stage.scalars, kAsked, 2 * c + e / 2);
+        asked[c][e] = pack(by.x * low(dout[c][e]), by.y * high(dout[c][e]));
+      }
+    }
+    const float kept = __expf(scalar_of(stage.scalars, kSum + kChunk - 1));
+    each_of_state(column, [&](int n, int e, int, int) { carried.s[n][e] *= kept; });
+    multiply_rows(d, a, stage.k);
+    add_outer(carried.s, asked, stage.q);
+    await_products<1>(d);
+    scale(d, stage.scalars, kLeftOver);
+    multiply_triangle<false, true>(d, dout, stage.score);
+    await_products<0>(d);
+    await_products<0>(carried.s);
 #pragma unroll
     for (int c = 0; c < 4; ++c) as_left(x[c], d, 2 * c);
-    clear(d);
-    add_triangle<false>(d, x, stage.inverse);
+    multiply_triangle<false, false>(d, x, stage.inverse);
+    await_products<0>(d);
     if (WRITE) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
@@ -359,16 +332,10 @@ __device__ inline void reverse(const Rows& rows) {
     for (int c = 0; c < 4; ++c) {
       as_left(x[c], d, 2 * c);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        x[c][e] ^= 0x80008000u;  // negative
-        const float2 by = scalars_of(stage.scalars, kAsked, 2 * c + e / 2);
-        dout[c][e] = pack(by.x * low(dout[c][e]), by.y * high(dout[c][e]));
-      }
+      for (int e = 0; e < 4; ++e) x[c][e] ^= 0x80008000u;  // negative
     }
-    const float kept = __expf(scalar_of(stage.scalars, kSum + kChunk - 1));
-    each_of_state(column, [&](int n, int e, int, int) { carried.s[n][e] *= kept; });
-    add_outer(carried, dout, stage.q);
-    add_outer(carried, x, stage.k);
+    add_outer(carried.s, x, stage.k);
+    await_products<0>(carried.s);
   }
   __syncthreads();
   each_of_state(column, [&](int n, int e, int row, int at) { rows.next[of_head + row * kDim + at] = carried.s[n][e]; });
