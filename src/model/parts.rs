@@ -3,7 +3,8 @@
 
 use serde::Serialize;
 
-use crate::runtime::units::LayerIndex;
+use crate::runtime::units::{LayerIndex, as_dim};
+use crate::tensor::delta::DeltaHeads;
 
 /// Which projections carry a bias.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
@@ -139,6 +140,17 @@ impl DeltaSpec {
     #[must_use]
     pub fn values(&self) -> u64 {
         self.value_heads * self.value_dim
+    }
+
+    /// Heads and widths as computations take them.
+    #[must_use]
+    pub fn heads(&self) -> DeltaHeads {
+        DeltaHeads {
+            key_heads: as_dim(self.key_heads),
+            value_heads: as_dim(self.value_heads),
+            key_dim: as_dim(self.key_dim),
+            value_dim: as_dim(self.value_dim),
+        }
     }
 
     /// Channels of the convolution: queries, keys and values.

@@ -25,6 +25,7 @@ use super::rotation::Rotation;
 use super::spec::{BlockNorms, EMBEDDING, HEAD, Spec};
 use super::weights::Weights;
 use crate::runtime::units::{LayerIndex, as_dim, float};
+use crate::tensor::delta::Form;
 use crate::tensor::kernels::{Heads, Kernel};
 use crate::tensor::selection::Scoring;
 use crate::tensor::{accumulation, gpu};
@@ -64,7 +65,7 @@ impl Stack {
             rotation: Rotation::new(&spec.rope, kind, device),
             sliding_rotation: spec.sliding_rope.map(|rope| Rotation::new(&rope, kind, device)),
             embedding_scale: spec.scaled_embeddings.then(embedding_scale),
-            mixers: layers().map(|layer| mixer(spec, &weights, layer, kind, kernel)).collect(),
+            mixers: mixers(spec, &weights, kind, kernel),
             indexers: indexers(spec, kind, device),
             experts: layers().map(experts).collect(),
             formulas: Formulas { spec: spec.clone(), weights, kind },
@@ -138,12 +139,25 @@ fn kernel(spec: &Spec, kind: Kind, device: Device) -> Kernel {
     }
 }
 
-fn mixer(spec: &Spec, weights: &Weights, layer: LayerIndex, kind: Kind, kernel: Kernel) -> Box<dyn Mixer> {
-    if let Some(delta) = spec.delta_of(layer) {
-        let frozen = |name: &str| weights.get(&format!("model.layers.{layer}.linear_attn.{name}"));
-        let (conv_uj, log_rate_h, bias_h) = (frozen("conv1d.weight"), frozen("A_log"), frozen("dt_bias"));
-        return Box::new(GatedDelta::new(delta, &DeltaWeights { conv_uj, log_rate_h, bias_h }, kind));
-    }
+fn mixers(spec: &Spec, weights: &Weights, kind: Kind, kernel: Kernel) -> Vec<Box<dyn Mixer>> {
+    let form = spec
+        .delta
+        .as_ref()
+        .map_or(Form::Plain, |delta| Form::choose(weights.device(), &delta.heads(), as_dim(delta.taps), kind));
+    let of = |layer| match spec.delta_of(layer) {
+        Some(delta) => delta_rule(delta, weights, layer, kind, form),
+        None => attention(spec, layer, kind, kernel),
+    };
+    (0..spec.layers).map(LayerIndex).map(of).collect()
+}
+
+fn delta_rule(delta: &DeltaSpec, weights: &Weights, layer: LayerIndex, kind: Kind, form: Form) -> Box<dyn Mixer> {
+    let frozen = |name: &str| weights.get(&format!("model.layers.{layer}.linear_attn.{name}"));
+    let (conv_uj, log_rate_h, bias_h) = (frozen("conv1d.weight"), frozen("A_log"), frozen("dt_bias"));
+    Box::new(GatedDelta::new(delta, &DeltaWeights { conv_uj, log_rate_h, bias_h }, kind, form))
+}
+
+fn attention(spec: &Spec, layer: LayerIndex, kind: Kind, kernel: Kernel) -> Box<dyn Mixer> {
     let (heads, kv_heads, head_dim) = (as_dim(spec.query_heads), as_dim(spec.kv_heads), as_dim(spec.head_dim));
     let scale = spec.score_scalar.unwrap_or_else(|| float(spec.head_dim)).powf(-0.5);
     match &spec.latent {

@@ -144,22 +144,16 @@ impl Walk<'_> {
 }
 
 impl GatedDelta {
-    /// The rule of a layer over its frozen tensors, for rows of dtype `kind`.
+    /// The rule of a layer over its frozen tensors, for rows of dtype `kind`, computed by `form`.
     #[must_use]
-    pub fn new(spec: &DeltaSpec, weights: &DeltaWeights, kind: Kind) -> GatedDelta {
-        let heads = DeltaHeads {
-            key_heads: as_dim(spec.key_heads),
-            value_heads: as_dim(spec.value_heads),
-            key_dim: as_dim(spec.key_dim),
-            value_dim: as_dim(spec.value_dim),
-        };
+    pub fn new(spec: &DeltaSpec, weights: &DeltaWeights, kind: Kind, form: Form) -> GatedDelta {
+        let heads = spec.heads();
         let acc = accumulation(kind);
-        let conv_uj = weights.conv_uj.reshape([heads.channels(), as_dim(spec.taps)]);
         GatedDelta {
             heads,
-            form: Form::choose(conv_uj.device(), &heads, as_dim(spec.taps), kind),
+            form,
             kind,
-            conv_uj,
+            conv_uj: weights.conv_uj.reshape([heads.channels(), as_dim(spec.taps)]),
             rate_h: weights.log_rate_h.to_kind(acc).exp(),
             bias_h: weights.bias_h.to_kind(acc),
         }
@@ -397,7 +391,6 @@ impl GatedDelta {
             let _ = gradient.state_hkv.shallow_clone().g_add_(&dstate);
             let _ = gradient.inputs_ju.shallow_clone().g_add_(&dpast);
         }
-        dinput.u_tu = dinput.u_tu.to_kind(self.kind);
         let Inputs { u_tu, b_th, a_th } = dinput;
         Ok(MixerInput { queries: Planes::default(), state: vec![u_tu, b_th, a_th].into() })
     }

@@ -7,6 +7,9 @@ use crate::model::config_reader::ConfigReader;
 use crate::model::parts::DeltaSpec;
 use crate::runtime::units::from_index;
 
+/// Most inputs of a convolution: it reaches no further back than one call's rows.
+const TAPS_MAX: u64 = 64;
+
 /// The gated delta rules of a config; absent keys have the defaults of the published config classes, which are those of all
 /// families with such rules. `mamba_ssm_dtype` is not read: the state has the accumulation dtype.
 pub(super) fn read(keys: &mut ConfigReader<'_>, layers: usize, inputs: DeltaInputs) -> DeltaSpec {
@@ -22,12 +25,16 @@ pub(super) fn read(keys: &mut ConfigReader<'_>, layers: usize, inputs: DeltaInpu
     if !["swish", "silu"].contains(&gate) {
         keys.unsupported("output_gate_type", &Value::from(gate), "\"swish\", which is also called \"silu\"");
     }
+    let taps = keys.size("linear_conv_kernel_dim", Some(4));
+    if taps > TAPS_MAX {
+        keys.refuse("linear_conv_kernel_dim", &Value::from(taps), "at most 64");
+    }
     DeltaSpec {
         key_heads,
         value_heads,
         key_dim: keys.size("linear_key_head_dim", Some(128)),
         value_dim: keys.size("linear_value_head_dim", Some(128)),
-        taps: keys.size("linear_conv_kernel_dim", Some(4)),
+        taps,
         joined: inputs == DeltaInputs::Joined,
         layers: rules(keys, layers),
     }

@@ -82,7 +82,8 @@ pub enum Form {
 
 impl Form {
     /// The form for heads in dtype `kind` on a device, with a convolution of `taps` taps: kernels where a small trial gives
-    /// what matrix products give. The first call compiles the kernels, which takes seconds; call it outside a recorded graph.
+    /// what matrix products give. The first call compiles the kernels, which takes seconds; call it once a model, outside a
+    /// recorded graph.
     ///
     /// # Panics
     /// When memory for the trial runs out: the result would differ between ranks.
@@ -91,10 +92,12 @@ impl Form {
         if !device.is_cuda() || !compiled::covers(heads, taps, kind) {
             return Form::Plain;
         }
-        if compiled::loaded(0) && compiled::loaded(taps) {
-            return Form::Compiled;
-        }
-        match compiled::load(taps, Instructions::Native).and_then(|()| compiled::agrees(device, heads, taps)) {
+        let load = || match compiled::loaded(0) && compiled::loaded(taps) {
+            true => Ok(()),
+            false => compiled::load(taps, Instructions::Native),
+        };
+        // Tried for every model: kernels that are loaded need not be right for its heads.
+        match load().and_then(|()| compiled::agrees(device, heads, taps)) {
             Ok(true) => Form::Compiled,
             Ok(false) => {
                 say("warning: the compiled gated delta rule is wrong on this GPU; matrix products compute it");
