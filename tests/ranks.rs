@@ -7,6 +7,8 @@ mod axes;
 #[path = "ranks/cases.rs"]
 mod cases;
 mod claims;
+#[path = "ranks/delta.rs"]
+mod delta;
 #[path = "ranks/divergence.rs"]
 mod divergence;
 #[path = "ranks/expert_adapters.rs"]
@@ -57,6 +59,10 @@ const CLAIMS: &[Claim] = &[
     ("keys_that_the_sweep_chooses_again_give_the_bits_of_kept_ones", latent::chosen_again),
     ("equal_scores_choose_the_lowest_key_and_expert_on_any_ranks_and_the_first_ratio_is_1", latent::ties),
     ("prompts_of_fewer_positions_than_an_index_chooses_agree_with_autograd", latent::short),
+    ("gated_delta_rules_in_chunks_on_any_ranks_are_those_row_by_row_and_borders_the_same_bits", delta::chunks),
+    ("gradients_at_every_edge_of_a_gated_delta_rule_agree_with_autograd", delta::edges),
+    ("prompts_shorter_than_a_convolution_agree_with_autograd", delta::short),
+    ("answers_in_any_order_leave_no_state_to_each_other", delta::any_order),
     ("a_mode_that_a_case_does_not_expect_is_judged_by_autograd", cases::judged),
     ("micro_blocks_change_nothing_but_rounding", cases::micro_blocks),
     ("conventional_autograd_agrees_on_uneven_prompts_and_answers", judged::uneven),

@@ -33,7 +33,9 @@ fn cases() -> Vec<String> {
     // A stored case of a family that is only planned waits for that family.
     cases.retain(|case| {
         let config = read_json(case, "config.json");
-        let family = config["model_type"].as_str().expect("a config names its family");
+        // Of a vision-language checkpoint the text part alone is read.
+        let text = config.get("text_config").unwrap_or(&config);
+        let family = text["model_type"].as_str().expect("a config names its family");
         model_types().contains(&family)
     });
     assert!(!cases.is_empty(), "{CASES} holds no case");
@@ -62,21 +64,37 @@ fn options(gradient: Gradient, kind: Kind, page_size: u64) -> Options {
     Options { gradient, kind, page_size: Tokens(page_size), micro_block, device: device() }
 }
 
+/// A world so large that its two cores wait for each other: there one case of a family stands for those that hold on fewer
+/// ranks, but for families whose states go from rank to rank.
+fn is_large(world: &World) -> bool {
+    world.all.size() >= 8
+}
+
+fn has_state(case: &str) -> bool {
+    case.starts_with("qwen3_5") || case.starts_with("qwen3_next")
+}
+
 /// Both losses, logits, log-probabilities and every adapter gradient, in float64 and float32, at pages of 64 and 3.
 pub(crate) fn hold(world: &mut World) {
     let mut worst = [0.0f64; 2];
-    for case in cases() {
+    let mut cases = cases();
+    cases.retain(|case| !is_large(world) || has_state(case) || case.ends_with("/base"));
+    for case in cases {
         for gradient in GRADIENTS {
-            for (kind, limit) in [(Kind::Double, 1e-9), (Kind::Float, 5e-5)] {
-                for page_size in [64, 3] {
-                    let report = report(world, &case, &options(gradient, kind, page_size));
-                    let gradients = report.errors.keys().filter(|name| name.starts_with("grad.")).count();
-                    assert_eq!(gradients, gradient_count(&case), "{case}");
-                    assert!(report.worst <= limit, "{}", report.text());
-                    let seen = &mut worst[usize::from(kind == Kind::Float)];
-                    *seen = seen.max(report.worst);
-                    assert!(report.ratio_is_one, "{case}: replay and score differ");
+            for (kind, limit, page_size) in
+                [(Kind::Double, 1e-9, 64), (Kind::Double, 1e-9, 3), (Kind::Float, 5e-5, 64), (Kind::Float, 5e-5, 3)]
+            {
+                // Rounding is the same on any pages.
+                if is_large(world) && !has_state(&case) && kind == Kind::Float && page_size == 64 {
+                    continue;
                 }
+                let report = report(world, &case, &options(gradient, kind, page_size));
+                let gradients = report.errors.keys().filter(|name| name.starts_with("grad.")).count();
+                assert_eq!(gradients, gradient_count(&case), "{case}");
+                assert!(report.worst <= limit, "{}", report.text());
+                let seen = &mut worst[usize::from(kind == Kind::Float)];
+                *seen = seen.max(report.worst);
+                assert!(report.ratio_is_one, "{case}: replay and score differ");
             }
         }
     }
@@ -87,10 +105,12 @@ pub(crate) fn hold(world: &mut World) {
 
 /// The sharp test: the same gradients on one rank and on all of them, to rounding of a sum in another order.
 pub(crate) fn one_and_all(world: &mut World) {
+    // The exact gradient has every path that the others have.
+    let gradients = if world.all.size() == 2 { &GRADIENTS[..] } else { &[Gradient::Exact] };
     // One case of each family: all of them agree with the reference to more digits than this claim asks for.
     for case in cases().into_iter().filter(|case| case.ends_with("/base")) {
         for (kind, limit) in [(Kind::Double, 1e-12), (Kind::Float, 1e-5)] {
-            for gradient in GRADIENTS {
+            for &gradient in gradients {
                 let options = options(gradient, kind, 3);
                 let all = report(world, &case, &options);
                 world.cut(1, 1).expect("one rank a prompt");
@@ -109,7 +129,7 @@ pub(crate) fn one_and_all(world: &mut World) {
 pub(crate) fn spread(world: &mut World) {
     let size = world.all.size();
     let options = options(Gradient::Exact, Kind::Double, 3);
-    for case in ["glm_moe_dsa/base", "qwen3_moe/base"] {
+    for case in ["glm_moe_dsa/base", "qwen3_5_moe/base", "qwen3_moe/base", "qwen3_next/base"] {
         world.cut(1, 1).expect("one rank a prompt");
         let one = report(world, case, &options);
         for ep in [2, 4, 8].into_iter().filter(|ep| size.is_multiple_of(*ep)) {
@@ -128,10 +148,13 @@ pub(crate) fn spread(world: &mut World) {
 
 /// A mode without an expectation is judged by conventional autograd, so that it compares gradients too.
 pub(crate) fn judged(world: &mut World) {
-    for (tail, micro_block) in [(5, 2048), (50, 7)] {
+    let delta = ["qwen3_5/chunks", "qwen3_5_moe/composite", "qwen3_next/sparse_step"];
+    for (case, tail, micro_block) in
+        [("qwen2/base", 5, 2048), ("qwen2/base", 50, 7)].into_iter().chain(delta.map(|case| (case, 5, 7)))
+    {
         let gradient = Gradient::Last(Tokens(tail));
         let options = Options { micro_block: Tokens(micro_block), ..options(gradient, Kind::Double, 3) };
-        let report = report(world, "qwen2/base", &options);
+        let report = report(world, case, &options);
         assert!(report.errors.keys().any(|name| name.starts_with("grad.")), "gradients are compared");
         assert!(report.passed, "{}", report.text());
     }

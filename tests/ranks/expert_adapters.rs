@@ -18,7 +18,7 @@ use longstraw::world::World;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use crate::fixture::{Group, How, Model, PLAIN, config, conventional_step, device, glm, mixture, own, run, step};
+use crate::fixture::{Group, How, Model, PLAIN, config, device, glm, judged_step, mixture, run, step};
 
 const RANK: u64 = 2;
 const ALPHA: f64 = 6.0;
@@ -150,8 +150,7 @@ pub(crate) fn as_conventional(world: &mut World) {
             let group = Group::random(5, 61, 29, &[6, 1, 9]);
             world.cut(1, 1).expect("one rank a prompt");
             let whole = model(&config, world);
-            let _loss = conventional_step(&whole, &group, tail, &group.batch());
-            let expected = own(&whole.adapters);
+            let (_, expected) = judged_step(world, &whole, &group, tail, &group.batch());
             let names: Vec<String> = whole.adapters.names().collect();
             for ep in [1, 2].into_iter().filter(|ep| size.is_multiple_of(*ep)) {
                 world.cut(size, ep).expect("a divisor of the world");

@@ -15,7 +15,7 @@ use longstraw::model::spec::Spec;
 use longstraw::model::weights::{ExpertShare, Weights};
 use longstraw::prompt::handoff::{Keeping, Logprobs, PlacedGroup, ReducedGrads, Scores};
 use longstraw::runtime::memory::Ledger;
-use longstraw::runtime::units::{Tokens, as_dim, from_index};
+use longstraw::runtime::units::{Tokens, as_dim, from_dim, from_index};
 use longstraw::step::conventional::{self, Target};
 use longstraw::step::finalize;
 use longstraw::step::objective::{Batch, Counted, Objective};
@@ -27,6 +27,7 @@ use longstraw::tools::parity::distance::Distance;
 use longstraw::tools::parity::random::RandomAdapters;
 use longstraw::world::World;
 use longstraw::world::devices;
+use longstraw::world::exchange::{gather_rows, sum_number};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -116,6 +117,30 @@ pub(crate) fn mixture(extra: &Value) -> Value {
         "decoder_sparse_step": 1, "norm_topk_prob": true
     });
     with(config("qwen3_moe", &own), extra)
+}
+
+/// A small `qwen3_5_text`: gated delta rules in layers 0 and 2 with three value heads a key head, gated attention with partial
+/// rotation in layer 1; `extra` keys replace its own.
+pub(crate) fn hybrid(extra: &Value) -> Value {
+    with(config("qwen3_5_text", &delta_keys()), extra)
+}
+
+/// A small `qwen3_next`: as [`hybrid`], with experts and a gated shared one in every layer; `extra` keys replace its own.
+pub(crate) fn hybrid_mixture(extra: &Value) -> Value {
+    let own = json!({
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 9, "shared_expert_intermediate_size": 7,
+        "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": true
+    });
+    with(with(config("qwen3_next", &delta_keys()), &own), extra)
+}
+
+fn delta_keys() -> Value {
+    json!({
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 3,
+        "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "rope_parameters": { "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5 },
+        "attention_bias": false
+    })
 }
 
 /// A prompt and its answers, the same on every rank.
@@ -247,6 +272,26 @@ pub(crate) fn conventional_step(model: &Model, group: &Group, tail: u64, batch: 
     };
     let targets: Vec<Target> = group.trained(batch).iter().enumerate().map(target).collect();
     whole.backward(&*model.decoder, &model.adapters, &targets, &OBJECTIVE)
+}
+
+/// [`conventional_step`] on rank 0 while the other ranks sleep: the loss and the adapters' gradients, on all ranks.
+pub(crate) fn judged_step(world: &World, model: &Model, group: &Group, tail: u64, batch: &Batch) -> (f64, Vec<Tensor>) {
+    let mut gradients = Vec::new();
+    let loss = run(world.on_root_long(|| {
+        let loss = conventional_step(model, group, tail, batch);
+        gradients = own(&model.adapters);
+        Ok(loss)
+    }));
+    let shapes: Vec<Vec<i64>> = model.adapters.tensors().map(Tensor::size).collect();
+    let sizes: Vec<i64> = shapes.iter().map(|shape| shape.iter().product()).collect();
+    let kind = model.adapters.tensors().next().expect("a model has adapters").kind();
+    let none = Tensor::zeros([0], (kind, device()));
+    let flat = std::iter::once(none).chain(gradients.iter().map(|gradient| gradient.flatten(0, -1)));
+    let flat = Tensor::cat(&flat.collect::<Vec<_>>(), 0);
+    let counts = |rank: usize| Tokens(if rank == 0 { from_dim(sizes.iter().sum()) } else { 0 });
+    let all = gather_rows(&world.all, &flat, &(0..world.all.size()).map(counts).collect::<Vec<_>>());
+    let parts = all.split_with_sizes(&sizes, 0);
+    (sum_number(&world.all, loss), parts.iter().zip(&shapes).map(|(part, shape)| part.view(shape.as_slice())).collect())
 }
 
 /// Sums what all ranks of the world have left in the adapters.

@@ -8,19 +8,24 @@ use longstraw::world::exchange::sum_number;
 use serde_json::json;
 use tch::{Kind, Tensor};
 
-use crate::fixture::{Group, How, Model, PLAIN, config, conventional_step, distance, own, reduced, run, step};
+use crate::fixture::{
+    Group, How, Model, PLAIN, config, conventional_step, distance, judged_step, own, reduced, run, step,
+};
 
 /// Largest relative error against autograd of the same float64 formulas: rounding only.
 const LIMIT: f64 = 1e-9;
 
-fn compare(world: &World, model: &Model, group: &Group, how: How, what: &str) {
-    let batch = group.batch();
-    let done = step(world, model, group, how, &batch);
+pub(crate) fn compare(world: &World, model: &Model, group: &Group, how: How, what: &str) {
+    compare_with(world, model, group, how, &judged_step(world, model, group, how.tail, &group.batch()), what);
+}
+
+/// The paged step against the loss and the gradients that autograd has for the same group and tail.
+fn compare_with(world: &World, model: &Model, group: &Group, how: How, judged: &(f64, Vec<Tensor>), what: &str) {
+    let done = step(world, model, group, how, &group.batch());
     let paged = reduced(world, &model.adapters);
     let loss = sum_number(&world.cp, done.replayed.loss);
-    let expected = conventional_step(model, group, how.tail, &batch);
-    let judged = own(&model.adapters);
-    let Distance { worst, worst_tensor, .. } = distance(&model.adapters, paged.gradients(), &judged);
+    let (expected, judged) = judged;
+    let Distance { worst, worst_tensor, .. } = distance(&model.adapters, paged.gradients(), judged);
     assert!(worst <= LIMIT, "{what}: {worst_tensor} is {worst:.1e} off");
     assert!((loss - expected).abs() <= LIMIT, "{what}: loss {loss} for {expected}");
 }
@@ -59,14 +64,16 @@ pub(crate) fn mixtures(world: &mut World) {
         "decoder_sparse_step": 1, "norm_topk_prob": true
     });
     let model = Model::random(&config("qwen3_moe", &extra), Kind::Double);
-    for ep in (1..=size).filter(|ep| size.is_multiple_of(*ep)) {
-        run(world.cut(size, ep));
-        for ((prompt, page_size, lengths), tail) in
-            [(65, 7, &[9usize, 2, 1][..]), (33, 64, &[3, 1]), (40, 3, &[5, 8])].into_iter().zip([1, u64::MAX, 12])
-        {
-            let group = Group::random(5, 61, prompt, lengths);
-            let how = How { page_size, tail, ..PLAIN };
-            compare(world, &model, &group, how, &format!("experts over {ep} ranks, prompt {prompt}, tail {tail}"));
+    for ((prompt, page_size, lengths), tail) in
+        [(65, 7, &[9usize, 2, 1][..]), (33, 64, &[3, 1]), (40, 3, &[5, 8])].into_iter().zip([1, u64::MAX, 12])
+    {
+        let group = Group::random(5, 61, prompt, lengths);
+        let how = How { page_size, tail, ..PLAIN };
+        let judged = judged_step(world, &model, &group, tail, &group.batch());
+        for ep in (1..=size).filter(|ep| size.is_multiple_of(*ep)) {
+            run(world.cut(size, ep));
+            let what = format!("experts over {ep} ranks, prompt {prompt}, tail {tail}");
+            compare_with(world, &model, &group, how, &judged, &what);
         }
     }
 }

@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::fixture::{
-    Group, How, Model, PLAIN, conventional_step, device, distance, glm, mixture, observer, own, ratio_is_one, reduced,
-    run, step, transaction,
+    Group, How, Model, PLAIN, device, distance, glm, judged_step, mixture, observer, own, ratio_is_one, reduced, run,
+    step, transaction,
 };
 
 /// Layers of the small glm whose index chooses.
@@ -145,8 +145,8 @@ pub(crate) fn short(world: &mut World) {
             let how = How { page_size: 3, tail: u64::MAX, micro_block: 3, ..PLAIN };
             step(world, &model, &group, how, &group.batch());
             let paged = reduced(world, &model.adapters);
-            conventional_step(&model, &group, how.tail, &group.batch());
-            let apart = distance(&model.adapters, paged.gradients(), &own(&model.adapters));
+            let (_, judged) = judged_step(world, &model, &group, how.tail, &group.batch());
+            let apart = distance(&model.adapters, paged.gradients(), &judged);
             assert!(apart.worst <= LIMIT, "prompt {prompt}, {lengths:?}: {} {:.1e}", apart.worst_tensor, apart.worst);
         }
     }

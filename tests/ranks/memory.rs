@@ -62,8 +62,8 @@ pub(crate) fn exact_pages(world: &mut World) {
             let (transaction, work) = (transaction(world, &model, how, &ledger), placed(world, &model, &group, how));
             let captured = run(capture::run(&transaction.policy, &work, Keeping::HOST, world.tracker()));
             assert!(!captured.pages.has_graph(), "pages carry no graph");
-            let rows = model.decoder.mixer(LayerIndex(0)).planes();
-            let row_bytes = rows.iter().map(PlaneRow::bytes).sum::<Bytes>().0;
+            let rows = model.decoder.mixer(LayerIndex(0)).state_rows();
+            let row_bytes = rows.page.iter().map(PlaneRow::bytes).sum::<Bytes>().0;
             let pages = work.layout.pages_of(world.cp.rank());
             let expected = Bytes(pages.0 * page_size * row_bytes * 3);
             assert_eq!(

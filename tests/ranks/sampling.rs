@@ -15,7 +15,8 @@ use serde_json::json;
 use tch::{Kind, Tensor};
 
 use crate::fixture::{
-    Group, HEAD, How, Model, PLAIN, config, glm, mixture, observer, own, ratio_is_one, run, transaction,
+    Group, HEAD, How, Model, PLAIN, config, glm, hybrid, hybrid_mixture, mixture, observer, own, ratio_is_one, run,
+    transaction,
 };
 
 /// Seldom enough that some answers end by themselves and some are cut off.
@@ -86,9 +87,10 @@ fn worst_gap(sampled: &[SampledAnswer], scores: &[Tensor]) -> f64 {
 /// without, whatever the page size.
 pub(crate) fn as_scored(world: &mut World) {
     let window = json!({ "sliding_window": 9, "num_hidden_layers": 2 });
-    for (family, extra) in [("qwen3", json!({})), ("mistral", window)] {
+    for shape in [config("qwen3", &json!({})), config("mistral", &window), hybrid(&json!({}))] {
+        let family = &shape["model_type"];
         for (kind, most) in [(Kind::Double, 1e-12), (Kind::Float, 1e-4)] {
-            let model = Model::random(&config(family, &extra), kind);
+            let model = Model::random(&shape, kind);
             for (prompt, page_size) in [(50, 7), (20, 64), (1, 3)] {
                 let how = How { page_size, ..PLAIN };
                 let (all, scores) = sample(world, &model, prompt, how, &request(true));
@@ -167,7 +169,7 @@ fn few(keep_choices: bool) -> SampleRequest<'static> {
 /// prompt or the experts, and where answers grow beyond what an index chooses.
 pub(crate) fn with_choices(world: &mut World) {
     let size = world.all.size();
-    for config in [glm(&json!({})), mixture(&json!({}))] {
+    for config in [glm(&json!({})), mixture(&json!({})), hybrid_mixture(&json!({}))] {
         for (prompt, page_size) in [(50, 7), (3, 3)] {
             let how = How { page_size, ..PLAIN };
             let mut answers = Vec::new();
