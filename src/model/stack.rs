@@ -372,11 +372,11 @@ impl Decoder for Stack {
     }
 
     fn delta_rule_name(&self) -> Option<&'static str> {
-        let rule = |mixer: &Box<dyn Mixer>| match mixer.route() {
+        let rule = |mixer: &dyn Mixer| match mixer.route() {
             Route::Recurrent(rule) => Some(rule.form_name()),
             _ => None,
         };
-        self.mixers.iter().find_map(rule)
+        self.mixers.iter().map(|mixer| &**mixer).find_map(rule)
     }
 
     fn logits(&self, x_tw: &Tensor) -> Tensor {

@@ -24,7 +24,6 @@ impl From<&Planes> for Border {
 
 impl Border {
     /// The two planes without the dimension of rows.
-    #[must_use]
     pub fn tensors(&self) -> [&Tensor; 2] {
         [&self.state_hkv, &self.inputs_ju]
     }

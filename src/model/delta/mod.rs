@@ -2,9 +2,9 @@
 //!
 //! How it departs from the textbook:
 //!
-//! 1. Every rank's pieces of a span run at once. A piece is an affine map of the state before it, S_out = T S + B; the maps of
+//! 1. Every rank's pieces of a span run at once. A piece is an affine map of the state before it, `S_out = T S + B`; the maps of
 //!    all pieces are gathered, composed in the order of positions, and only then outputs are computed. No rank waits for
-//!    another's rows. In backward D = Cᵀ dO of every piece is gathered, and dS_in = Tᵀ dS_out + D is composed in reverse.
+//!    another's rows. In backward D = Cᵀ dO of every piece is gathered, and `dS_in = Tᵀ dS_out + D` is composed in reverse.
 //! 2. The convolution reads rows before its piece: the last ones of every piece are gathered, since a piece may be shorter than
 //!    the convolution. Their gradient goes back the same way.
 //! 3. No position leaves a row on a page. The state stands at two borders of the prompt, before its tail and at its end, the
@@ -264,7 +264,6 @@ impl GatedDelta {
 
     /// The rows of a prompt from position 0 on, no graph: the mixer's output, and the state at the tail's start and at the
     /// prompt's end, equal on all ranks. Every rank takes part.
-    #[must_use]
     pub fn prompt(&self, cp_group: &CpGroup, layout: &PromptLayout, input: &MixerInput) -> (Tensor, [Border; 2]) {
         let order = Order::new(&layout.span(), cp_group.axis.rank());
         let Walked { out, states, before, .. } = self.run(cp_group, &order, input, &self.nothing_before());

@@ -260,7 +260,9 @@ impl Pass<'_> {
         };
         write(first, &projected);
         drop(projected);
-        others.iter().for_each(|micro| write(micro, &self.project(layer, micro, x_tw)));
+        for micro in others {
+            write(micro, &self.project(layer, micro, x_tw));
+        }
         all
     }
 
