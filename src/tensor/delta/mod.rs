@@ -1,6 +1,6 @@
 //! The gated delta rule and the convolution before it, over consecutive rows.
 //!
-//! Rows are an affine map of the state before them: S_out = T S + B and O = C S + O₀, so that states can be composed over
+//! Rows are an affine map of the state before them: `S_out` = T S + B and O = C S + O₀, so that states can be composed over
 //! blocks and ranks. States are of the accumulation dtype whatever the model's. [`plain`] has the formulas.
 
 pub mod compiled;
@@ -139,7 +139,6 @@ impl Form {
     ///
     /// # Panics
     /// When memory runs out, or the GPU refuses.
-    #[must_use]
     pub fn forward(self, heads: &DeltaHeads, rows: &DeltaRows, state_hkv: &Tensor) -> (Tensor, Tensor) {
         if self.compiles(heads, rows) {
             return compiled::forward(heads, rows, state_hkv).unwrap_or_else(|error| panic!("{error}"));
@@ -164,7 +163,6 @@ impl Form {
     ///
     /// # Panics
     /// When memory runs out, or the GPU refuses.
-    #[must_use]
     pub fn pull(self, heads: &DeltaHeads, rows: &DeltaRows, dout_thv: &Tensor, dstate_hkv: &Tensor) -> Tensor {
         if self.compiles(heads, rows) {
             return compiled::pull(heads, rows, dout_thv, dstate_hkv).unwrap_or_else(|error| panic!("{error}"));
@@ -194,7 +192,6 @@ impl Form {
     ///
     /// # Panics
     /// When memory runs out, or the GPU refuses.
-    #[must_use]
     pub fn convolve(self, u_eu: &Tensor, weight_uj: &Tensor) -> Tensor {
         if self == Form::Compiled && compiled::convolves(u_eu, weight_uj) {
             return compiled::convolve(u_eu, weight_uj).unwrap_or_else(|error| panic!("{error}"));

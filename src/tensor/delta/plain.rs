@@ -6,14 +6,15 @@
 //!   S ← α S        S ← S + β k ⊗ (v − Sᵀk)        o = Sᵀq
 //! ```
 //!
-//! Within a chunk of rows with G_i = Σ_{j≤i} g_j and Γ_ij = exp(G_i − G_j) for i ≥ j, else 0 (Yang et al., arXiv 2412.06464):
+//! Within a chunk of rows, with `G_i = Σ_{j≤i} g_j` and `Γ_ij = exp(G_i − G_j)` for i ≥ j, else 0 (Yang et al., arXiv
+//! 2412.06464):
 //!
 //! ```text
 //!   A = strictly lower part of (βK Kᵀ)∘Γ      U = (I + A)⁻¹ βV      W = (I + A)⁻¹ (exp(G)∘βK)
 //!   V' = U − W S        O = (exp(G)∘Q) S + ((Q Kᵀ)∘Γ) V'        S ← exp(G_last) S + (exp(G_last − G)∘K)ᵀ V'
 //! ```
 //!
-//! So rows are an affine map of the state before them: S_out = T S + B and O = C S + O₀. Everything is computed in the
+//! So rows are an affine map of the state before them: `S_out` = T S + B and O = C S + O₀. Everything is computed in the
 //! accumulation dtype, and a state is never of another dtype.
 //!
 //! Names of tensors end in one letter for each dimension: t rows, u channels (queries, keys and values of all heads), h value
@@ -34,17 +35,17 @@ const NORM_EPS: f64 = 1e-6;
 
 /// What a chunk needs besides the state, [h, n, …] in the accumulation dtype.
 struct Chunks {
-    /// W.
+    /// W, [h, n, r, k].
     w_hnrk: Tensor,
-    /// U.
+    /// U, [h, n, r, v].
     u_hnrv: Tensor,
-    /// exp(G)∘Q.
+    /// exp(G)∘Q, [h, n, r, k].
     query_hnrk: Tensor,
-    /// (Q Kᵀ)∘Γ.
+    /// (Q Kᵀ)∘Γ, [h, n, r, s].
     score_hnrs: Tensor,
-    /// exp(G_last − G)∘K.
+    /// `exp(G_last − G)`∘K, [h, n, r, k].
     key_hnrk: Tensor,
-    /// exp(G_last), [h, n, 1, 1].
+    /// `exp(G_last)`, [h, n, 1, 1].
     decay_hn11: Tensor,
     /// How many rows there are; the last chunk is padded.
     rows: i64,
@@ -122,7 +123,6 @@ impl Chunks {
 }
 
 /// Output of rows, [t, h, v] in the model's dtype, and the state after them, in the accumulation dtype. Differentiable.
-#[must_use]
 pub fn forward(heads: &DeltaHeads, rows: &DeltaRows, state_hkv: &Tensor) -> (Tensor, Tensor) {
     if rows.y_tu.size()[0] == 0 {
         let out = Tensor::zeros([0, heads.value_heads, heads.value_dim], (rows.y_tu.kind(), rows.y_tu.device()));
@@ -152,7 +152,6 @@ pub fn transition(heads: &DeltaHeads, rows: &DeltaRows) -> Transition {
 }
 
 /// Gradient of the state before rows from those of their output and of the state after them: Cᵀ dO + Tᵀ dS.
-#[must_use]
 pub fn pull(heads: &DeltaHeads, rows: &DeltaRows, dout_thv: &Tensor, dstate_hkv: &Tensor) -> Tensor {
     let acc = accumulation(rows.y_tu.kind());
     let mut dstate = dstate_hkv.shallow_clone();
@@ -204,7 +203,6 @@ pub fn backward(
 
 /// One row of each of several sequences, `rows` [sequences, …]: output [a, h, v] in the model's dtype, and the states after
 /// it. `state_ahkv` are those before it. Differentiable.
-#[must_use]
 pub fn step(heads: &DeltaHeads, rows: &DeltaRows, state_ahkv: &Tensor) -> (Tensor, Tensor) {
     let kind = rows.y_tu.kind();
     let acc = accumulation(kind);
@@ -227,7 +225,6 @@ pub fn step(heads: &DeltaHeads, rows: &DeltaRows, state_ahkv: &Tensor) -> (Tenso
 
 /// The causal convolution of each channel, then z · sigmoid(z): [t, u] in the dtype of `u_eu`, [taps − 1 + t, u], which begins
 /// with the rows before. `weight_uj` is [u, taps], its last column for the row itself. Differentiable.
-#[must_use]
 pub fn convolve(u_eu: &Tensor, weight_uj: &Tensor) -> Tensor {
     let acc = accumulation(u_eu.kind());
     let taps = weight_uj.size()[1];
@@ -250,7 +247,6 @@ pub fn convolve_backward(u_eu: &Tensor, weight_uj: &Tensor, dy_tu: &Tensor) -> R
 }
 
 /// [`convolve`] for the last row of each of several sequences: [a, u], of `u_aju` [a, taps, u].
-#[must_use]
 pub fn convolve_last(u_aju: &Tensor, weight_uj: &Tensor) -> Tensor {
     let acc = accumulation(u_aju.kind());
     let weight_uj = weight_uj.to_kind(acc);
