@@ -1,6 +1,6 @@
 //! The compiled gated delta rule against matrix products in float64, and how fast both are.
 
-use longstraw::tensor::delta::compiled::load;
+use longstraw::tensor::delta::compiled::{agrees, load};
 use longstraw::tensor::delta::{DeltaGradient, DeltaHeads, DeltaRows, Form};
 use longstraw::tensor::gpu::Mark;
 use longstraw::tensor::selection_kernel::Instructions;
@@ -95,7 +95,10 @@ const OF_ROWS: f64 = 8e-3;
 /// Gradients of the gates are differences of sums that nearly cancel.
 const OF_GATES: f64 = 2e-2;
 
+/// Loads the kernels; fails with the reason where there are none.
 fn choose(heads: &DeltaHeads, device: Device) {
+    load_or_panic(Instructions::Native);
+    assert!(agrees(device, heads, 4).unwrap_or_else(|error| panic!("{error}")), "the trial found other numbers");
     assert_eq!(Form::choose(device, heads, 4, Kind::BFloat16), Form::Compiled, "the trial chose otherwise");
 }
 

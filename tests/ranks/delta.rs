@@ -7,7 +7,7 @@ use longstraw::prompt::layout::{PromptLayout, Span, positions};
 use longstraw::runtime::digest::sha256_hex;
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{LayerIndex, Rank, Tokens};
-use longstraw::tensor::delta::{DeltaHeads, DeltaRows, plain};
+use longstraw::tensor::delta::{DeltaHeads, DeltaRows, Form, plain};
 use longstraw::tensor::views;
 use longstraw::tools::parity::distance::relative;
 use longstraw::world::World;
@@ -68,7 +68,12 @@ impl Prompt {
             out.push(out_1hv);
             states.push(next);
         }
-        Prompt { rule: GatedDelta::new(&spec, &weights, kind), input, out_thv: Tensor::cat(&out, 0), states }
+        Prompt {
+            rule: GatedDelta::new(&spec, &weights, kind, Form::choose(device(), &spec.heads(), 4, kind)),
+            input,
+            out_thv: Tensor::cat(&out, 0),
+            states,
+        }
     }
 
     /// The raw inputs of the convolution before row `at`, zeros before row 0.

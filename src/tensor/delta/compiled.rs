@@ -13,8 +13,13 @@ use crate::tensor::Error;
 use crate::tensor::ffi::call;
 use crate::tensor::selection_kernel::Instructions;
 
-const RULE: &str =
-    concat!(include_str!("tiles.cu"), include_str!("prepare.cu"), include_str!("run.cu"), include_str!("gradient.cu"));
+const RULE: &str = concat!(
+    include_str!("tiles.cu"),
+    include_str!("prepare.cu"),
+    include_str!("products.cu"),
+    include_str!("run.cu"),
+    include_str!("gradient.cu")
+);
 const CONVOLUTION: &str = concat!(include_str!("tiles.cu"), include_str!("convolution.cu"));
 
 /// Width of a head's keys and values.

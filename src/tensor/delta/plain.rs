@@ -6,7 +6,8 @@
 //!   S ← α S        S ← S + β k ⊗ (v − Sᵀk)        o = Sᵀq
 //! ```
 //!
-//! Within a chunk of rows with `G_i = Σ_{j≤i} g_j` and `Γ_ij = exp(G_i − G_j)` for i ≥ j, else 0 (Yang et al., arXiv 2412.06464):
+//! Within a chunk of rows, with `G_i = Σ_{j≤i} g_j` and `Γ_ij = exp(G_i − G_j)` for i ≥ j, else 0 (Yang et al., arXiv
+//! 2412.06464):
 //!
 //! ```text
 //!   A = strictly lower part of (βK Kᵀ)∘Γ      U = (I + A)⁻¹ βV      W = (I + A)⁻¹ (exp(G)∘βK)
@@ -34,15 +35,15 @@ const NORM_EPS: f64 = 1e-6;
 
 /// What a chunk needs besides the state, [h, n, …] in the accumulation dtype.
 struct Chunks {
-    /// W.
+    /// W, [h, n, r, k].
     w_hnrk: Tensor,
-    /// U.
+    /// U, [h, n, r, v].
     u_hnrv: Tensor,
-    /// exp(G)∘Q.
+    /// exp(G)∘Q, [h, n, r, k].
     query_hnrk: Tensor,
-    /// (Q Kᵀ)∘Γ.
+    /// (Q Kᵀ)∘Γ, [h, n, r, s].
     score_hnrs: Tensor,
-    /// `exp(G_last − G)∘K`.
+    /// `exp(G_last − G)`∘K, [h, n, r, k].
     key_hnrk: Tensor,
     /// `exp(G_last)`, [h, n, 1, 1].
     decay_hn11: Tensor,
