@@ -59,15 +59,16 @@ fn report(world: &World, case: &str, options: &Options) -> Report {
 }
 
 fn options(gradient: Gradient, kind: Kind, page_size: u64) -> Options {
-    // Many small blocks on a processor; on a GPU each costs more launches than work.
-    let micro_block = Tokens(if device() == tch::Device::Cpu { 5 } else { 64 });
+    // Small pages in many small blocks, on a processor; on a GPU each costs more launches than work.
+    let small = device() == tch::Device::Cpu && page_size < 64;
+    let micro_block = Tokens(if small { 5 } else { 64 });
     Options { gradient, kind, page_size: Tokens(page_size), micro_block, device: device() }
 }
 
-/// A world so large that its two cores wait for each other: there one case of a family stands for those that hold on fewer
-/// ranks, but for families whose states go from rank to rank.
+/// A world whose ranks wait for each other's cores: there one case of a family stands for those that hold on fewer ranks, but
+/// for families whose states go from rank to rank.
 fn is_large(world: &World) -> bool {
-    world.all.size() >= 8
+    world.all.size() >= 3
 }
 
 fn has_state(case: &str) -> bool {
