@@ -73,7 +73,9 @@ fn updated(world: &mut World, cp: usize, kind: Kind, prompt: usize, answer: usiz
     let mut answers = group.trained(&group.batch());
     // Every prompt group of the world has the same answers, and all gradients are summed.
     let groups = f64::from(u32::try_from(world.all.size() / cp).expect("few ranks"));
-    answers.iter_mut().for_each(|answer| answer.weight /= groups);
+    for answer in &mut answers {
+        answer.weight /= groups;
+    }
     run(exact(world, &model, &ledger).train(&group.prompt_ids, None, &answers, None, &mut observer(world)));
     let gradients = reduced(world, &model.adapters);
     assert!(gradients.norm() > 0.0);
