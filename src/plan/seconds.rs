@@ -88,10 +88,9 @@ impl Rates {
             choosing: 511.0,
             // 4,096 rows, 8 of 128 experts each.
             experts: 300.0,
-            // A published kernel: 1.26 ms forward for 32,768 rows of 16 key and 48 value heads of 128, and about twice that
-            // in backward.
-            delta_forward: 205.0,
-            delta_backward: 256.0,
+            // The compiled kernel, 131,072 rows of 16 key and 48 value heads of 128: 4.08 ms, and 16.7 ms back (decision 0040).
+            delta_forward: 253.0,
+            delta_backward: 154.0,
             host: 54.6,
             // Nominal: HBM3e of an H200, and half of NVLink's 900 GB/s for both ways. Neither is measured yet.
             memory: 4800.0,

@@ -467,6 +467,20 @@ fn the_users_machines_hold_what_the_documents_say() {
     }
 }
 
+/// Every term of the plan at the report's length: docs/memory.md has these lines.
+#[test]
+fn every_term_of_the_reports_length_stands_in_the_documents() {
+    let document = include_str!("../../docs/memory.md");
+    for gradient in ["response", "exact"] {
+        let set = format!("grpo.gradient={gradient}");
+        let said = plan(&room(), "qwen3.6-27b", &["--set", &set]);
+        assert!(said.out.contains("delta rules") && said.out.contains("states at a border"), "{said}");
+        for line in said.out.lines() {
+            assert!(document.contains(line.trim_end()), "docs/memory.md lacks this line of {gradient}:\n{line}");
+        }
+    }
+}
+
 #[test]
 fn a_gate_that_does_not_fit_is_named_with_its_knob_and_the_table_is_still_printed() {
     let said =
