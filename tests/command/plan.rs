@@ -155,7 +155,8 @@ fn the_seconds_of_a_delta_rule_are_terms_of_their_own_and_maps_are_formed_where_
     let of = |ranks: u64| {
         let cp = format!("parallel.cp_size={ranks}");
         let pages = format!("context.cp_pages_per_gpu={}", 32_640 / ranks);
-        plan(&room, "qwen3.6-27b", &["--ranks", &ranks.to_string(), "--set", &cp, "--set", &pages, "--json"]).json()
+        let sets = ["--set", &cp, "--set", &pages, "--set", "parallel.ep_size=1"];
+        plan(&room, "qwen3.6-27b", &[&["--ranks", &ranks.to_string(), "--json"][..], &sets].concat()).json()
     };
     let phase = |plan: &Value, name: &str| -> Value {
         let phases = plan["seconds"]["phases"].as_array().unwrap();
