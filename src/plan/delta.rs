@@ -98,7 +98,7 @@ impl DeltaSizes {
 
 /// What one call of the rule computes in.
 struct Call {
-    /// Most rows.
+    /// Most rows that one call takes.
     rows: u64,
     /// Bytes of a row in forward, the convolved row and its gates among them.
     forward: u64,
