@@ -130,6 +130,27 @@ pub struct DeltaSpec {
 }
 
 impl DeltaSpec {
+    /// Names and widths of the input projections, in the order of the computation.
+    #[must_use]
+    pub fn inputs(&self) -> Vec<(&'static str, u64)> {
+        let heads = self.value_heads;
+        if self.joined {
+            return vec![("in_proj_qkvz", self.channels() + self.values()), ("in_proj_ba", 2 * heads)];
+        }
+        vec![("in_proj_qkv", self.channels()), ("in_proj_z", self.values()), ("in_proj_b", heads), ("in_proj_a", heads)]
+    }
+
+    /// Names and shapes of a layer's tensors that are no linear layers.
+    #[must_use]
+    pub fn tensors(&self) -> [(&'static str, Vec<u64>); 4] {
+        [
+            ("conv1d.weight", vec![self.channels(), 1, self.taps]),
+            ("A_log", vec![self.value_heads]),
+            ("dt_bias", vec![self.value_heads]),
+            ("norm.weight", vec![self.value_dim]),
+        ]
+    }
+
     /// Width of all queries, and of all keys.
     #[must_use]
     pub fn keys(&self) -> u64 {
@@ -168,6 +189,15 @@ pub enum Router {
     Softmax,
     /// Sigmoid of each, with a bias for the choice only.
     Sigmoid,
+}
+
+/// Names that target lists use for the linear layers of experts.
+pub const EXPERT_PROJECTIONS: [&str; 3] = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"];
+/// Number in its layer of the expert that the linear layer `module` belongs to.
+#[must_use]
+pub fn expert_of(module: &str) -> Option<u64> {
+    let (_, expert) = module.split_once(".mlp.experts.")?;
+    expert.split_once('.')?.0.parse().ok()
 }
 
 /// Feed-forwards of experts in some layers: a router gives each row to a few of them.

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
 use super::config_reader::Problem;
-pub use super::parts::{Activation, Biases, BlockNorms, NormForm};
+pub use super::parts::{Activation, Biases, BlockNorms, EXPERT_PROJECTIONS, NormForm, expert_of};
 use super::parts::{DeltaSpec, ExpertSpec, LatentSpec, Router};
 use super::problems::Problems;
 use super::rope::{Rope, RopeSpec};
@@ -164,15 +164,6 @@ impl Expected {
     }
 }
 
-/// Names that target lists use for the linear layers of experts.
-pub const EXPERT_PROJECTIONS: [&str; 3] = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"];
-/// Number in its layer of the expert that the linear layer `module` belongs to.
-#[must_use]
-pub fn expert_of(module: &str) -> Option<u64> {
-    let (_, expert) = module.split_once(".mlp.experts.")?;
-    expert.split_once('.')?.0.parse().ok()
-}
-
 /// Name of the embedding.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Name of the last norm.
@@ -197,17 +188,8 @@ impl Spec {
         };
         let mut linears: Vec<Linear> = match (self.delta_of(layer), &self.latent) {
             (Some(delta), _) => {
-                let inputs: &[(&'static str, u64)] = if delta.joined {
-                    &[("in_proj_qkvz", delta.channels() + delta.values()), ("in_proj_ba", 2 * delta.value_heads)]
-                } else {
-                    &[
-                        ("in_proj_qkv", delta.channels()),
-                        ("in_proj_z", delta.values()),
-                        ("in_proj_b", delta.value_heads),
-                        ("in_proj_a", delta.value_heads),
-                    ]
-                };
-                let inputs = inputs.iter().map(|&(name, outputs)| of("linear_attn", name, self.width, outputs));
+                let inputs =
+                    delta.inputs().into_iter().map(|(name, outputs)| of("linear_attn", name, self.width, outputs));
                 inputs.chain([of("linear_attn", "out_proj", delta.values(), self.width)]).collect()
             }
             (None, None) => {
@@ -343,7 +325,10 @@ impl Spec {
             if let Some(delta) =
                 self.delta_of(layer).filter(|_| matches!(linear.projection, "in_proj_a" | "in_proj_ba"))
             {
-                tensors.extend(delta_tensors(layer, delta));
+                let named = |(name, shape): (&str, Vec<u64>)| {
+                    Expected::new(format!("model.layers.{layer}.linear_attn.{name}"), &shape)
+                };
+                tensors.extend(delta.tensors().map(named));
             }
         }
         if before_feed_forward {
@@ -449,17 +434,6 @@ impl Spec {
     pub fn context_note(&self, positions: Tokens) -> Option<String> {
         context_note(self.max_positions, self.rope.stretched_positions(), positions)
     }
-}
-
-/// The tensors of a gated delta rule that are no linear layers.
-fn delta_tensors(layer: LayerIndex, delta: &DeltaSpec) -> Vec<Expected> {
-    let named = |name: &str, shape: &[u64]| Expected::new(format!("model.layers.{layer}.linear_attn.{name}"), shape);
-    vec![
-        named("conv1d.weight", &[delta.channels(), 1, delta.taps]),
-        named("A_log", &[delta.value_heads]),
-        named("dt_bias", &[delta.value_heads]),
-        named("norm.weight", &[delta.value_dim]),
-    ]
 }
 
 /// A config.json as it stands in a file, and the file's name. `path` is that of a folder or of the file.

@@ -513,6 +513,15 @@ fn the_plan_of_mixtures_and_latents_is_within_five_percent_of_what_an_h200_measu
     assert!(lengths.len() == 3 && MEASURED_MIXTURES.lines().count() >= 8, "{lengths:?}");
 }
 
+/// The same of Qwen3.6-27B's shape.
+const MEASURED_HYBRID: &str = include_str!("../../docs/benchmarks/2026-12-01-h200-hybrid.jsonl");
+
+#[test]
+fn the_plan_of_gated_delta_rules_is_within_five_percent_of_what_an_h200_measured() {
+    let lengths = compared(MEASURED_HYBRID);
+    assert!(lengths.len() == 1 && MEASURED_HYBRID.lines().count() == 4, "{lengths:?}");
+}
+
 /// Compares both sums of every row's plan with its peaks; the lengths of each shape.
 fn compared(measured: &str) -> BTreeMap<String, BTreeSet<u64>> {
     let room = Room::new();

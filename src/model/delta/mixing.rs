@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use tch::Tensor;
 
-use super::{GatedDelta, Inputs, Walked};
+use super::order::Order;
+use super::rule::{GatedDelta, Inputs, Walked};
 use crate::model::answers::AnswerState;
 use crate::model::latent::LentIndex;
 use crate::model::mixer::{Backward, CpGroup, Mixed, MixedRow, Mixer, MixerInput, Route};
@@ -81,7 +82,7 @@ impl Mixer for GatedDelta {
         past: &Past,
         _index: Option<LentIndex>,
     ) -> Mixed {
-        let order = super::Order::new(span, cp_group.axis.rank());
+        let order = Order::new(span, cp_group.axis.rank());
         let Walked { out, starts, factors, .. } = self.run(cp_group, &order, input, &self.border_of(past));
         Mixed { out, saved: vec![starts, factors].into() }
     }
