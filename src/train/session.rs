@@ -12,7 +12,7 @@ use crate::config::{
     Aggregation as Rule, Dtype, GrpoConfig, ImportanceWeights, Loaded, RewardName, RunConfig, ScaleRewards,
 };
 use crate::data::{Dataset, Group, GroupOrder, Tokenizer};
-use crate::model::adapter_file::AdapterShape;
+use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::decoder::Decoder;
 use crate::model::experts;
 use crate::model::head::Head;
@@ -243,6 +243,8 @@ impl Session {
         notes.extend(self.unused_ranks_line());
         notes.extend(plan::context_note(self.config(), self.spec()));
         notes.extend(self.model.weights.notes().iter().cloned());
+        let adapted = self.spec().adapted(self.config().lora.targets.as_deref());
+        notes.extend(adapted.ok().and_then(|adapted| adapter_file::readers_note(self.spec(), &adapted)));
         notes.extend(kept("data.path", &self.data.train));
         notes.extend(self.data.held_out.as_ref().and_then(|data| kept("data.held_out", data)));
         notes.extend(cuts("data.path", &self.data.train));

@@ -236,20 +236,39 @@ fn a_checkpoint_without_fp8_cannot_be_held_in_it() {
 }
 
 #[test]
+fn factors_in_bfloat16_give_the_weights_of_the_same_factors_in_float32() {
+    let (mut wide, mut narrow) = (draft(), draft());
+    for (name, stored) in wide.tensors.iter_mut().filter(|(name, _)| name.ends_with("_scale_inv")) {
+        // The upper half of a float32 is a bfloat16.
+        stored.bytes.chunks_exact_mut(4).for_each(|value| value[..2].fill(0));
+        let upper = stored.bytes.chunks_exact(4).flat_map(|value| value[2..].to_vec()).collect();
+        let half = Stored { dtype: Dtype::BF16, shape: stored.shape.clone(), bytes: upper };
+        narrow.tensors.insert(name.clone(), half);
+    }
+    for draft in [&wide, &narrow] {
+        draft.write();
+    }
+    for form in [Form::Plain, Form::Fp8] {
+        let read = |draft: &Draft| content(&load(draft, Kind::Float, ExpertShare::ALL, form).unwrap());
+        assert!(read(&wide) == read(&narrow), "{form:?}");
+    }
+}
+
+#[test]
 fn factors_that_are_missing_too_many_or_of_another_form_are_refused() {
     let mut draft = draft();
     draft.tensors.remove(&format!("{Q0}_scale_inv"));
     draft.tensors.insert("model.norm.weight_scale_inv".to_owned(), Stored::float(&[1], &[1.0]));
     let (up, down) = (format!("{UP1}_scale_inv"), UP1.replace("up_proj.weight", "down_proj.weight_scale_inv"));
     draft.tensors.insert(up.clone(), Stored::float(&[1, 2], &[1.0, 2.0]));
-    draft.tensors.insert(down.clone(), Stored { dtype: Dtype::BF16, shape: vec![2, 2], bytes: vec![0; 8] });
+    draft.tensors.insert(down.clone(), Stored { dtype: Dtype::F64, shape: vec![2, 2], bytes: vec![0; 32] });
     refusal(
         &draft,
         &[
             &format!("{Q0} is fp8, but its factors {Q0}_scale_inv [2, 2] are missing"),
             "model.norm.weight_scale_inv [1] is not part of this model",
             &format!("{up} is [1, 2], the config asks for [2, 2]"),
-            &format!("{down} is BF16"),
+            &format!("{down} is F64"),
         ],
     );
 }

@@ -399,7 +399,10 @@ fn quantised_weights_are_refused_in_words() {
     refusal(draft.path(), &[Q0, "is fp8, but its factors", "_scale_inv [1, 1] are missing", "128 by 128"]);
     *draft.tensor(Q0) = Stored { dtype: Dtype::F8_E5M2, shape: vec![64, 64], bytes: vec![0; 4096] };
     draft.write();
-    refusal(draft.path(), &[Q0, "F8_E5M2", "F32, F16, BF16 and F64, and matrices of F8_E4M3 with factors of F32"]);
+    refusal(
+        draft.path(),
+        &[Q0, "F8_E5M2", "F32, F16, BF16 and F64, and matrices of F8_E4M3 with factors of F32, BF16 or F16"],
+    );
 }
 
 #[test]

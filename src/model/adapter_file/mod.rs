@@ -4,6 +4,7 @@
 //! are written beside their final names, brought to the disk, and renamed, weights first: a reader sees a whole file or none.
 
 mod error;
+mod readers;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -16,6 +17,7 @@ use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 pub use self::error::{CONFIG, Error, Problem, VALUES};
+pub use self::readers::note as readers_note;
 use super::lora::Adapter;
 use super::problems::Problems;
 use super::spec::{self, Linear, Spec};

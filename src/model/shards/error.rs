@@ -23,7 +23,7 @@ pub enum Problem {
     #[error("{file}: {name} is {found:?}, the config asks for {wanted:?}")]
     Shape { file: String, name: String, found: Vec<u64>, wanted: Vec<u64> },
     #[error(
-        "{file}: {name} is {dtype}; longstraw reads F32, F16, BF16 and F64, and matrices of F8_E4M3 with factors of F32 \
+        "{file}: {name} is {dtype}; longstraw reads F32, F16, BF16 and F64, and matrices of F8_E4M3 with factors of F32, BF16 or F16 \
          (convert other quantised weights first)"
     )]
     Dtype { file: String, name: String, dtype: String },

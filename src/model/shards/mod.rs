@@ -299,7 +299,7 @@ impl Checkpoint {
 /// Whether values of the tensor's dtype are read: factors are float32, only matrices are in fp8.
 fn is_read(name: &str, place: &Place) -> bool {
     if scaled_by(name).is_some() {
-        return place.dtype == Dtype::F32;
+        return matches!(place.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
     }
     kind_of(place.dtype).is_some() || (place.is_fp8() && place.shape.len() == 2)
 }

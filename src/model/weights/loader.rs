@@ -87,7 +87,9 @@ impl Loader {
             let shape: Vec<i64> = place.shape.iter().copied().map(as_dim).collect();
             let mut tensor =
                 Tensor::f_empty(shape, (Kind::Float, Device::Cpu)).map_err(|error| refused(error.into()))?;
-            fill_from_bytes(&mut tensor, checkpoint.bytes(place), Kind::Float).map_err(refused)?;
+            // Published files hold factors in float32 or bfloat16.
+            let stored = kind_of(place.dtype).unwrap_or(Kind::Float);
+            fill_from_bytes(&mut tensor, checkpoint.bytes(place), stored).map_err(refused)?;
             let finite = tensor.f_isfinite().map_err(|error| refused(error.into()))?;
             if finite.all().int64_value(&[]) == 0 {
                 let file = &checkpoint.shards[place.shard].name;

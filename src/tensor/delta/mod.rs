@@ -105,7 +105,9 @@ impl Form {
             }
             Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
             Err(error) => {
-                tracing::info!("no compiled gated delta rule: {error}");
+                tracing::warn!(
+                    "matrix products compute gated delta rules, since their kernels cannot be used: {error}"
+                );
                 Form::Plain
             }
         }
