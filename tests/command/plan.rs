@@ -578,12 +578,13 @@ fn plan_of(room: &Room, row: &Value) -> Value {
     room.alone(&arguments).ended(0, &[]).json()
 }
 
-/// Seconds of four layers of GLM-5.2's width and of Qwen3-30B-A3B at 131,072 positions, measured on one H200. At 32,768 and
+/// Seconds of four layers of GLM-5.2's width, of Qwen3-30B-A3B and of Qwen3.6-27B's shape at 131,072 positions, measured on one H200. At 32,768 and
 /// below launches bind, which are not counted.
 #[test]
-fn predicted_seconds_of_mixtures_and_latents_are_those_of_the_measured_runs() {
+fn predicted_seconds_of_mixtures_latents_and_delta_rules_are_those_of_the_measured_runs() {
     let room = Room::new();
-    let rows = MEASURED_MIXTURES.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let lines = MEASURED_MIXTURES.lines().chain(MEASURED_HYBRID.lines());
+    let rows = lines.map(|line| serde_json::from_str::<Value>(line).unwrap());
     for row in rows.filter(|row| row["prompt"] == json!(131_072) && row["layers"] != json!(2)) {
         let plan = plan_of(&room, &row);
         near(seconds(&plan, "capture"), row["seconds"]["capture"].as_f64().unwrap(), 0.2, &format!("capture of {row}"));
