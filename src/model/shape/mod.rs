@@ -204,7 +204,6 @@ mod tests {
             "linear_num_value_heads",
             "linear_key_head_dim",
             "linear_value_head_dim",
-            "linear_conv_kernel_dim",
             "num_experts",
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
