@@ -64,7 +64,8 @@ a_second_job_in_the_same_folder_is_refused_and_the_first_one_is_requeued_all_the
     first=$(slurm/submit train)
     wait_until yes 300 has_lines "$here/runs/train/metrics.jsonl"
     second=$(slurm/submit train)
-    expect_end "$second" "FAILED 2:0"
+    # The exit code may be that of a rank which the launcher ended (docs/slurm.md).
+    expect_state "$second" FAILED
     grep -q 'another run is writing to' "$here/runs/slurm/train-$second.out"
     signal "$first" USR1
     wait_for_requeue "$first"
