@@ -2,11 +2,12 @@
 
 use longstraw::tensor::delta::compiled::{agrees, load};
 use longstraw::tensor::delta::{DeltaGradient, DeltaHeads, DeltaRows, Form};
-use longstraw::tensor::gpu::Mark;
 use longstraw::tensor::selection_kernel::Instructions;
 use longstraw::world::World;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
+
+use crate::selection::seconds;
 
 /// Inputs of the rule, and gradients that come to it.
 struct Case {
@@ -232,20 +233,6 @@ pub(crate) fn convolution(_world: &World, device: Device) -> Vec<Value> {
         }
     }
     found
-}
-
-/// Median seconds of `repeats` runs after one that is not counted.
-fn seconds<T>(device: Device, repeats: usize, work: impl Fn() -> T) -> f64 {
-    let mut all = Vec::new();
-    drop(work());
-    for _ in 0..repeats {
-        let before = Mark::now(device).unwrap_or_else(|error| panic!("{error}"));
-        drop(work());
-        let after = Mark::now(device).unwrap_or_else(|error| panic!("{error}"));
-        all.push(before.seconds_to(&after).unwrap_or_else(|error| panic!("{error}")));
-    }
-    all.sort_by(f64::total_cmp);
-    all[all.len() / 2]
 }
 
 /// One layer of 16 key and 48 value heads over 131,072 rows. FLOPs of the forward are those of the products of a chunk and a

@@ -169,7 +169,7 @@ pub(crate) fn random(_world: &World, device: Device) -> Vec<Value> {
 }
 
 /// Median seconds of `repeats` runs after one that is not counted.
-fn seconds(device: Device, repeats: usize, work: impl Fn() -> Selected) -> f64 {
+pub(crate) fn seconds<T>(device: Device, repeats: usize, work: impl Fn() -> T) -> f64 {
     let mut all = Vec::new();
     drop(work());
     for _ in 0..repeats {

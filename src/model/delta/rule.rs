@@ -70,6 +70,8 @@ struct Block {
     /// First row among this rank's.
     first: i64,
     rows: i64,
+    /// Whether the piece begins with it.
+    starts_piece: bool,
 }
 
 /// A span's rows on their way through the layer.
@@ -84,7 +86,7 @@ struct Walk<'a> {
 
 /// What a span's forward finds out.
 pub(super) struct Walked {
-    /// [t, h, v].
+    /// Output of this rank's rows, [t, h, v].
     pub(super) out: Tensor,
     /// The state before each of this rank's blocks, [blocks, h, k, v].
     pub(super) starts: Tensor,
@@ -92,7 +94,7 @@ pub(super) struct Walked {
     pub(super) factors: Tensor,
     /// The state before each piece of all ranks, and after the last.
     states: Vec<Tensor>,
-    /// As in [`Walk`].
+    /// Raw inputs of the convolution at the same borders, [taps − 1, u].
     before: Vec<Tensor>,
 }
 
@@ -106,13 +108,13 @@ impl Walk<'_> {
 
     /// Raw inputs of a block with those of the rows before it in front, [taps − 1 + t, u].
     fn extended(&self, block: &Block) -> Tensor {
-        let starts_piece = self.blocks.iter().find(|other| other.piece == block.piece).map(|first| first.first);
-        let short = self.before[block.piece].size()[0];
-        match starts_piece {
-            // Blocks but a piece's last are longer than the convolution.
-            Some(first) if first < block.first => self.input.u_tu.narrow(0, block.first - short, short + block.rows),
-            _ => Tensor::cat(&[&self.before[block.piece], &self.input.u_tu.narrow(0, block.first, block.rows)], 0),
+        let before_ju = &self.before[block.piece];
+        if block.starts_piece {
+            return Tensor::cat(&[before_ju, &self.input.u_tu.narrow(0, block.first, block.rows)], 0);
         }
+        // Blocks but a piece's last are longer than the convolution.
+        let short = before_ju.size()[0];
+        self.input.u_tu.narrow(0, block.first - short, short + block.rows)
     }
 
     /// Of this rank's pieces, in order, what `map` makes of the piece's blocks.
@@ -170,10 +172,10 @@ impl GatedDelta {
         let mut blocks = Vec::new();
         let mut first = 0;
         for piece in order.own() {
-            let end = first + order.rows(piece);
+            let (start, end) = (first, first + order.rows(piece));
             while first < end {
                 let rows = rows_max.min(end - first);
-                blocks.push(Block { piece, first, rows });
+                blocks.push(Block { piece, first, rows, starts_piece: first == start });
                 first += rows;
             }
         }
@@ -214,13 +216,6 @@ impl GatedDelta {
         Walked { out, starts, factors, states, before: walk.before }
     }
 
-    fn no_rows(&self) -> DeltaRows {
-        let device = self.conv_uj.device();
-        let gate = || Tensor::zeros([0, self.heads.value_heads], (self.acc(), device));
-        let y_tu = Tensor::zeros([0, self.heads.channels()], (self.kind, device));
-        DeltaRows { y_tu, decay_th: gate(), strength_th: gate() }
-    }
-
     /// The maps of all pieces on every rank; none where there is one rank.
     fn maps(&self, cp_group: &CpGroup, order: &Order, walk: &Walk) -> Maps {
         let DeltaHeads { value_heads, key_dim, value_dim, .. } = self.heads;
@@ -235,7 +230,7 @@ impl GatedDelta {
                     increment_hkv: after.factor_hkk.matmul(&before.increment_hkv) + &after.increment_hkv,
                     factor_hkk: after.factor_hkk.matmul(&before.factor_hkk),
                 });
-                let whole = whole.unwrap_or_else(|| self.form.transition(&self.heads, &self.no_rows()));
+                let whole = whole.expect("a piece has rows");
                 Tensor::cat(&[whole.factor_hkk, whole.increment_hkv], -1)
             };
             let own = walk.by_piece(order, map);
@@ -357,9 +352,9 @@ impl GatedDelta {
             dinput.rows(block.first, block.rows).b_th.copy_(&done.b_th);
             dinput.rows(block.first, block.rows).a_th.copy_(&done.a_th);
             let early = done.u_tu.narrow(0, 0, short);
-            let starts_piece = number == 0 || walk.blocks[number - 1].piece != block.piece;
-            if starts_piece {
-                dbefore.push(early);
+            if block.starts_piece {
+                // A copy, since a view would keep the gradient of the whole block alive.
+                dbefore.push(early.copy());
             } else {
                 let _ = dinput.u_tu.narrow(0, block.first - short, short).g_add_(&early);
             }
@@ -380,8 +375,8 @@ impl GatedDelta {
 
 /// The maps of all pieces, in order of position.
 struct Maps {
-    /// [pieces, h, k, k].
+    /// T of every piece, [pieces, h, k, k].
     factors: Tensor,
-    /// [pieces, h, k, v].
+    /// B of every piece, [pieces, h, k, v].
     increments: Tensor,
 }
