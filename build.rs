@@ -3,8 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 5] = [
+const SOURCES: [&str; 6] = [
     "src/tensor/boundary.cpp",
+    "src/tensor/decode/decode.cpp",
     "src/tensor/delta/compiled.cpp",
     "src/tensor/gpu.cpp",
     "src/tensor/link.cpp",

@@ -11,6 +11,8 @@ mod claims;
 mod delta;
 #[path = "ranks/divergence.rs"]
 mod divergence;
+#[path = "ranks/drawing.rs"]
+mod drawing;
 #[path = "ranks/expert_adapters.rs"]
 mod expert_adapters;
 #[path = "ranks/experts.rs"]
@@ -86,6 +88,8 @@ const CLAIMS: &[Claim] = &[
     ("an_answer_ends_at_an_end_or_at_the_longest_length", sampling::ends),
     ("kept_choices_make_drawn_log_probabilities_those_of_the_score_pass", sampling::with_choices),
     ("choices_that_are_kept_are_the_drawn_ones_and_those_that_are_not_are_counted", sampling::changed_choices),
+    ("kernels_of_a_decode_step_draw_what_single_operations_draw", drawing::same),
+    ("an_answer_is_drawn_alike_alone_and_beside_others", drawing::alone),
     ("answers_are_sampled_alike_from_pages_on_the_device_and_pages_that_are_staged", sampling::residency),
     ("an_update_on_several_ranks_stays_near_that_on_one_where_states_go_from_row_to_row", divergence::hybrid),
     ("stale_pages_are_refused_after_an_update", learning::stale_pages),

@@ -9,6 +9,8 @@ use super::latent::{IndexProjected, Indexer};
 use super::lora::Adapters;
 use super::mixer::{Mixer, MixerInput};
 use super::planes::Planes;
+use super::spec::Spec;
+use super::weights::Weights;
 use crate::runtime::units::LayerIndex;
 use crate::tensor::kernels::Kernel;
 
@@ -43,6 +45,15 @@ pub struct Finished {
     pub y_tw: Tensor,
     /// What goes to experts, in a layer that has them.
     pub routed: Option<Routed>,
+}
+
+/// What a decoder consists of whose blocks are plain attention and a plain feed-forward.
+#[derive(Clone, Copy)]
+pub struct Dense<'a> {
+    /// Its sizes and formulas.
+    pub spec: &'a Spec,
+    /// Its weights, none of them in fp8.
+    pub weights: &'a Weights,
 }
 
 /// A decoder as a stack of blocks over rows of hidden states, [t, w] in the model's dtype.
@@ -131,6 +142,9 @@ pub trait Decoder {
 
     /// Name of what computes gated delta rules, for receipts; `None` where no layer has one. Must be equal on all ranks.
     fn delta_rule_name(&self) -> Option<&'static str>;
+
+    /// Sizes, formulas and weights, where every block is plain attention and a plain feed-forward; else `None`.
+    fn dense(&self) -> Option<Dense<'_>>;
 
     /// Last norm and head: logits of rows, [t, v].
     fn logits(&self, x_tw: &Tensor) -> Tensor;

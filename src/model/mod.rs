@@ -29,4 +29,5 @@ pub mod shape;
 pub mod shards;
 pub mod spec;
 pub mod stack;
+pub mod token;
 pub mod weights;

@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::attention::Attention;
 use super::attention_rows::{KeyValue, Queries};
-use super::decoder::{Decoder, Finished, Projected};
+use super::decoder::{Decoder, Dense, Finished, Projected};
 use super::delta::{DeltaWeights, GatedDelta};
 use super::experts::{Experts, route};
 use super::formulas::Formulas;
@@ -377,6 +377,12 @@ impl Decoder for Stack {
             _ => None,
         };
         self.mixers.iter().map(|mixer| &**mixer).find_map(rule)
+    }
+
+    fn dense(&self) -> Option<Dense<'_>> {
+        let Formulas { spec, weights, .. } = &self.formulas;
+        let other = spec.latent.is_some() || spec.experts.is_some() || spec.delta.is_some() || spec.gated_attention;
+        (!other && !spec.biases.mlp && weights.is_plain()).then_some(Dense { spec, weights })
     }
 
     fn logits(&self, x_tw: &Tensor) -> Tensor {

@@ -7,6 +7,7 @@
 pub mod attention;
 pub mod boundary;
 pub mod bytes;
+pub mod decode;
 pub mod delta;
 mod ffi;
 pub mod gpu;

@@ -33,13 +33,14 @@ fn request(pages_on_device: bool) -> SampleRequest<'static> {
         ends: &ENDS,
         sampling,
         stream,
-        pages_on_device,
+        resident: if pages_on_device { usize::MAX } else { 0 },
+        fused: true,
         choices: DrawnChoices::Use,
     }
 }
 
 /// A group's answers as they are sampled, and the score pass's log-probabilities of them, in order.
-fn sample(
+pub(crate) fn sample(
     world: &World,
     model: &Model,
     prompt: usize,
@@ -79,7 +80,7 @@ fn whole(world: &World, one: &Logprobs, group: &PlacedGroup, answer: &Answer) ->
     Tensor::cat(&[first, rows], 0)
 }
 
-fn worst_gap(sampled: &[SampledAnswer], scores: &[Tensor]) -> f64 {
+pub(crate) fn worst_gap(sampled: &[SampledAnswer], scores: &[Tensor]) -> f64 {
     sampled.iter().zip(scores).map(|(answer, scored)| rollout::gap(&answer.logprobs, scored)).fold(0.0, f64::max)
 }
 

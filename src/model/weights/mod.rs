@@ -365,6 +365,12 @@ impl Weights {
         Weights::with_head(found.collect(), self.digest.clone(), Vec::new(), kind, self.device)
     }
 
+    /// Whether every tensor lies in memory in the dtype in which it is given out, none of them in fp8.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        self.tensors.values().all(|value| matches!(value, Value::Plain(_)))
+    }
+
     /// Bytes of all tensors as memory holds them; a tied head is one with the embedding.
     #[must_use]
     pub fn bytes(&self) -> Bytes {

@@ -14,6 +14,7 @@
 //!    numbers of ranks, changes a token only where two sums are equal but for it. The prompt's first rank samples for all.
 
 mod choices;
+mod fused;
 mod noise;
 mod sampling;
 
@@ -24,10 +25,12 @@ use tch::{Kind, Tensor};
 use choices::Drawn;
 
 use crate::model::answers::{AnswerRows, AnswerState};
+use crate::model::decoder::Decoder;
 use crate::model::head::Head;
 use crate::model::latent::IndexSet;
 use crate::model::pass::Pass;
 use crate::model::past::Past;
+use crate::model::token;
 use crate::prompt::handoff::Captured;
 use crate::prompt::layout::PromptLayout;
 use crate::prompt::pages::{Choice, Staged};
@@ -40,6 +43,7 @@ pub use choices::ChangedChoices;
 pub(crate) use choices::changed;
 pub use noise::Stream;
 pub use sampling::Sampling;
+use sampling::Token;
 
 /// Why no token can be sampled.
 #[derive(Debug, thiserror::Error)]
@@ -78,8 +82,11 @@ pub struct SampleRequest<'a> {
     pub sampling: Sampling,
     /// The group's noise.
     pub stream: Stream,
-    /// All layers' pages lie on the device meanwhile; equal on all ranks.
-    pub pages_on_device: bool,
+    /// How many layers, the first ones, have their pages on the device meanwhile; those of the others come for every token.
+    /// Equal on all ranks.
+    pub resident: usize,
+    /// Whether kernels of a decode step draw where there are some; else single operations do.
+    pub fused: bool,
     /// What becomes of the keys and experts that are chosen.
     pub choices: DrawnChoices,
 }
@@ -137,13 +144,19 @@ pub fn run(
     })
 }
 
+/// Name of what draws answers with this decoder, where nothing asks for single operations.
+#[must_use]
+pub fn computed_by(decoder: &dyn Decoder) -> &'static str {
+    if token::covers(decoder) { "fused kernels" } else { "single operations" }
+}
+
 struct Rollout<'a> {
     pass: &'a Pass<'a>,
     head: &'a Head,
     layout: &'a PromptLayout,
     captured: &'a Captured,
     request: &'a SampleRequest<'a>,
-    /// All layers' pages, where they stay.
+    /// Pages of the first layers, which stay.
     staged: Vec<Staged>,
     states: Vec<AnswerState>,
     /// Answers that have not ended, in order: the rows of every tensor here.
@@ -161,9 +174,64 @@ impl<'a> Rollout<'a> {
         captured: &'a Captured,
         request: &'a SampleRequest<'a>,
     ) -> Result<Self, Failure> {
+        let mut rollout = Rollout {
+            pass,
+            head,
+            layout,
+            captured,
+            request,
+            staged: Vec::new(),
+            states: Vec::new(),
+            live: (0..request.answers).collect(),
+            sampled: vec![SampledAnswer::default(); request.answers],
+            drawn: (request.choices != DrawnChoices::Drop).then(|| Drawn::new(pass)),
+        };
+        let layers = pass.decoder.layers();
+        let resident = request.resident.min(layers);
+        let staged = (0..resident).map(|layer| rollout.stage(layer, Some(layer + 1).filter(|&next| next < layers)));
+        rollout.staged = staged.collect::<Result<_, _>>()?;
+        Ok(rollout)
+    }
+
+    fn stage(&self, layer: usize, next: Option<usize>) -> Result<Staged, Failure> {
+        let stamp = self.pass.adapters.stamp();
+        Ok(self.captured.pages.stage(LayerIndex(layer), next.map(LayerIndex), stamp)?)
+    }
+
+    /// Pages of a layer that do not stay; `None` where they do.
+    fn passing(&self, layer: usize) -> Result<Option<Staged>, Failure> {
+        let (layers, first) = (self.pass.decoder.layers(), self.staged.len());
+        // After the last layer the next token starts from the first one that does not stay.
+        let next = if layer + 1 < layers { layer + 1 } else { first };
+        (layer >= first).then(|| self.stage(layer, Some(next))).transpose()
+    }
+
+    fn all(mut self, tracker: &Tracker) -> Result<(Vec<SampledAnswer>, Option<Drawn>), Failure> {
+        let x_1w = self.last_row();
+        let mut logprobs_av =
+            self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
+        let mut tokens = self.sample(&logprobs_av)?;
+        if self.live.is_empty() {
+            return Ok((self.sampled, self.drawn));
+        }
+        if let Some(step) = fused::begin(&self)? {
+            return self.all_fused(step, &tokens, tracker);
+        }
+        self.make_states();
+        while !self.live.is_empty() {
+            let x_aw = self.rows(&tokens, tracker)?;
+            logprobs_av = self.head.log_softmax(self.pass.decoder, &x_aw);
+            tokens = self.sample(&logprobs_av)?;
+        }
+        Ok((self.sampled, self.drawn))
+    }
+
+    /// State of the answers that go on, in every layer.
+    fn make_states(&mut self) {
+        let (pass, request) = (self.pass, self.request);
         let rows = AnswerRows {
-            answers: request.answers,
-            prompt_end: layout.end(),
+            answers: self.live.len(),
+            prompt_end: self.layout.end(),
             rows_max: request.longest,
             rank: pass.cp_group.axis.rank(),
             ranks: pass.cp_group.axis.size(),
@@ -173,43 +241,7 @@ impl<'a> Rollout<'a> {
             let planes = pass.decoder.mixer(LayerIndex(layer)).planes();
             AnswerState::new(&rows, &planes, device, pass.cp_group.ledger)
         };
-        let mut rollout = Rollout {
-            pass,
-            head,
-            layout,
-            captured,
-            request,
-            staged: Vec::new(),
-            states: (0..pass.decoder.layers()).map(state).collect(),
-            live: (0..request.answers).collect(),
-            sampled: vec![SampledAnswer::default(); request.answers],
-            drawn: (request.choices != DrawnChoices::Drop).then(|| Drawn::new(pass)),
-        };
-        if request.pages_on_device {
-            let layers = pass.decoder.layers();
-            let staged = (0..layers).map(|layer| rollout.stage(layer, Some(layer + 1).filter(|&next| next < layers)));
-            rollout.staged = staged.collect::<Result<_, _>>()?;
-        }
-        Ok(rollout)
-    }
-
-    fn stage(&self, layer: usize, next: Option<usize>) -> Result<Staged, Failure> {
-        let stamp = self.pass.adapters.stamp();
-        Ok(self.captured.pages.stage(LayerIndex(layer), next.map(LayerIndex), stamp)?)
-    }
-
-    fn all(mut self, tracker: &Tracker) -> Result<(Vec<SampledAnswer>, Option<Drawn>), Failure> {
-        let x_1w = self.last_row();
-        let mut logprobs_av =
-            self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
-        loop {
-            let tokens = self.sample(&logprobs_av)?;
-            if self.live.is_empty() {
-                return Ok((self.sampled, self.drawn));
-            }
-            let x_aw = self.rows(&tokens, tracker)?;
-            logprobs_av = self.head.log_softmax(self.pass.decoder, &x_aw);
-        }
+        self.states = (0..pass.decoder.layers()).map(state).collect();
     }
 
     /// The last hidden state of row P−1 on every rank.
@@ -234,28 +266,32 @@ impl<'a> Rollout<'a> {
         self.pass.cp_group.axis.broadcast(&mut bytes);
         let (mut rows, mut tokens) = (Vec::new(), Vec::new());
         for (row, token) in sampling::tokens(&bytes).into_iter().enumerate() {
-            let answer = self.live[row];
-            let sampled = &mut self.sampled[answer];
-            if !(token.logprob.is_finite() && token.entropy.is_finite()) {
-                return Err(Error::NotFinite { answer, tokens: length }.into());
-            }
-            sampled.ids.push(token.id);
-            sampled.logprobs.push(token.logprob);
-            sampled.entropy += token.entropy;
-            let ended = self.request.ends.contains(&token.id);
-            sampled.truncated = !ended && from_index(sampled.ids.len()) >= self.request.longest.0;
-            if !ended && !sampled.truncated {
+            if self.take(self.live[row], token)? {
                 rows.push(row);
                 tokens.push(token.id);
             }
         }
-        if rows.len() < self.live.len() && !rows.is_empty() {
+        if rows.len() < self.live.len() && !rows.is_empty() && !self.states.is_empty() {
             let kept: Vec<i64> = rows.iter().map(|&row| as_dim(from_index(row))).collect();
             let kept = Tensor::from_slice(&kept).to_device(self.pass.decoder.device());
             self.states.iter_mut().for_each(|state| state.keep(&kept));
         }
         self.live = rows.into_iter().map(|row| self.live[row]).collect();
         Ok(tokens)
+    }
+
+    /// Adds a token to an answer; returns whether the answer goes on.
+    fn take(&mut self, answer: usize, token: Token) -> Result<bool, Failure> {
+        let sampled = &mut self.sampled[answer];
+        if !(token.logprob.is_finite() && token.entropy.is_finite()) {
+            return Err(Error::NotFinite { answer, tokens: sampled.ids.len() }.into());
+        }
+        sampled.ids.push(token.id);
+        sampled.logprobs.push(token.logprob);
+        sampled.entropy += token.entropy;
+        let ended = self.request.ends.contains(&token.id);
+        sampled.truncated = !ended && from_index(sampled.ids.len()) >= self.request.longest.0;
+        Ok(!ended && !sampled.truncated)
     }
 
     /// The answers' next rows through all layers, from the tokens that they read: last hidden states, [answers, w].
@@ -265,10 +301,8 @@ impl<'a> Rollout<'a> {
         let mut keys: Option<IndexSet> = None;
         let layers = decoder.layers();
         for layer in 0..layers {
-            // After the last layer the next token starts from the first.
-            let staged =
-                if self.staged.is_empty() { Some(self.stage(layer, Some((layer + 1) % layers))?) } else { None };
-            let past = Past::without_gradient(staged.as_ref().unwrap_or_else(|| &self.staged[layer]), self.layout);
+            let passing = self.passing(layer)?;
+            let past = Past::without_gradient(passing.as_ref().unwrap_or_else(|| &self.staged[layer]), self.layout);
             let (index, mixer) = (LayerIndex(layer), decoder.mixer(LayerIndex(layer)));
             let length = from_index(self.sampled[self.live[0]].ids.len()) - 1;
             // Who watches sees every token, and a stop is heard there; every layer of each would cost a message of its own.

@@ -23,6 +23,12 @@ impl Stream {
         Stream(seed)
     }
 
+    /// The number from which the stream's noise follows.
+    #[must_use]
+    pub(super) fn root(self) -> u64 {
+        self.0
+    }
+
     /// The branch of this number.
     #[must_use]
     pub fn part(self, number: u64) -> Stream {

@@ -1,0 +1,133 @@
+//! Answers drawn by the kernels of a decode step, against the same answers drawn by single operations.
+
+use std::collections::BTreeSet;
+
+use longstraw::runtime::units::Tokens;
+use longstraw::step::rollout::{self, DrawnChoices, SampleRequest, Sampling, Stream};
+use longstraw::world::World;
+use serde_json::{Value, json};
+use tch::{Kind, Tensor};
+
+use crate::fixture::{How, Model, PLAIN, config, device};
+use crate::sampling::{sample, worst_gap};
+
+/// Widths that the kernels have: heads of 64, 80, 128 and 256, groups of 1, 2, 3 and 4 query heads.
+fn shapes() -> Vec<Value> {
+    let sized = |family: &str, heads: [u64; 3], extra: &Value| {
+        let [query, groups, dim] = heads;
+        let mut sized = config(
+            family,
+            &json!({ "hidden_size": 96, "intermediate_size": 136, "num_attention_heads": query,
+                "num_key_value_heads": groups, "head_dim": dim, "vocab_size": 5_003 }),
+        );
+        if let (Some(sized), Some(extra)) = (sized.as_object_mut(), extra.as_object()) {
+            sized.extend(extra.clone());
+        }
+        sized
+    };
+    let rope = json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64 });
+    let gemma = json!({ "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 16,
+        "num_hidden_layers": 4, "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": { "rope_type": "linear", "factor": 8.0, "rope_theta": 1e6 },
+            "sliding_attention": { "rope_type": "default", "rope_theta": 1e4 }
+        } });
+    vec![
+        sized("qwen3", [4, 2, 128], &json!({ "tie_word_embeddings": false })),
+        sized("qwen2", [6, 2, 64], &json!({})),
+        sized("llama", [4, 1, 80], &json!({ "rope_scaling": rope })),
+        sized("mistral", [2, 2, 64], &json!({ "sliding_window": 9 })),
+        sized("gemma3_text", [4, 2, 256], &gemma),
+    ]
+}
+
+fn request(number: u64, sampling: Sampling, longest: u64) -> SampleRequest<'static> {
+    SampleRequest {
+        answers: 5,
+        greedy: 1,
+        longest: Tokens(longest),
+        // Seldom, so that some answers end by themselves and rows are taken out.
+        ends: &[3, 17, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60],
+        sampling,
+        stream: Stream::of_seed(7).part(number),
+        resident: usize::MAX,
+        fused: true,
+        choices: DrawnChoices::Drop,
+    }
+}
+
+/// In float32 the same tokens, log-probabilities and entropies to rounding; in bfloat16 as near to the scores as single
+/// operations come.
+pub(crate) fn same(world: &mut World) {
+    let all = [
+        Sampling { top_p: 1.0, top_k: 0 },
+        Sampling { top_p: 0.9, top_k: 0 },
+        Sampling { top_p: 1.0, top_k: 12 },
+        Sampling { top_p: 0.5, top_k: 700 },
+    ];
+    for shape in shapes() {
+        let family = &shape["model_type"];
+        let model = Model::random(&shape, Kind::Float);
+        let name = rollout::computed_by(&*model.decoder);
+        assert_eq!(name == "fused kernels", device().is_cuda(), "{family}: {name}");
+        let mut lengths = BTreeSet::new();
+        for (number, (prompt, page_size, longest)) in [(50, 7, 40), (1, 3, 12), (333, 64, 300)].into_iter().enumerate()
+        {
+            let how = How { page_size, ..PLAIN };
+            for (choice, &sampling) in all.iter().enumerate() {
+                let request = request(10 * number as u64 + choice as u64, sampling, longest);
+                let (fused, scores) = sample(world, &model, prompt, how, &request);
+                let (single, _) = sample(world, &model, prompt, how, &SampleRequest { fused: false, ..request });
+                let (passing, _) = sample(world, &model, prompt, how, &SampleRequest { resident: 1, ..request });
+                assert_eq!(
+                    fused, passing,
+                    "{family}, prompt {prompt}: pages that stay and pages that come give the same bits"
+                );
+                for (one, other) in fused.iter().zip(&single) {
+                    lengths.insert(one.ids.len());
+                    assert_eq!(one.ids, other.ids, "{family}, prompt {prompt}, {sampling:?}");
+                    let apart = rollout::gap(&one.logprobs, &Tensor::from_slice(&other.logprobs));
+                    assert!(apart <= 1e-4, "{family}, prompt {prompt}, {sampling:?}: {apart}");
+                    assert!((one.entropy - other.entropy).abs() <= 1e-4 * other.entropy.abs().max(1.0));
+                }
+                let gap = worst_gap(&fused, &scores);
+                assert!(gap <= 1e-4, "{family}, prompt {prompt}: sampled against scored {gap}");
+            }
+        }
+        assert!(lengths.len() > 5, "answers of different lengths: {lengths:?}");
+        let model = Model::random(&shape, Kind::BFloat16);
+        let request = SampleRequest { ends: &[], ..request(77, all[0], 60) };
+        let (fused, scores) = sample(world, &model, 333, PLAIN, &request);
+        let (single, of_single) = sample(world, &model, 333, PLAIN, &SampleRequest { fused: false, ..request });
+        let mean = |answers: &[rollout::SampledAnswer], scores: &[Tensor]| {
+            let gaps = answers.iter().zip(scores).map(|(answer, scored)| {
+                (Tensor::from_slice(&answer.logprobs) - scored.to_kind(Kind::Double).to_device(tch::Device::Cpu)).abs()
+            });
+            Tensor::cat(&gaps.collect::<Vec<_>>(), 0).mean(Kind::Double).double_value(&[])
+        };
+        let (ours, theirs) = (mean(&fused, &scores), mean(&single, &of_single));
+        if world.all.rank().0 == 0 {
+            println!("{family}: bfloat16, mean gap of drawn and scored {ours:.2e}, by single operations {theirs:.2e}");
+        }
+        assert!(ours <= 1.25 * theirs, "{family}: {ours} and {theirs}");
+    }
+}
+
+/// An answer has the same bits alone and beside seven others.
+pub(crate) fn alone(world: &mut World) {
+    for (shape, kind) in
+        shapes().into_iter().zip([Kind::BFloat16, Kind::Float, Kind::BFloat16, Kind::Half, Kind::BFloat16])
+    {
+        let model = Model::random(&shape, kind);
+        let request = SampleRequest { ends: &[], greedy: 0, ..request(3, Sampling { top_p: 1.0, top_k: 0 }, 30) };
+        let (one, _) = sample(world, &model, 90, PLAIN, &SampleRequest { answers: 1, ..request });
+        let (many, _) = sample(world, &model, 90, PLAIN, &SampleRequest { answers: 20, ..request });
+        if device().is_cuda() {
+            assert_eq!(one[0], many[0], "{}, {kind:?}", shape["model_type"]);
+        } else {
+            assert_eq!(one[0].ids.len(), many[0].ids.len());
+        }
+    }
+}
