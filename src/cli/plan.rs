@@ -6,7 +6,8 @@ use clap::Args;
 use longstraw::config::{self, Gradient, WithoutFile};
 use longstraw::data::size_note;
 use longstraw::model::shape::Shape;
-use longstraw::plan::seconds::Rates;
+use longstraw::plan::measured::MeasuredRates;
+use longstraw::plan::seconds::{Pace, Rates};
 use longstraw::plan::{self, Room, ladder};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
@@ -48,9 +49,14 @@ pub(super) struct PlanFlags {
     json: bool,
 }
 
-/// Rates behind the predicted seconds; the defaults were measured on one NVIDIA H200.
+/// Rates behind the predicted seconds; the defaults are published ones, measured on one NVIDIA H200.
 #[derive(Args, Debug)]
 struct RateFlags {
+    /// Rates of this machine, as `bench MODEL --rates FILE` has written them
+    #[arg(long, value_name = "FILE", conflicts_with_all = [
+        "rate_matmul", "rate_attention_forward", "rate_attention_backward", "rate_host", "rate_memory", "efficiency",
+    ])]
+    rates: Option<PathBuf>,
     /// Matrix products of a GPU
     #[arg(long, value_name = "TFLOP/S", value_parser = rate)]
     rate_matmul: Option<f64>,
@@ -72,9 +78,15 @@ struct RateFlags {
 }
 
 impl RateFlags {
-    fn rates(&self, shape: &Shape) -> Rates {
+    /// What predictions follow: the machine's own rates, or published ones and those of the flags.
+    fn pace(&self, config: &config::RunConfig, shape: &Shape, long_tail: bool) -> Result<Pace, Failure> {
+        if let Some(file) = &self.rates {
+            let measured = MeasuredRates::read(file, config.model.dtype, shape)?;
+            measured.require(long_tail)?;
+            return Ok(Pace::Measured(Box::new(measured)));
+        }
         let known = Rates::h200(shape);
-        Rates {
+        Ok(Pace::Published(Rates {
             matmul: self.rate_matmul.unwrap_or(known.matmul),
             attention_forward: self.rate_attention_forward.unwrap_or(known.attention_forward),
             attention_backward: self.rate_attention_backward.unwrap_or(known.attention_backward),
@@ -82,12 +94,12 @@ impl RateFlags {
             memory: self.rate_memory.unwrap_or(known.memory),
             efficiency: self.efficiency.unwrap_or(known.efficiency),
             ..known
-        }
+        }))
     }
 
     fn is_given(&self) -> bool {
         let rates = [self.rate_matmul, self.rate_attention_forward, self.rate_attention_backward, self.rate_host];
-        rates.into_iter().chain([self.rate_memory, self.efficiency]).any(|rate| rate.is_some())
+        self.rates.is_some() || rates.into_iter().chain([self.rate_memory, self.efficiency]).any(|rate| rate.is_some())
     }
 }
 
@@ -115,15 +127,19 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
     };
     // The default rates are a GPU's: without one, seconds are predicted only from given rates.
     let timed = !room.host_only || plan_flags.rates.is_given();
-    let rates = |shape: &Shape| timed.then(|| plan_flags.rates.rates(shape));
+    let prompt = config.context.prompt_len;
+    let long_tail = if plan_flags.gates { plan_flags.gradient.tail(prompt) } else { config.tail(prompt) }
+        > config.memory.micro_block;
+    let pace =
+        shape.as_ref().filter(|_| timed).map(|shape| plan_flags.rates.pace(config, shape, long_tail)).transpose()?;
     if plan_flags.gates {
-        return gates(config, ranks, shape.as_ref(), &room, plan_flags, rates);
+        return gates(config, ranks, shape.as_ref(), &room, plan_flags, pace.as_ref());
     }
     let mut plan = plan::of_shape(config, ranks, shape.as_ref(), &room);
     if let Some(shape) = &shape
-        && let Some(rates) = rates(shape)
+        && let Some(pace) = &pace
     {
-        plan.time(config, shape, rates);
+        plan.time(config, shape, pace);
     }
     if plan_flags.json {
         print_json(&plan);
@@ -146,7 +162,7 @@ fn gates(
     shape: Option<&Shape>,
     room: &Room,
     flags: &PlanFlags,
-    rates: impl Fn(&Shape) -> Option<Rates>,
+    pace: Option<&Pace>,
 ) -> Result<Exit, Failure> {
     let Some(shape) = shape else {
         // Its error names the missing key and how to set it.
@@ -156,7 +172,7 @@ fn gates(
         );
     };
     let gradient = flags.gradient;
-    let table = ladder::table(config, ranks, shape, room, gradient, rates(shape));
+    let table = ladder::table(config, ranks, shape, room, gradient, pace);
     if flags.json {
         print_json(&table);
     } else {

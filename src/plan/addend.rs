@@ -66,7 +66,7 @@ fn counted(name: &str) -> &'static [Purpose] {
         "weights" => &[Purpose::Weights],
         "adapters" => &[Purpose::Adapters, Purpose::Optimizer],
         "pages" | "states at a border" => &[Purpose::Pages],
-        "staged pages" | "pages of all layers" => &[Purpose::Stage],
+        "staged pages" | "pages of all layers" | "pages of resident layers" => &[Purpose::Stage],
         "foreign page runs" | "messages between ranks" | "gathered keys" | "gradient of gathered keys" => {
             &[Purpose::Foreign]
         }

@@ -6,7 +6,7 @@ use super::addend::{Addend, Group, Place, total};
 use super::error::Error;
 use super::offload_choice::OffloadChoice;
 use super::rollout::Rollout;
-use super::seconds::{self, Rates};
+use super::seconds::{self, Pace, Rates};
 use crate::config::RunConfig;
 use crate::model::shape::Shape;
 use crate::prompt::handoff::Keeping;
@@ -127,21 +127,21 @@ pub struct Room {
 
 impl Plan {
     /// Predicts the seconds of a group, phase by phase, and of a sampled token.
-    pub fn time(&mut self, config: &RunConfig, shape: &Shape, rates: Rates) {
-        self.time_answers(config, shape, &rates);
-        self.seconds = seconds::predict(config, self.ranks, shape, self.chosen(), rates);
+    pub fn time(&mut self, config: &RunConfig, shape: &Shape, pace: &Pace) {
+        self.time_answers(config, shape, pace.rates());
+        self.seconds = seconds::predict(config, self.ranks, shape, self.chosen(), pace);
     }
 
     /// Predicts the seconds of a sampled token.
     pub(super) fn time_answers(&mut self, config: &RunConfig, shape: &Shape, rates: &Rates) {
         let choice = self.chosen();
         if let Some(rollout) = &mut self.rollout {
-            rollout.time(seconds::rollout(config, self.ranks, shape, choice, rates));
+            rollout.time(seconds::rollout(config, self.ranks, shape, choice, rates), rates.host);
         }
     }
 
     fn chosen(&self) -> OffloadChoice {
-        OffloadChoice { keeping: self.keeping, all_pages: self.rollout.is_some_and(|rollout| rollout.pages_on_device) }
+        OffloadChoice { keeping: self.keeping, resident: self.rollout.map_or(0, |rollout| rollout.resident_layers) }
     }
 
     /// Refuses a plan that does not fit into `room`, or that samples answers too slowly.

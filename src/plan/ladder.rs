@@ -7,7 +7,7 @@ use super::budget::{Plan, Room};
 use super::error::Error;
 use super::offload::of_shape;
 use super::rollout::Rollout;
-use super::seconds::Rates;
+use super::seconds::{Pace, Rates};
 use crate::config::{Gate, Gradient, RunConfig};
 use crate::model::shape::Shape;
 use crate::prompt::handoff::Keeping;
@@ -97,14 +97,14 @@ pub fn table(
     shape: &Shape,
     room: &Room,
     gradient: Gradient,
-    rates: Option<Rates>,
+    pace: Option<&Pace>,
 ) -> Table {
     let mut refused = None;
     let mut row = |gate: Gate| {
         let config = at(&gate, config, gradient);
         let mut plan = of_shape(&config, ranks, Some(shape), room);
-        if let Some(rates) = rates {
-            plan.time(&config, shape, rates);
+        if let Some(pace) = pace {
+            plan.time(&config, shape, pace);
         }
         let outcome = plan.refuse(room);
         let known = room.device.is_some() || room.host.is_some();
@@ -135,7 +135,7 @@ pub fn table(
         gradient: gradient.to_string(),
         ranks,
         ranks_per_node: if room.ranks_here == 0 { ranks } else { room.ranks_here.min(ranks) },
-        rates,
+        rates: pace.map(|pace| *pace.rates()),
         gates,
         refused,
     }

@@ -12,7 +12,8 @@
 //!   choose               picks what the configuration leaves open
 //!   budget               the plan: the layout, the peak of the sum, and what does not fit
 //!   work, operations     operations and bytes by phase, and those of one layer
-//!   seconds              work divided by rates
+//!   seconds              work divided by rates, and the bytes of a sampled token (drawing)
+//!   measured             seconds from what `bench --rates` has measured
 //!   ladder, text         the plan of every gate, and the plan in words
 //! ```
 //!
@@ -22,8 +23,10 @@ mod addend;
 mod block;
 mod budget;
 mod delta;
+mod drawing;
 mod error;
 pub mod ladder;
+pub mod measured;
 mod offload;
 mod offload_choice;
 mod operations;
@@ -40,7 +43,8 @@ mod work;
 pub use crate::runtime::memory::available_memory;
 pub use addend::{Addend, Group, Place};
 pub use budget::{Plan, Room};
+pub use drawing::{TokenReads, token_bytes};
 pub use error::Error;
-pub use offload::{context_note, gib, of, of_shape};
-pub use operations::delta_row;
+pub use offload::{context_note, gib, of, of_at_most, of_shape};
+pub use operations::{Amount, delta_row};
 pub use rollout::Rollout;

@@ -15,18 +15,29 @@ use crate::prompt::pages::Residency;
 use crate::runtime::units::Bytes;
 
 /// The plan of `config` for a world of `ranks`. What the configuration leaves open is chosen for `room`: index sets, tail
-/// inputs and attention outputs are kept and pages stay on the device as far as they fit. Then pages of all layers stay on
-/// the device during rollout if they fit. For an unknown room the plan takes the least device memory and keeps the inputs
+/// inputs and attention outputs are kept and pages stay on the device as far as they fit. Then pages of as many layers as fit
+/// stay on the device during rollout. For an unknown room the plan takes the least device memory and keeps the inputs
 /// of every layer.
 #[must_use]
 pub fn of(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room) -> Plan {
     of_shape(config, ranks, spec.map(Shape::of).as_ref(), room)
 }
 
+/// As [`of`], with pages of at most `resident_max` layers on the device during rollout where the configuration leaves their
+/// number open: other ranks have room for no more.
+#[must_use]
+pub fn of_at_most(config: &RunConfig, ranks: u64, spec: Option<&Spec>, room: &Room, resident_max: usize) -> Plan {
+    of_shape_at_most(config, ranks, spec.map(Shape::of).as_ref(), room, resident_max)
+}
+
 /// As [`of`], for a shape that this build may only plan. On a GPU a sampled token is timed at an H200's rates;
 /// [`Plan::time`] takes others.
 #[must_use]
 pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Room) -> Plan {
+    of_shape_at_most(config, ranks, shape, room, usize::MAX)
+}
+
+fn of_shape_at_most(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Room, resident_max: usize) -> Plan {
     let choosing = shape.is_some_and(|shape| shape.layers.iter().any(|layer| layer.mix.chooses().is_some()));
     let with = |choice: OffloadChoice| {
         let sizes = shape.map(|shape| Sizes::new(config, ranks, shape, choice, !room.host_only));
@@ -59,10 +70,11 @@ pub fn of_shape(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room: &Ro
         least
     };
     // Pages that stay on the device for all tokens cost no time, whatever else was chosen.
-    let all_pages = OffloadChoice { all_pages: true, ..choice };
     let roomy = room.device.is_some() || (room.host_only && room.host.is_some());
-    if config.rollout.sample && config.rollout.pages_on_device == When::Auto && roomy && fits(all_pages) {
-        choice = all_pages;
+    if config.rollout.sample && config.rollout.pages_on_device == When::Auto && roomy {
+        let most = resident_max.min(shape.layers.len());
+        let with_resident = |resident| OffloadChoice { resident, ..choice };
+        choice = (1..=most).rev().map(with_resident).find(|&choice| fits(choice)).unwrap_or(choice);
     }
     let mut plan = with(choice);
     if !room.host_only {

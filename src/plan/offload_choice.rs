@@ -8,8 +8,9 @@ use crate::prompt::pages::Residency;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OffloadChoice {
     pub(super) keeping: Keeping,
-    /// Whether pages of all layers are on the device during rollout; otherwise they are staged layer by layer.
-    pub(super) all_pages: bool,
+    /// How many layers, the first ones, have their pages on the device during rollout where pages wait in host memory; those
+    /// of the others are staged layer by layer.
+    pub(super) resident: usize,
 }
 
 impl OffloadChoice {
@@ -27,11 +28,11 @@ impl OffloadChoice {
             attention: memory.keep_attention == When::Always,
             index_sets: false,
         };
-        OffloadChoice { keeping, all_pages: config.rollout.pages_on_device == When::Always }
+        OffloadChoice { keeping, resident: if config.rollout.pages_on_device == When::Always { usize::MAX } else { 0 } }
     }
 
-    /// Whether the prompt's pages of all layers are on the device during rollout, for whatever reason.
-    pub(super) fn pages_stay(&self) -> bool {
-        self.all_pages || self.keeping.pages == Residency::Device
+    /// How many of `layers` layers have their pages on the device during rollout, for whatever reason.
+    pub(super) fn resident_of(&self, layers: usize) -> usize {
+        if self.keeping.pages == Residency::Device { layers } else { self.resident.min(layers) }
     }
 }

@@ -1,7 +1,9 @@
 //! Operations of a layer: how often a phase runs its parts, and what one run costs.
 
-use crate::model::shape::{Layer, Mix};
-use crate::runtime::units::{float, from_dim};
+use serde::{Deserialize, Serialize};
+
+use crate::model::shape::{Layer, Mix, Segment};
+use crate::runtime::units::{Tokens, float, from_dim};
 use crate::tensor::delta::plain::CHUNK;
 
 /// The work of one phase, on the rank that has most.
@@ -33,8 +35,8 @@ pub(super) struct Work {
     pub(super) bytes_out: f64,
     /// Bytes that the device reads from its own memory, where reading may take longer than computing.
     pub(super) reads: f64,
-    /// Small operations, where the host sets the pace.
-    pub(super) launches: f64,
+    /// Layers of sampled tokens, a head as one layer: each takes a time of its own besides what it reads.
+    pub(super) layer_steps: f64,
     /// Messages between ranks that do not overlap any computation.
     pub(super) messages: f64,
     /// Bytes of these messages, from device to device.
@@ -58,10 +60,45 @@ impl Work {
             bytes_in: self.bytes_in * by,
             bytes_out: self.bytes_out * by,
             reads: self.reads * by,
-            launches: self.launches * by,
+            layer_steps: self.layer_steps * by,
             messages: self.messages * by,
             message_bytes: self.message_bytes * by,
         }
+    }
+}
+
+/// Operations of some rows in some layers, forward and without adapters.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Amount {
+    /// Of what each row does by itself: products with weights, delta rules; 10¹².
+    pub rows_tera: f64,
+    /// Of what rows do with the rows before them: attention, index scores; 10¹².
+    pub pairs_tera: f64,
+}
+
+impl Amount {
+    /// That of `count` consecutive rows from position `start` on.
+    #[must_use]
+    pub fn of(layers: &[Layer], start: Tokens, count: Tokens) -> Amount {
+        Amount::of_rows(layers, Rows { start: float(start.0), count: float(count.0) })
+    }
+
+    pub(super) fn of_rows(layers: &[Layer], rows: Rows) -> Amount {
+        let mut work = Work::default();
+        let mut of_rows = 0.0;
+        for layer in layers {
+            mixing(layer, rows, Runs::FORWARD, &mut work);
+            let products = layer.products(Segment::A) + layer.products(Segment::B) + float(layer.constant);
+            of_rows += rows.count * (2.0 * products + delta_row(&layer.mix).0);
+        }
+        let pairs = work.attention_forward + work.gathered_forward + work.choosing;
+        Amount { rows_tera: of_rows / 1e12, pairs_tera: pairs / 1e12 }
+    }
+
+    /// `by` times as much.
+    #[must_use]
+    pub fn times(self, by: f64) -> Amount {
+        Amount { rows_tera: self.rows_tera * by, pairs_tera: self.pairs_tera * by }
     }
 }
 

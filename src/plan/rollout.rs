@@ -11,16 +11,19 @@ use super::error::Error;
 use super::operations::partial;
 use super::sizes::{Sizes, adapter_elements};
 use crate::model::attention::KEYS_MAX;
-use crate::model::shape::Layer;
+use crate::model::shape::{Layer, Mix, Segment};
 use crate::prompt::pages::Residency;
 use crate::runtime::failure::Phase;
-use crate::runtime::units::{Bytes, Tokens, float, from_dim};
+use crate::runtime::units::{Bytes, Tokens, float, from_dim, from_index};
 
 /// How answers are sampled.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Rollout {
-    /// Whether pages of all layers are on the device; otherwise they are staged layer by layer for every token.
+    /// Whether pages of all layers are on the device.
     pub pages_on_device: bool,
+    /// How many layers, the first ones, have their pages on the device; those of the others are staged layer by layer for every
+    /// token.
+    pub resident_layers: usize,
     /// Tokens of the longest answer.
     pub tokens: Tokens,
     /// Bytes of pages that are copied to a rank's device for every token.
@@ -31,6 +34,9 @@ pub struct Rollout {
     /// Predicted seconds of answers of the greatest length; absent without a prediction.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
+    /// Of these: how long the host link takes for `bytes_moved_per_token`; absent where nothing moves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bus_seconds: Option<f64>,
     /// Limit of `seconds_per_token`.
     #[serde(skip)]
     token_sec_max: f64,
@@ -39,20 +45,25 @@ pub struct Rollout {
 impl Rollout {
     /// `None` where answers come with the data.
     pub(super) fn new(sizes: &Sizes<'_>) -> Option<Rollout> {
-        let pages_on_device = sizes.choice.pages_stay();
-        let moved = if pages_on_device { 0 } else { sizes.state_of(sizes.layers) };
+        let layers = sizes.shape.layers.len();
+        let resident_layers = sizes.choice.resident_of(layers);
+        let moved = sizes.state_in(resident_layers..layers);
         sizes.config.rollout.sample.then(|| Rollout {
-            pages_on_device,
+            pages_on_device: resident_layers == layers,
+            resident_layers,
             tokens: sizes.config.sampled_len(),
             bytes_moved_per_token: product(&[sizes.prompt_rows, moved]),
             seconds_per_token: None,
             seconds: None,
+            bus_seconds: None,
             token_sec_max: sizes.config.rollout.token_sec_max,
         })
     }
 
-    /// Sets the predicted seconds of all tokens.
-    pub(super) fn time(&mut self, seconds: f64) {
+    /// Sets the predicted seconds of all tokens; `host` is the rate of the host link, GB/s.
+    pub(super) fn time(&mut self, seconds: f64, host: f64) {
+        let moved = self.bytes_moved_per_token;
+        self.bus_seconds = (moved > Bytes(0)).then(|| float(moved.0) / (host * 1e9));
         self.seconds = Some(seconds);
         self.seconds_per_token = Some(seconds / float(self.tokens.0.max(1)));
     }
@@ -84,10 +95,16 @@ impl Rollout {
 
     /// The line about it.
     pub(super) fn text(&self, answers: u64) -> String {
-        let pages = if self.pages_on_device {
-            "pages of all layers on the device".to_owned()
-        } else {
-            format!("pages layer by layer for every token, {} to a rank", self.moved())
+        let moved = self.moved();
+        let bus = self.bus_seconds.map(|seconds| format!(", {:.1} ms a token on the bus", 1e3 * seconds));
+        let bus = bus.unwrap_or_default();
+        let pages = match (self.pages_on_device, self.resident_layers) {
+            (true, _) => "pages of all layers on the device".to_owned(),
+            (false, 0) => format!("pages layer by layer for every token, {moved} to a rank{bus}"),
+            (false, resident) => format!(
+                "pages of {resident} layers on the device, those of the others layer by layer for every token, {moved} to a \
+                 rank{bus}"
+            ),
         };
         let seconds = match (self.seconds_per_token, self.seconds) {
             (Some(token), Some(all)) => format!("; {token:.4} s a token, {all:.1} s in all by the prediction"),
@@ -96,6 +113,18 @@ impl Rollout {
         format!("{answers} answers of up to {} tokens sampled together, {pages}{seconds}", self.tokens)
     }
 }
+
+/// Bytes of the graph of a decode step, with the tables and counters that it reads.
+const GRAPH_BYTES: u64 = 64 << 20;
+
+/// Bytes of a float32.
+const FLOAT_BYTES: u64 = 4;
+
+/// Multiprocessors of an H200: attention of a token is cut into about twice as many parts.
+const MULTIPROCESSORS: u64 = 132;
+
+/// Rows of an answer's own part of attention.
+const OWN_ROWS: u64 = 512;
 
 /// The setting that makes the addends of a group's tokens smaller.
 const FEWER_ANSWERS: &str = "choose a smaller grpo.group_size";
@@ -106,32 +135,35 @@ impl Sizes<'_> {
         if !self.config.rollout.sample {
             return Vec::new();
         }
-        let mut sum: Vec<Addend> = self.pages_for_answers().into_iter().collect();
+        let mut sum = self.pages_for_answers();
         sum.extend(self.answers_state());
         sum.extend(self.token());
+        sum.extend(self.decode_step());
         sum
     }
 
-    /// The prompt's pages on the device, if they do not stay there anyway. Without a GPU this is a second copy.
-    fn pages_for_answers(&self) -> Option<Addend> {
+    /// The prompt's pages on the device, if they do not stay there anyway: of resident layers a copy (without a GPU a second one),
+    /// and what is staged of the others.
+    fn pages_for_answers(&self) -> Vec<Addend> {
         if self.keeping.pages == Residency::Device {
-            return None;
+            return Vec::new();
         }
-        if !self.choice.all_pages {
-            return Some(self.staged(Phase::Rollout, 1));
+        let layers = self.shape.layers.len();
+        let resident = self.choice.resident_of(layers);
+        let knob = "set rollout.pages_on_device = false, or use more ranks (parallel.cp_size)";
+        let copied = |name, count: usize, bytes: u64| {
+            let words = self.state_words(from_index(count), bytes);
+            let reason = format!("{} positions × {words}, a copy of those that wait in host memory", self.prompt_rows);
+            within(Phase::Rollout, name, product(&[self.prompt_rows, bytes]), reason, knob)
+        };
+        if resident == layers {
+            return vec![copied("pages of all layers", layers, self.state_of(self.layers))];
         }
-        let all = self.state_of(self.layers);
-        Some(within(
-            Phase::Rollout,
-            "pages of all layers",
-            product(&[self.prompt_rows, all]),
-            format!(
-                "{} positions × {}, a copy of those that wait in host memory",
-                self.prompt_rows,
-                self.state_words(self.layers, all)
-            ),
-            "set rollout.pages_on_device = false, or use more ranks (parallel.cp_size)",
-        ))
+        let staged = self.staged(Phase::Rollout, 1);
+        if resident == 0 {
+            return vec![staged];
+        }
+        vec![copied("pages of resident layers", resident, self.state_in(0..resident)), staged]
     }
 
     /// Keys and values of this rank's share of the answers, and the recurrent states of all answers.
@@ -154,6 +186,35 @@ impl Sizes<'_> {
     /// Answers that are sampled at one time: a group, and for held-out prompts one that is greedy.
     fn sampled_answers(&self) -> u64 {
         self.config.grpo.group_size.saturating_add(u64::from(self.config.data.held_out.is_some()))
+    }
+
+    /// Buffers of fixed addresses and the graph of a decode step, of dense models on a GPU.
+    fn decode_step(&self) -> Option<Addend> {
+        let dense = |layer: &Layer| layer.mix.travels() && layer.experts == 0;
+        if !self.copies_overlap || !self.shape.layers.iter().all(dense) {
+            return None;
+        }
+        let answers = self.sampled_answers();
+        let outputs = |layer: &Layer| {
+            let of_a = layer.projections.iter().filter(|projection| projection.segment == Segment::A);
+            of_a.map(|projection| projection.outputs).sum::<u64>().max(2 * layer.ffn_width)
+        };
+        let raw = self.shape.most(outputs) + 3 * self.config.lora.rank;
+        let own = self.config.sampled_len().0.div_ceil(self.config.cp_size(self.ranks)).div_ceil(OWN_ROWS);
+        let parts = |layer: &Layer| match layer.mix {
+            Mix::Grouped { query_heads, kv_heads, head_dim, .. } => {
+                ((2 * MULTIPROCESSORS).div_ceil(kv_heads.max(1)) + own) * query_heads * (head_dim + 1)
+            }
+            _ => 0,
+        };
+        let row = 2 * raw + self.shape.vocabulary + self.shape.most(parts);
+        Some(within(
+            Phase::Rollout,
+            "decode step",
+            Bytes(GRAPH_BYTES.saturating_add(product(&[answers, row, FLOAT_BYTES]).0)),
+            format!("the graph, and {answers} answers × {row} float32: raw sums, logits, partial attention"),
+            FEWER_ANSWERS,
+        ))
     }
 
     /// What the rows of one token are computed in.

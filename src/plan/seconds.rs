@@ -2,14 +2,16 @@
 //! device's rates, and copied bytes divided by the bus's rate.
 //!
 //! Rates are inputs. The ones here were measured on one NVIDIA H200 (docs/benchmarks.md), or are assumptions where a comment
-//! says so; the command line takes others. Launches are counted in rollout only. Where another phase has small operations,
-//! launches set its pace and the prediction is too short.
+//! says so; the command line takes others. Launches are counted in rollout only: where another phase has small operations,
+//! launches set its pace and the prediction is too short. With the machine's own rates ([`super::measured`]) whole layers were
+//! measured, launches among them.
 
 use serde::Serialize;
 
+use super::measured::{self, MeasuredRates};
 use super::offload_choice::OffloadChoice;
 use super::operations::Work;
-use super::work::StepWork;
+use super::work::{Repeats, StepWork};
 use crate::config::RunConfig;
 use crate::model::shape::{Mix, Shape};
 use crate::runtime::failure::Phase;
@@ -42,12 +44,32 @@ pub struct Rates {
     pub memory: f64,
     /// From device to device, each way, GB/s.
     pub between: f64,
-    /// Time from one launch of a small operation to the next, microseconds.
-    pub launch: f64,
+    /// What a layer of a sampled token takes besides reading the device's memory, microseconds.
+    pub layer: f64,
     /// A message between ranks that overlaps no computation, microseconds.
     pub message: f64,
     /// Share of the kernels' and the memory's rates that a phase reaches.
     pub efficiency: f64,
+}
+
+/// What a prediction follows.
+#[derive(Clone, Debug)]
+pub enum Pace {
+    /// Published rates, or others from the command line, of which a phase reaches a share.
+    Published(Rates),
+    /// What was measured on the machine itself.
+    Measured(Box<MeasuredRates>),
+}
+
+impl Pace {
+    /// Rates one by one.
+    #[must_use]
+    pub fn rates(&self) -> &Rates {
+        match self {
+            Pace::Published(rates) => rates,
+            Pace::Measured(measured) => &measured.rates,
+        }
+    }
 }
 
 /// Attention of an H200 at one head width, in TFLOP/s.
@@ -95,8 +117,8 @@ impl Rates {
             // Nominal: HBM3e of an H200, and half of NVLink's 900 GB/s for both ways. Neither is measured yet.
             memory: 4800.0,
             between: 450.0,
-            // Measured on sampled tokens, 2 ms a layer (docs/benchmarks.md).
-            launch: 20.0,
+            // Measured on sampled tokens, some 100 launches of 20 µs (docs/benchmarks.md).
+            layer: 2000.0,
             // An assumption: a gather among eight ranks takes about 30 µs.
             message: 4.0,
             efficiency: 0.8,
@@ -132,7 +154,9 @@ pub struct PhaseSeconds {
 }
 
 /// Seconds of the parts of one phase, at the share of the rates that a phase reaches. In rollout the device's memory may set the
-/// pace instead.
+/// pace instead. With measured rates `products` are all that rows do by themselves, elementwise work and launches among it,
+/// `attention` and `attention_backward` what they do with the rows before them in capture and score, and in replay and sweep, and
+/// `waiting` has what a phase takes once.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[expect(missing_docs, reason = "names say what is not described")]
 pub struct Terms {
@@ -156,6 +180,9 @@ pub struct Terms {
 pub struct Seconds {
     /// Rates behind the prediction.
     pub rates: Rates,
+    /// Where measured rates come from; absent with published ones.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub measured: Option<String>,
     /// The phases in their order.
     pub phases: Vec<PhaseSeconds>,
     /// Sum over the phases.
@@ -172,19 +199,35 @@ pub(super) fn predict(
     ranks: u64,
     shape: &Shape,
     choice: OffloadChoice,
-    rates: Rates,
+    pace: &Pace,
 ) -> Option<Seconds> {
     if !config.memory.prompt_no_grad {
         return None;
     }
     let step = StepWork::new(config, ranks, shape, choice);
-    let timed = |(phase, work): (Phase, Work)| phase_seconds(phase, &work, &rates);
-    let phases: Vec<PhaseSeconds> = step.phases().into_iter().map(timed).collect();
+    let rates = *pace.rates();
+    let timed = |(phase, work): (Phase, Work), times: Repeats| {
+        let at_rates = phase_seconds(phase, &work, &rates);
+        let times = match phase {
+            Phase::Capture => times.captures,
+            Phase::Score => times.scores,
+            _ => 1.0,
+        };
+        match pace {
+            Pace::Published(_) => at_rates,
+            Pace::Measured(measured) => measured::phase_seconds(measured, &step, phase, at_rates, times),
+        }
+    };
+    let phases: Vec<PhaseSeconds> = step.phases().into_iter().map(|phase| timed(phase, step.repeats())).collect();
     let total = phases.iter().map(|phase| phase.seconds).sum();
-    let further: f64 = step.further().into_iter().map(timed).map(|phase| phase.seconds).sum();
+    let further = step.further().into_iter().map(|phase| timed(phase, Repeats::ONE).seconds).sum::<f64>();
     let updates = config.grpo.updates_per_group;
     let round = total + float(updates.saturating_sub(1)) * further;
-    Some(Seconds { rates, phases, total, updates, round })
+    let measured = match pace {
+        Pace::Published(_) => None,
+        Pace::Measured(measured) => Some(measured.source.clone()),
+    };
+    Some(Seconds { rates, measured, phases, total, updates, round })
 }
 
 /// Predicts the rollout alone, in seconds, with answers of the greatest length.
@@ -207,7 +250,7 @@ fn phase_seconds(phase: Phase, work: &Work, rates: &Rates) -> PhaseSeconds {
         delta: reached(work.delta_forward, rates.delta_forward * TERA),
         delta_backward: reached(work.delta_backward, rates.delta_backward * TERA),
         moved: reached(work.moved, rates.memory * GIGA),
-        waiting: (work.launches * rates.launch + work.messages * rates.message) * MICRO
+        waiting: (work.layer_steps * rates.layer + work.messages * rates.message) * MICRO
             + work.message_bytes / (rates.between * GIGA),
     };
     let Terms { products, attention, attention_backward, delta, delta_backward, moved, waiting } = terms;
@@ -233,15 +276,17 @@ fn phase_seconds(phase: Phase, work: &Work, rates: &Rates) -> PhaseSeconds {
 
 impl Terms {
     /// The terms that count, in one line.
-    fn text(&self) -> String {
+    fn text(&self, measured: bool) -> String {
+        let [products, waiting] =
+            if measured { ["the layers' rows", "once, and messages"] } else { ["products", "launches and messages"] };
         let named = [
-            ("products", self.products),
+            (products, self.products),
             ("attention", self.attention),
             ("its backward", self.attention_backward),
             ("delta rules", self.delta),
             ("their backward", self.delta_backward),
             ("convolutions, norms, gates", self.moved),
-            ("launches and messages", self.waiting),
+            (waiting, self.waiting),
         ];
         let counted = named.iter().filter(|(_, seconds)| *seconds >= 0.05);
         let words: Vec<String> = counted.map(|(name, seconds)| format!("{name} {seconds:.1}")).collect();
@@ -250,16 +295,23 @@ impl Terms {
 }
 
 impl Seconds {
+    /// What the prediction follows, in words.
+    fn pace(&self) -> String {
+        let Rates { matmul, attention_forward, attention_backward, host, efficiency, .. } = self.rates;
+        match &self.measured {
+            Some(source) => format!("from {source}; {host:.1} GB/s between host and device"),
+            None => format!(
+                "at published rates: {:.0} % of {matmul} TFLOP/s of matrix products, {attention_forward} of attention, \
+                 {attention_backward} of its backward; {host} GB/s between host and device",
+                efficiency * 100.0
+            ),
+        }
+    }
+
     /// The lines that the command prints.
     #[must_use]
     pub fn text(&self) -> String {
-        let Rates { matmul, attention_forward, attention_backward, host, efficiency, .. } = self.rates;
-        let mut lines = vec![format!(
-            "predicted seconds of a group: {:.1}, at {:.0} % of {matmul} TFLOP/s of matrix products, {attention_forward} of \
-             attention, {attention_backward} of its backward; {host} GB/s between host and device",
-            self.total,
-            efficiency * 100.0
-        )];
+        let mut lines = vec![format!("predicted seconds of a group: {:.1}, {}", self.total, self.pace())];
         let gathers = self.phases.iter().any(|phase| phase.gathered_tera > 0.0);
         let has_rules = self.phases.iter().any(|phase| phase.delta_tera > 0.0);
         for phase in &self.phases {
@@ -279,16 +331,18 @@ impl Seconds {
                 phase.copies,
                 phase.copied_bytes / 1e9
             ));
-            lines.extend((has_rules && phase.compute >= 0.05).then(|| phase.terms.text()));
+            let shown = (has_rules || self.measured.is_some()) && phase.compute >= 0.05;
+            lines.extend(shown.then(|| phase.terms.text(self.measured.is_some())));
         }
-        if has_rules {
+        let published = self.measured.is_none();
+        if has_rules && published {
             let Rates { delta_forward, delta_backward, memory, .. } = self.rates;
             lines.push(format!(
                 "  delta rules at {delta_forward} TFLOP/s and {delta_backward} of their backward; convolutions, norms and gates \
                  around them at {memory} GB/s of device memory"
             ));
         }
-        if gathers {
+        if gathers && published {
             let Rates { gathered_forward, gathered_backward, choosing, experts, .. } = self.rates;
             lines.push(format!(
                 "  attention over gathered keys at {gathered_forward} TFLOP/s and {gathered_backward} of its backward, which is \
@@ -296,11 +350,11 @@ impl Seconds {
             ));
         }
         if self.phases.iter().any(|phase| phase.phase == Phase::Rollout) {
-            let Rates { memory, launch, message, .. } = self.rates;
+            let Rates { memory, layer, message, .. } = self.rates;
             lines.push(format!(
-                "  rollout: answers as long as may be, at {:.0} % of {memory} GB/s of device memory, {launch} µs an \
-                 operation, {message} µs a message",
-                efficiency * 100.0
+                "  rollout: answers as long as may be, at {:.0} % of {memory:.0} GB/s of device memory, {layer:.0} µs a layer, \
+                 {message} µs a message",
+                self.rates.efficiency * 100.0
             ));
         }
         if self.updates > 1 {

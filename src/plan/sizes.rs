@@ -1,5 +1,7 @@
 //! Lengths and widths that the addends share, and the addends that stay for the whole run.
 
+use std::ops::Range;
+
 use super::addend::{Addend, Place, addend, product, within};
 use super::offload_choice::OffloadChoice;
 use crate::config::{DeviceChoice, Dtype, RunConfig, When};
@@ -138,6 +140,11 @@ impl<'a> Sizes<'a> {
         let state =
             |layers: &[Layer]| layers.iter().map(|layer| layer.mix.widths().state).sum::<u64>() * self.model_bytes;
         self.shape.layers.windows(count).map(state).max().unwrap_or(0)
+    }
+
+    /// Bytes of a position's page state in these layers.
+    pub(super) fn state_in(&self, layers: Range<usize>) -> u64 {
+        self.shape.layers[layers].iter().map(|layer| layer.mix.widths().state).sum::<u64>() * self.model_bytes
     }
 
     /// The page state of a position in `layers` layers, in words.

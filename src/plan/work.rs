@@ -17,6 +17,7 @@
 //! Frozen weights have no gradient, so their backward costs one forward, and that of an adapter costs two. Attention's
 //! backward is counted as 2.5 forwards, as in its rates. A multiplication and an addition are two operations.
 
+use super::drawing::{TokenReads, token_bytes};
 use super::offload_choice::OffloadChoice;
 use super::operations::{Passes, Rows, Runs, Work, delta_exchange, delta_rule, mixing, partial};
 use super::sizes::{adapter_elements, element_bytes};
@@ -27,25 +28,34 @@ use crate::prompt::pages::Residency;
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{float, from_index};
 
-/// Small operations of a layer for one token: norms, seven projections with their adapters, rotation, attention, merging.
-const LAYER_LAUNCHES: f64 = 100.0;
-
 /// The work of one configuration under one choice. Bytes are those of an element in the model's dtype and in the
 /// accumulation dtype.
 pub(super) struct StepWork<'a> {
     config: &'a RunConfig,
-    shape: &'a Shape,
-    choice: OffloadChoice,
+    pub(super) shape: &'a Shape,
+    pub(super) choice: OffloadChoice,
     /// Ranks in the world.
     ranks: f64,
     /// Ranks that share a prompt.
-    sharers: f64,
+    pub(super) sharers: f64,
     /// Prompt positions on the rank that holds most.
-    prompt_rows: f64,
+    pub(super) prompt_rows: f64,
     /// Prompt positions with gradient on a rank, if they are spread as evenly as the prompt.
     tail_rows: f64,
     model_bytes: f64,
     acc_bytes: f64,
+}
+
+/// How often an update on a group captures the prompt, and scores the answers.
+#[derive(Clone, Copy)]
+pub(super) struct Repeats {
+    pub(super) captures: f64,
+    pub(super) scores: f64,
+}
+
+impl Repeats {
+    /// Each once.
+    pub(super) const ONE: Repeats = Repeats { captures: 1.0, scores: 1.0 };
 }
 
 impl<'a> StepWork<'a> {
@@ -68,12 +78,7 @@ impl<'a> StepWork<'a> {
 
     /// The phases of a step on one group, in their order.
     pub(super) fn phases(&self) -> Vec<(Phase, Work)> {
-        // With a reference the prompt and the answers run under the starting policy too, and its pages replace the policy's.
-        let (captures, scores) = match (self.config.grpo.kl_coef > 0.0, self.config.rollout.sample) {
-            (true, true) => (3.0, 2.0),
-            (true, false) => (2.0, 2.0),
-            (false, _) => (1.0, 1.0),
-        };
+        let Repeats { captures, scores } = self.repeats();
         let mut phases = vec![(Phase::Capture, self.capture().times(captures))];
         if self.config.rollout.sample {
             phases.push((Phase::Rollout, self.rollout()));
@@ -87,6 +92,17 @@ impl<'a> StepWork<'a> {
         phases
     }
 
+    /// How often the first update captures and scores. With a reference the prompt and the answers run under the starting policy
+    /// too, and its pages replace the policy's.
+    pub(super) fn repeats(&self) -> Repeats {
+        let (captures, scores) = match (self.config.grpo.kl_coef > 0.0, self.config.rollout.sample) {
+            (true, true) => (3.0, 2.0),
+            (true, false) => (2.0, 2.0),
+            (false, _) => (1.0, 1.0),
+        };
+        Repeats { captures, scores }
+    }
+
     /// The phases of one more update on the same group: scores stay, the prompt is captured again.
     pub(super) fn further(&self) -> [(Phase, Work); 4] {
         [
@@ -97,22 +113,28 @@ impl<'a> StepWork<'a> {
         ]
     }
 
-    fn prompt(&self) -> Rows {
+    pub(super) fn prompt(&self) -> Rows {
         Rows { start: 0.0, count: float(self.config.context.prompt_len.0) }
     }
 
+    /// Prompt positions that carry gradient, on all ranks.
+    pub(super) fn tail(&self) -> Rows {
+        let count = float(self.config.tail(self.config.context.prompt_len).0);
+        Rows { start: float(self.config.context.prompt_len.0) - count, count }
+    }
+
     /// Rows of an answer. Its last token is never an input.
-    fn answer(&self) -> Rows {
+    pub(super) fn answer(&self) -> Rows {
         let context = &self.config.context;
         Rows { start: float(context.prompt_len.0), count: float(context.answer_len.0.saturating_sub(1)) }
     }
 
-    fn group(&self) -> f64 {
+    pub(super) fn group(&self) -> f64 {
         float(self.config.grpo.group_size)
     }
 
     /// Whether the tail is long, so that its rows stay and page state travels.
-    fn travels(&self) -> bool {
+    pub(super) fn travels(&self) -> bool {
         self.config.tail(self.config.context.prompt_len) > self.config.memory.micro_block
     }
 
@@ -207,10 +229,8 @@ impl<'a> StepWork<'a> {
         work.experts += rows.experts / float(self.config.parallel.ep_size.max(1));
         let mut work = work.times(self.group());
         work.reads = self.token_reads();
-        work.launches = LAYER_LAUNCHES * (float(self.shape.depth()) + 1.0);
-        if !self.choice.pages_stay() {
-            work.bytes_in += self.staged();
-        }
+        work.layer_steps = float(self.shape.depth()) + 1.0;
+        work.bytes_in += self.moved_for_token();
         let others = self.sharers - 1.0;
         let attends = |layer: &Layer| layer.mix.widths().beside > 0;
         let partial = |layer: &Layer| if attends(layer) { partial(layer) } else { 0 };
@@ -226,34 +246,19 @@ impl<'a> StepWork<'a> {
         work
     }
 
-    /// Bytes that a rank reads for a token: weights once for all answers, experts as if all were chosen, and keys and values
-    /// of its pages and of its share of the answers.
+    /// Bytes that a rank reads for a token, half-way through the longest answer.
     fn token_reads(&self) -> f64 {
-        let experts = float(self.shape.experts()) / float(self.config.parallel.ep_size.max(1));
-        let head = float(self.shape.width) * float(self.shape.vocabulary);
-        let weights = float(self.shape.sum(|layer| layer.parameters)) + experts + head;
-        let adapters = float(adapter_elements(self.config, self.shape)) * self.acc_bytes;
-        let answers = self.group() * self.sampled() / 2.0 / self.sharers;
-        let keys = |layer: &Layer| {
-            let widths = layer.mix.widths();
-            match layer.mix {
-                Mix::Grouped { window, .. } => {
-                    let seen = window.map_or(self.prompt_rows, |window| self.prompt_rows.min(float(window)));
-                    (seen + answers) * float(widths.state) * self.model_bytes
-                }
-                Mix::Latent { index, .. } => {
-                    let chosen = self.group() * float(index.top) / self.sharers * float(widths.carries);
-                    let scored = if index.owner { (self.prompt_rows + answers) * float(index.dim) } else { 0.0 };
-                    (chosen + scored) * self.model_bytes
-                }
-                Mix::Delta { .. } => {
-                    // Read, and written again.
-                    let (inputs, state) = layer.mix.border();
-                    2.0 * self.group() * (float(inputs) * self.model_bytes + float(state) * self.acc_bytes)
-                }
-            }
+        let of = TokenReads {
+            prompt_rows: self.prompt_rows,
+            answers: self.group(),
+            own_rows: self.sampled() / 2.0 / self.sharers,
+            sharers: self.sharers,
+            expert_share: 1.0 / float(self.config.parallel.ep_size.max(1)),
+            adapters: adapter_elements(self.config, self.shape),
+            model_bytes: self.model_bytes,
+            acc_bytes: self.acc_bytes,
         };
-        weights * self.model_bytes + adapters + self.shape.layers.iter().map(keys).sum::<f64>()
+        token_bytes(self.shape, &of)
     }
 
     fn score(&self) -> Work {
@@ -289,13 +294,12 @@ impl<'a> StepWork<'a> {
 
     fn sweep(&self) -> Work {
         let keeping = self.choice.keeping;
-        let count = float(self.config.tail(self.config.context.prompt_len).0);
-        if count <= 0.0 {
+        let tail = self.tail();
+        if tail.count <= 0.0 {
             return Work::default();
         }
         let travels = self.travels();
-        let every = if travels { float(from_index(keeping.every)).max(1.0) } else { 1.0 };
-        let again = (every - 1.0) / every;
+        let again = self.again();
         let mixed = if travels && keeping.attention { 0.0 } else { 1.0 };
         let runs = Runs {
             a: Passes::back(2.0 + again),
@@ -303,8 +307,7 @@ impl<'a> StepWork<'a> {
             attention: Passes::back(mixed * (1.0 + again)),
             choosing: if self.choice.keeping.index_sets { 0.0 } else { 1.0 },
         };
-        let start = float(self.config.context.prompt_len.0) - count;
-        let mut work = self.share(self.layers(Rows { start, count }, runs));
+        let mut work = self.share(self.layers(tail, runs));
         if keeping.tail == Residency::Host {
             work.bytes_in += self.tail_bytes();
         }
@@ -315,6 +318,12 @@ impl<'a> StepWork<'a> {
         }
         self.to_experts(&mut work, self.tail_rows, runs);
         work
+    }
+
+    /// Share of the layers whose input the sweep computes again.
+    pub(super) fn again(&self) -> f64 {
+        let every = if self.travels() { float(from_index(self.choice.keeping.every)).max(1.0) } else { 1.0 };
+        (every - 1.0) / every
     }
 
     /// Rank 0 sums the gradients of all ranks in host memory, in rank order, and sends the sum back.
@@ -331,6 +340,14 @@ impl<'a> StepWork<'a> {
     /// Bytes of pages that are staged for one pass through the layers.
     fn staged(&self) -> f64 {
         if self.choice.keeping.pages == Residency::Host { self.prompt_rows * self.state() } else { 0.0 }
+    }
+
+    /// Bytes of pages that come to the device for every sampled token: those of all layers but the resident ones.
+    fn moved_for_token(&self) -> f64 {
+        let layers = &self.shape.layers;
+        let staged = &layers[self.choice.resident_of(layers.len())..];
+        let state: u64 = staged.iter().map(|layer| layer.mix.widths().state).sum();
+        self.prompt_rows * float(state) * self.model_bytes
     }
 
     /// Rows of all answers on a rank.

@@ -146,11 +146,11 @@ fn agree_on_plan(
         host: plan::available_memory(),
     };
     let mut plan = plan::of(&config, ranks, Some(spec), &room);
-    // Pages of all layers come to every rank's device or to none, so that no rank waits for the others at each token.
-    let by_layer = plan.rollout.is_some_and(|rollout| !rollout.pages_on_device);
-    if world.any(by_layer) && !by_layer {
-        config.rollout.pages_on_device = When::Never;
-        plan = plan::of(&config, ranks, Some(spec), &room);
+    // Pages of as many layers stay on every rank's device, so that no rank waits for the others at each token.
+    let resident = plan.rollout.map_or(usize::MAX, |rollout| rollout.resident_layers);
+    let fewest = world.all.gather_numbers(from_index(resident)).into_iter().min().map_or(resident, as_index);
+    if fewest < resident {
+        plan = plan::of_at_most(&config, ranks, Some(spec), &room, fewest);
     }
     world.agree(plan.refuse(&room).map_err(Failure::from))?;
     let keeping = agree_on_keeping(&plan, world);
