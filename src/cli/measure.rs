@@ -99,6 +99,15 @@ pub(super) struct BenchFlags {
     /// Keep the tail's block inputs of every N-th layer, and recompute the others
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     inputs_every: u64,
+    /// Sample this many tokens of every answer instead: milliseconds a token, bytes read, share of the memory's rate
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one)]
+    draw: Option<u64>,
+    /// Layers, the first ones, whose pages lie on the device while tokens are sampled (default: all)
+    #[arg(long, value_name = "LAYERS", requires = "draw")]
+    resident: Option<usize>,
+    /// Measure this machine's rates with this model instead (one rank only), for `plan --rates FILE`
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["draw", "conventional"])]
+    rates: Option<PathBuf>,
 }
 
 #[derive(Args, Debug)]
@@ -172,6 +181,7 @@ pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
 
 pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
     let common = flags.common;
+    let rates = flags.rates.clone();
     let options = |device| bench::Options {
         model: flags.model,
         prompt: Tokens(flags.prompt),
@@ -182,6 +192,8 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         page_size: Tokens(flags.common.page_size),
         micro_block: Tokens(flags.common.micro_block),
         conventional: flags.conventional,
+        draw: flags.draw.map(Tokens),
+        resident: flags.resident,
         keeping: Keeping {
             pages: flags.pages,
             tail: flags.tail,
@@ -191,6 +203,17 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
         },
         device,
     };
+    if let Some(file) = rates {
+        let measure = |world: &World, device| {
+            let measured = bench::measure(world, &options(device))?;
+            measured.write(&file)?;
+            Ok(measured)
+        };
+        return measure_and_report(common, measure, |world, measured| {
+            print_report(world, common.json, measured, &measured.text(&file));
+            Exit::Done
+        });
+    }
     let measure = |world: &World, device| bench::run(world, &options(device));
     measure_and_report(common, measure, |world, report| {
         print_report(world, common.json, report, &report.text());

@@ -31,6 +31,7 @@ mod parity;
 mod ping;
 mod plan;
 mod programs;
+mod rates;
 mod refusals;
 mod report;
 mod resume;

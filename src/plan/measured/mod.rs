@@ -20,6 +20,7 @@ use crate::config::Dtype;
 use crate::model::shape::{Layer, Mix, Shape};
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::reading;
+use crate::runtime::saved::save_whole;
 use crate::runtime::units::{Tokens, float};
 
 /// Version of the file. Another one is refused.
@@ -31,6 +32,8 @@ pub const VERSION: u32 = 1;
 pub enum Error {
     #[error("{}: {reason}; write it anew with `longstraw bench MODEL --rates FILE`", file.display())]
     Unreadable { file: PathBuf, reason: String },
+    #[error("{}: the rates cannot be written: {reason}", file.display())]
+    Unwritable { file: PathBuf, reason: String },
     #[error(
         "{}: version {found} of measured rates, and this build reads version {VERSION}; write it anew with `longstraw bench MODEL \
          --rates FILE`",
@@ -279,6 +282,55 @@ impl MeasuredRates {
 }
 
 impl Measurements {
+    /// Writes the file.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn write(&self, file: &Path) -> Result<(), Error> {
+        let reason = |reason: String| Error::Unwritable { file: file.to_owned(), reason };
+        let text = serde_json::to_string_pretty(self).map_err(|error| reason(error.to_string()))?;
+        let whole = std::path::absolute(file).map_err(|error| reason(error.to_string()))?;
+        save_whole(&whole, format!("{text}\n").as_bytes()).map_err(|error| reason(error.to_string()))
+    }
+
+    /// What was measured, in a few lines.
+    #[must_use]
+    pub fn text(&self, file: &Path) -> String {
+        let mut lines = vec![format!(
+            "{}: {}, {}, {}; copies {:.1} GB/s in, {:.1} out, {:.0} on the device; {:.1} us a launch",
+            file.display(),
+            self.device,
+            self.dtype,
+            self.layers.join("; "),
+            self.copies.host_in,
+            self.copies.host_out,
+            self.copies.device,
+            self.launch_us
+        )];
+        lines.extend(self.updates.iter().map(|point| {
+            format!(
+                "{:?}, {} layers, prompt {}: capture {:.4} s, score {:.4} and forward and backward {:.4} of an answer, tail {:.4}",
+                point.gradient,
+                point.layers,
+                point.prompt,
+                point.capture_seconds,
+                point.score_seconds,
+                point.answer_seconds,
+                point.tail_seconds
+            )
+        }));
+        lines.extend(self.draws.iter().map(|point| {
+            format!(
+                "{} answers behind {}: {:.2} ms a token of all, {:.1} GB",
+                point.answers,
+                point.prompt,
+                1e3 * point.token_seconds,
+                point.token_bytes / 1e9
+            )
+        }));
+        lines.join("\n")
+    }
+
     /// What is measured one by one, in the form of published rates; these for the rest. A share of a rate is none.
     fn rates(&self, shape: &Shape) -> Rates {
         let known = Rates::h200(shape);

@@ -34,6 +34,8 @@ pub struct Rates {
     pub copy_in: f64,
     /// A copy back.
     pub copy_out: f64,
+    /// A copy on the device, bytes read and written together, GB/s; 0 on a CPU.
+    pub copy_device: f64,
     /// Microseconds of the host for each small operation that it asks of the device.
     pub launch_us: f64,
 }
@@ -56,17 +58,19 @@ fn launches(device: Device) -> Result<f64, Failure> {
 
 const LAUNCHES: u64 = 500;
 
-/// Rates of copies to the device and back, GB/s.
-fn copies(device: Device) -> Result<(f64, f64), Failure> {
+/// Rates of copies to the device, back, and from one place on it to another, GB/s.
+fn copies(device: Device) -> Result<[f64; 3], Failure> {
     if device == Device::Cpu {
-        return Ok((0.0, 0.0));
+        return Ok([0.0; 3]);
     }
     let here = Tensor::zeros([COPIED], (Kind::BFloat16, device));
     let held = gpu::pinned_like(&here)?;
     let rate = |seconds: f64| 2.0 * float(u64::try_from(COPIED).unwrap_or(0)) / seconds / 1e9;
     let into = median(device, || drop(gpu::copy_in(&here, &held)))?;
     let back = median(device, || drop(gpu::copy_out(&held, &here)))?;
-    Ok((rate(into), rate(back)))
+    let mut there = here.empty_like();
+    let on_device = median(device, || there.copy_(&here))?;
+    Ok([rate(into), rate(back), 2.0 * rate(on_device)])
 }
 
 /// Operations of one pass over a prompt.
@@ -150,7 +154,7 @@ impl Rates {
         let (x, w) = (Tensor::randn([tokens, width], (kind, device)), Tensor::randn([ffn, width], (kind, device)));
         let product = median(device, || drop(x.linear(&w, None::<&Tensor>)))?;
         let of_product = 2.0 * float(spec.width * spec.ffn_width) * float(u64::try_from(tokens).unwrap_or(0)) / 1e12;
-        let (copy_in, copy_out) = copies(device)?;
+        let [copy_in, copy_out, copy_device] = copies(device)?;
         Ok(Rates {
             kernel,
             attention_forward: operations / forward,
@@ -158,13 +162,14 @@ impl Rates {
             matrix: of_product / product,
             copy_in,
             copy_out,
+            copy_device,
             launch_us: launches(device)?,
         })
     }
 }
 
 /// Median seconds of `work`, after one run that is not counted.
-fn median(device: Device, work: impl Fn()) -> Result<f64, Failure> {
+pub(super) fn median(device: Device, mut work: impl FnMut()) -> Result<f64, Failure> {
     let mut seconds = Vec::with_capacity(REPEATS);
     for repeat in 0..=REPEATS {
         gpu::synchronize(device)?;

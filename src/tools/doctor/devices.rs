@@ -56,7 +56,7 @@ pub(super) fn check(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option
         Ok(memory) => memory,
         Err(error) => return (vec![Finding::failed("device", &Failure::from(error))], None),
     };
-    let name = model(&address).unwrap_or_else(|| "a GPU".into());
+    let name = gpu_model(&address).unwrap_or_else(|| "a GPU".into());
     let detail = format!("{name} at {address}, one of {visible} visible, {free} of {total} free");
     let mut findings = vec![Finding::ok("device", detail)];
     let like = Tensor::zeros([PIN_BYTES], (Kind::Uint8, Device::Cpu));
@@ -67,8 +67,8 @@ pub(super) fn check(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option
     (findings, Some(Gpu { address, free, nccl: link::nccl_available() }))
 }
 
-/// The GPU's name as its driver reports it.
-fn model(address: &str) -> Option<String> {
+/// The name of the GPU at `address` on the bus, as its driver reports it.
+pub(crate) fn gpu_model(address: &str) -> Option<String> {
     let file = format!("/proc/driver/nvidia/gpus/{}/information", address.trim_matches('\0').to_lowercase());
     let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("Model:"))?;

@@ -16,6 +16,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
+pub(crate) use devices::gpu_model;
 pub use finding::{Finding, Verdict};
 
 use crate::config::{DeviceChoice, Environment, Error, Loaded, RunConfig, When};

@@ -1,0 +1,236 @@
+//! The machine's rates for a plan: updates on the first layers at two prompts, sampled tokens, and products, attention and
+//! copies one by one.
+
+use tch::{Device, Kind, Tensor};
+
+use super::rates::median;
+use super::{Bench, COMMIT, Run, kernels};
+use crate::config::Gradient;
+use crate::model::shape::{Layer, Mix, Shape};
+use crate::plan::Amount;
+use crate::plan::measured::{
+    AttentionRate, Copies, DrawPoint, MeasuredGradient, Measurements, ProductRate, UpdatePoint, VERSION, layer_kinds,
+};
+use crate::runtime::failure::Failure;
+use crate::runtime::units::{Tokens, as_dim, float, from_index};
+use crate::tensor::attention::{self, Merged, Visible};
+use crate::tensor::gpu;
+use crate::tensor::kernels::{Heads, Kernel};
+use crate::tools::doctor::gpu_model;
+use crate::tools::parity::dtype_name;
+
+/// Longest prompt of the updates and tokens that are measured.
+const PROMPT_MAX: Tokens = Tokens(131_072);
+
+/// The longer of the two prompts is so many times the shorter one.
+const PROMPTS_APART: u64 = 4;
+
+/// Answers of a measured update.
+const ANSWERS: u64 = 2;
+
+/// Runs of an update; the median of each phase counts.
+const REPEATS: usize = 3;
+
+/// Tokens of a measured draw.
+const TOKENS: Tokens = Tokens(40);
+
+/// Rows of few products, and queries of a short rectangle.
+const FEW_ROWS: u64 = 1024;
+
+/// Queries and keys of a large rectangle.
+const LARGE: u64 = 32_768;
+
+impl Bench<'_> {
+    /// Measures everything, the quickest first.
+    pub(super) fn measured(&self) -> Result<Measurements, Failure> {
+        let options = self.options;
+        let shape = Shape::of(&self.spec);
+        let longest = options.prompt.min(PROMPT_MAX);
+        let pages = (longest.0 / PROMPTS_APART).div_ceil(options.page_size.0);
+        let prompts = [Tokens((pages * options.page_size.0).clamp(1, longest.0)), longest];
+        let mut updates = Vec::new();
+        for &gradient in &options.gradients {
+            updates.extend(self.updates(&shape, prompts, gradient)?);
+        }
+        let answers = options.groups.iter().copied().max().unwrap_or(ANSWERS);
+        let mut draws = Vec::new();
+        for prompt in prompts {
+            let drawn = self.drawn(prompt, answers, TOKENS)?;
+            draws.push(DrawPoint {
+                layers: from_index(drawn.layers),
+                prompt,
+                answers,
+                token_seconds: drawn.token_ms_of_all / 1e3,
+                token_bytes: drawn.token_bytes,
+            });
+        }
+        Ok(Measurements {
+            version: VERSION,
+            device: device_name(options.device),
+            commit: COMMIT.to_owned(),
+            dtype: dtype_name(options.kind).to_owned(),
+            layers: layer_kinds(&shape.layers),
+            micro_block: options.micro_block,
+            answer: options.answer,
+            attention_kept: options.keeping.attention,
+            copies: Copies {
+                host_in: self.rates.copy_in,
+                host_out: self.rates.copy_out,
+                device: self.rates.copy_device,
+            },
+            launch_us: self.rates.launch_us,
+            products: self.products(&shape)?,
+            attention: self.attention(&shape, longest)?,
+            updates,
+            draws,
+        })
+    }
+
+    /// Updates on few and on more of the first layers, at both prompts.
+    fn updates(&self, shape: &Shape, prompts: [Tokens; 2], gradient: Gradient) -> Result<Vec<UpdatePoint>, Failure> {
+        let gradient_of = match gradient {
+            Gradient::Exact => MeasuredGradient::Exact,
+            // A longer tail than one row is another update; the plan counts its rows as an answer's.
+            _ => MeasuredGradient::Response,
+        };
+        let mut points = Vec::new();
+        for layers in depths(kernels::warm_layers(&self.spec), self.spec.layers) {
+            let decoder = self.spec.first_layers(layers).decoder(self.weights.clone(), self.options.kind);
+            for prompt in prompts {
+                // Kernels are chosen for these sizes, and host memory is pinned.
+                self.paged(&*decoder, prompt, ANSWERS, gradient)?;
+                let runs = (0..REPEATS).map(|_| self.paged(&*decoder, prompt, ANSWERS, gradient));
+                let runs = runs.collect::<Result<Vec<Run>, Failure>>()?;
+                let of = |seconds: fn(&Run) -> f64| middle(runs.iter().map(seconds).collect());
+                let first = &shape.layers[..layers];
+                let rows = Tokens(self.options.answer.0.saturating_sub(1));
+                points.push(UpdatePoint {
+                    gradient: gradient_of,
+                    layers: from_index(layers),
+                    prompt,
+                    of_prompt: Amount::of(first, Tokens(0), prompt),
+                    of_last_row: Amount::of(first, Tokens(prompt.0 - 1), Tokens(1)),
+                    of_answer: Amount::of(first, prompt, rows),
+                    capture_seconds: of(|run| run.capture_seconds),
+                    score_seconds: of(|run| run.score_seconds) / float(ANSWERS),
+                    answer_seconds: of(|run| run.answers_seconds) / float(ANSWERS),
+                    tail_seconds: of(|run| run.tail_seconds),
+                });
+            }
+        }
+        Ok(points)
+    }
+
+    /// Products with every size of weight that the layers have, with the rows of a micro-block and with few.
+    fn products(&self, shape: &Shape) -> Result<Vec<ProductRate>, Failure> {
+        let mut sizes: Vec<(u64, u64)> = Vec::new();
+        for projection in shape.layers.iter().flat_map(|layer| &layer.projections) {
+            if !sizes.contains(&(projection.inputs, projection.outputs)) {
+                sizes.push((projection.inputs, projection.outputs));
+            }
+        }
+        let mut rates = Vec::new();
+        for rows in [self.options.micro_block.0, FEW_ROWS.min(self.options.micro_block.0)] {
+            for &(inputs, outputs) in &sizes {
+                let draw = |rows: u64, columns: u64| self.random([as_dim(rows), as_dim(columns)]);
+                let (x, w) = (draw(rows, inputs), draw(outputs, inputs));
+                let seconds = median(self.options.device, || drop(x.linear(&w, None::<&Tensor>)))?;
+                let tera = 2.0 * float(rows) * float(inputs) * float(outputs) / seconds / 1e12;
+                rates.push(ProductRate { rows, inputs, outputs, tera });
+            }
+        }
+        Ok(rates)
+    }
+
+    /// Attention kernels on a causal square, on the rectangle beside it, and on few queries over the keys of a prompt as they
+    /// are cut; of every head width, without windows.
+    fn attention(&self, shape: &Shape, prompt: Tokens) -> Result<Vec<AttentionRate>, Failure> {
+        let mut all: Vec<&Layer> = Vec::new();
+        for layer in &shape.layers {
+            let is_new = !all.iter().any(|other| other.mix == layer.mix);
+            if matches!(layer.mix, Mix::Grouped { window: None, .. }) && is_new {
+                all.push(layer);
+            }
+        }
+        let large = if self.options.device == Device::Cpu { FEW_ROWS } else { LARGE }.min(prompt.0);
+        let mut rates = Vec::new();
+        for layer in all {
+            for (queries, keys, causal) in
+                [(large, large, true), (large, large, false), (FEW_ROWS.min(prompt.0), large, false)]
+            {
+                rates.extend(self.rectangle(&layer.mix, queries, keys, causal)?);
+            }
+        }
+        Ok(rates)
+    }
+
+    /// One rectangle of attention, forward and backward; nothing where no fused kernel computes it.
+    fn rectangle(&self, mix: &Mix, queries: u64, keys: u64, causal: bool) -> Result<Option<AttentionRate>, Failure> {
+        let Mix::Grouped { query_heads, kv_heads, head_dim, .. } = *mix else { return Ok(None) };
+        let (device, kind) = (self.options.device, self.options.kind);
+        let heads = Heads { query: as_dim(query_heads), kv: as_dim(kv_heads), dim: as_dim(head_dim), kind };
+        let kernel = Kernel::choose(device, &heads, gpu::repeats());
+        if kernel == Kernel::Plain {
+            return Ok(None);
+        }
+        let (t, s) = (as_dim(queries), as_dim(keys));
+        let q_thd = self.random([t, heads.query, heads.dim]);
+        let (k_sgd, v_sgd) = (self.random([s, heads.kv, heads.dim]), self.random([s, heads.kv, heads.dim]));
+        let visible = if causal { Visible::Causal } else { Visible::All };
+        let scale = float(head_dim).powf(-0.5);
+        let part = attention::forward(kernel, &q_thd, &k_sgd, &v_sgd, visible, scale);
+        let merged = Merged { q_thd: &q_thd, out_thd: &part.out_thd, lse_th: &part.lse_th, dout_thd: &part.out_thd };
+        let forward = median(device, || drop(attention::forward(kernel, &q_thd, &k_sgd, &v_sgd, visible, scale)))?;
+        let backward = median(device, || drop(attention::backward(kernel, &merged, &k_sgd, &v_sgd, visible, scale)))?;
+        let pairs = if causal { float(queries) * (float(keys) + 1.0) / 2.0 } else { float(queries) * float(keys) };
+        let tera = 4.0 * float(query_heads * head_dim) * pairs / 1e12;
+        Ok(Some(AttentionRate {
+            head_dim,
+            queries,
+            keys,
+            causal,
+            forward: tera / forward,
+            backward: 2.5 * tera / backward,
+        }))
+    }
+
+    fn random<const N: usize>(&self, shape: [i64; N]) -> Tensor {
+        let kind: Kind = self.options.kind;
+        Tensor::randn(shape, (kind, self.options.device))
+    }
+}
+
+/// Two numbers of layers to time: those with every kind of mixer, or one, and three times as many.
+fn depths(kinds: usize, layers: usize) -> Vec<usize> {
+    let few = if kinds < layers { kinds } else { 1 };
+    let more = (3 * few).clamp(few, layers);
+    if more > few { vec![few, more] } else { vec![few] }
+}
+
+/// The median of an odd number of values.
+fn middle(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// The name that the driver has for the GPU, or what else computes.
+fn device_name(device: Device) -> String {
+    match device {
+        Device::Cuda(index) => gpu::identity(index).and_then(|address| gpu_model(&address)).unwrap_or("a GPU".into()),
+        _ => "a CPU".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_depths_are_timed_where_a_model_has_layers_for_them() {
+        assert_eq!(depths(2, 36), [2, 6]);
+        assert_eq!(depths(4, 64), [4, 12]);
+        assert_eq!(depths(4, 6), [4, 6]);
+        assert_eq!(depths(2, 2), [1, 2]);
+        assert_eq!(depths(1, 1), [1]);
+    }
+}
