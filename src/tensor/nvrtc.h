@@ -140,9 +140,6 @@ inline void* function_of(void* module, const char* name) {
   return found;
 }
 
-// The most that a block can have.
-constexpr int kSharedMost = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-
 // Shared memory that a launch of `function` may ask for.
 inline void allow_shared(void* function, unsigned bytes) {
   constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

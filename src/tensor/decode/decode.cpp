@@ -11,11 +11,17 @@ namespace {
 
 using namespace longstraw;
 
+// A function, and the bytes of shared memory that its launches may ask for.
+struct Function {
+  void* handle = nullptr;
+  unsigned shared = 48 << 10;
+};
+
 // Modules by dtype and head width, and the functions that have been asked for. They stay until the process ends.
 struct Loaded {
   std::mutex lock;
   std::map<std::pair<int, int>, void*> modules;
-  std::map<std::pair<void*, std::string>, void*> functions;
+  std::map<std::pair<void*, std::string>, Function> functions;
 };
 Loaded& loaded() {
   static auto* made = new Loaded;
@@ -30,14 +36,13 @@ void* function(int dtype, int head, const char* name, unsigned shared) {
   const std::lock_guard<std::mutex> held(all.lock);
   const auto module = all.modules.find({dtype, head});
   TORCH_CHECK(module != all.modules.end(), "the kernels of a decode step are not loaded");
-  void*& found = all.functions[{module->second, name}];
-  if (found == nullptr) {
-    void* fresh = function_of(module->second, name);
-    constexpr unsigned kWithoutAsking = 48 << 10;
-    if (shared > kWithoutAsking) allow_shared(fresh, static_cast<unsigned>(attribute(kSharedMost)));
-    found = fresh;
+  Function& found = all.functions[{module->second, name}];
+  if (found.handle == nullptr) found.handle = function_of(module->second, name);
+  if (shared > found.shared) {
+    allow_shared(found.handle, shared);
+    found.shared = shared;
   }
-  return found;
+  return found.handle;
 }
 
 // CUlaunchAttribute and CUlaunchConfig of the driver's interface.
