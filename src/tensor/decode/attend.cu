@@ -11,8 +11,8 @@ constexpr int kAttendRows = HEAD > 128 ? 32 : 64;
 struct Keys {
   const T *k, *v;    // of visible key 0 of the first run
   const T *k2, *v2;  // of visible key `count`, less `count` rows
-  int64 count;       // of the first run
-  int64 begin, end;  // the part's share
+  int count;         // of the first run
+  int begin, end;    // the part's share
 };
 
 // What a block computes.
@@ -47,6 +47,11 @@ __device__ inline Unit unit_of(const Attend& all) {
 
 __device__ inline int64 between(int64 x, int64 low, int64 high) { return x < low ? low : x > high ? high : x; }
 
+// Where share `share` of `visible` keys begins: a multiple of 16.
+__device__ inline int border(u32 visible, u32 share, u32 shares) {
+  return (visible / shares * share + min(visible % shares, share)) & ~15u;
+}
+
 // `row` counts only for own keys and windows.
 __device__ inline Keys keys_of(const Attend& all, const Unit& unit, int64 row) {
   const int64 width = static_cast<int64>(all.groups) * HEAD, head = static_cast<int64>(unit.group) * HEAD;
@@ -54,28 +59,31 @@ __device__ inline Keys keys_of(const Attend& all, const Unit& unit, int64 row) {
   Keys keys;
   int64 visible;
   if (unit.own) {
-    const int64 filled = row < all.first ? 0 : min((row - all.first) / all.step + 1, all.room);
+    const u32 step = static_cast<u32>(all.step);
+    const int64 filled = row < all.first ? 0 : min(static_cast<int64>(static_cast<u32>(row - all.first) / step) + 1, all.room);
     const int64 before = lowest - all.prompt_end - all.first;  // position from own row 0 on
-    const int64 hidden = before <= 0 ? 0 : min((before + all.step - 1) / all.step, filled);
+    const int64 hidden = before <= 0 ? 0 : min(static_cast<int64>((static_cast<u32>(before) + step - 1) / step), filled);
     const int64 from = (unit.answer * all.room + hidden) * width + head;
     keys.k = in(all.own_k) + from;
     keys.v = in(all.own_v) + from;
     keys.k2 = keys.k;
     keys.v2 = keys.v;
-    keys.count = visible = filled - hidden;
+    visible = filled - hidden;
+    keys.count = static_cast<int>(visible);
   } else {
     const Run &one = all.runs[0], &two = all.runs[1];
     const int64 hidden = between(lowest - one.start, 0, one.rows), hidden2 = between(lowest - two.start, 0, two.rows);
-    keys.count = one.rows - hidden;
+    const int64 count = one.rows - hidden;
+    keys.count = static_cast<int>(count);
     keys.k = in(one.k_sgd) + hidden * width + head;
     keys.v = in(one.v_sgd) + hidden * width + head;
-    keys.k2 = in(two.k_sgd) + (hidden2 - keys.count) * width + head;
-    keys.v2 = in(two.v_sgd) + (hidden2 - keys.count) * width + head;
-    visible = keys.count + two.rows - hidden2;
+    keys.k2 = in(two.k_sgd) + (hidden2 - count) * width + head;
+    keys.v2 = in(two.v_sgd) + (hidden2 - count) * width + head;
+    visible = count + two.rows - hidden2;
   }
-  // Shares begin at multiples of 16 keys.
-  keys.begin = visible * unit.share / unit.shares & ~15ll;
-  keys.end = unit.share + 1 == unit.shares ? visible : visible * (unit.share + 1) / unit.shares & ~15ll;
+  keys.begin = border(static_cast<u32>(visible), unit.share, unit.shares);
+  const bool last = unit.share + 1 == unit.shares;
+  keys.end = last ? static_cast<int>(visible) : border(static_cast<u32>(visible), unit.share + 1, unit.shares);
   return keys;
 }
 
@@ -87,6 +95,7 @@ __device__ inline int64 line_of(const Attend& all, const Unit& unit, int row) {
 
 #if DTYPE != 0
 
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kStage = 64;                      // keys that are brought at once
 constexpr int kSplit = 4;                       // warps that share them: 16 keys each
 constexpr int kPitch = HEAD + 8;                // elements from row to row in shared memory: no bank conflicts
@@ -100,34 +109,49 @@ struct Weighed {
   float values[2 * kSteps][4];
 };
 
-// Adds 16 keys, of which those before `real` exist.
+__device__ inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Adds 16 keys, of which those before `real` exist. `scale` is for powers of two.
 __device__ inline void add_keys(Weighed& all, u32 q, u32 k, u32 v, int real, float scale) {
   float scores[2][4] = {};
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     u32 a[4], b[4];
-    load_matrices(a, q + ((lane() & 15) * kPitch + step * 16 + (lane() >> 4) * 8) * 2);
-    load_matrices(b, k + (((lane() & 7) + (lane() >> 4) * 8) * kPitch + step * 16 + ((lane() >> 3) & 1) * 8) * 2);
+    load_matrices(a, q + step * 32);
+    load_matrices(b, k + step * 32);
     multiply(scores[0], a[0], a[1], a[2], a[3], b[0], b[1]);
     multiply(scores[1], a[0], a[1], a[2], a[3], b[2], b[3]);
   }
-  float most[2] = {all.most[0], all.most[1]};
+  if (real < 16) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const bool exists = n * 8 + lane() % 4 * 2 + e % 2 < real;
-      scores[n][e] = exists ? scores[n][e] * scale : nothing();
-      most[e / 2] = fmaxf(most[e / 2], scores[n][e]);
+      for (int e = 0; e < 4; ++e) {
+        if (n * 8 + lane() % 4 * 2 + e % 2 >= real) scores[n][e] = nothing();
+      }
     }
   }
   float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    most[half] = fmaxf(most[half], __shfl_xor_sync(kAll, most[half], 1));
-    most[half] = fmaxf(most[half], __shfl_xor_sync(kAll, most[half], 2));
-    factor[half] = exp2f(all.most[half] - most[half]);
-    all.sum[half] *= factor[half];
+    const int e = 2 * half;
+    float most = fmaxf(fmaxf(scores[0][e], scores[0][e + 1]), fmaxf(scores[1][e], scores[1][e + 1]));
+    most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+    most = fmaxf(all.most[half], most * scale);
+    factor[half] = power_of_two(all.most[half] - most);
+    all.most[half] = most;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      scores[n][e] = power_of_two(fmaf(scores[n][e], scale, -most));
+      scores[n][e + 1] = power_of_two(fmaf(scores[n][e + 1], scale, -most));
+    }
+    const float sum = (scores[0][e] + scores[0][e + 1]) + (scores[1][e] + scores[1][e + 1]);
+    all.sum[half] = fmaf(all.sum[half], factor[half], sum);
   }
   if (__any_sync(kAll, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
@@ -136,51 +160,58 @@ __device__ inline void add_keys(Weighed& all, u32 q, u32 k, u32 v, int real, flo
       for (int e = 0; e < 4; ++e) all.values[n][e] *= factor[e / 2];
     }
   }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      scores[n][e] = exp2f(scores[n][e] - most[e / 2]);
-      all.sum[e / 2] += scores[n][e];
-    }
-  }
-  all.most[0] = most[0];
-  all.most[1] = most[1];
   const u32 a0 = pack(scores[0][0], scores[0][1]), a1 = pack(scores[0][2], scores[0][3]);
   const u32 a2 = pack(scores[1][0], scores[1][1]), a3 = pack(scores[1][2], scores[1][3]);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     u32 b[4];
-    load_transposed(b, v + ((lane() & 15) * kPitch + step * 16 + (lane() >> 4) * 8) * 2);
+    load_transposed(b, v + step * 32);
     multiply(all.values[2 * step], a0, a1, a2, a3, b[0], b[1]);
     multiply(all.values[2 * step + 1], a0, a1, a2, a3, b[2], b[3]);
   }
 }
 
 // Brings the keys and values of a stage; an empty group of copies behind the last.
-__device__ inline void bring_stage(const Attend& all, const Keys& keys, int64 first, u32 to) {
+template <int THREADS>
+__device__ inline void bring_stage(const Attend& all, const Keys& keys, int first, u32 to) {
   constexpr int kPieces = HEAD / 8;
-  const int64 width = static_cast<int64>(all.groups) * HEAD;
-  if (first < keys.end) {
-    for (int at = threadIdx.x; at < kStage * kPieces; at += blockDim.x) {
-      const int key = at / kPieces, piece = at % kPieces;
-      const int64 index = first + key;
-      const bool real = index < keys.end, one = index < keys.count;
-      const int64 from = real ? index * width + piece * 8 : 0;
+  const int width = all.groups * HEAD;
+  const bool whole = first + kStage <= keys.end && (first + kStage <= keys.count || first >= keys.count);
+  if (whole) {
+    const int64 before = static_cast<int64>(first) * width;
+    const T* k = (first < keys.count ? keys.k : keys.k2) + before;
+    const T* v = (first < keys.count ? keys.v : keys.v2) + before;
+#pragma unroll
+    for (int round = 0; round < (kStage * kPieces + THREADS - 1) / THREADS; ++round) {
+      const int at = threadIdx.x + round * THREADS, key = at / kPieces, piece = at % kPieces;
+      if (kStage * kPieces % THREADS != 0 && at >= kStage * kPieces) break;
+      const int from = key * width + piece * 8;
       const u32 there = to + key * kPitch * 2 + piece * 16;
-      const T* k = real ? (one ? keys.k : keys.k2) + from : in(all.q_ahd);
-      const T* v = real ? (one ? keys.v : keys.v2) + from : in(all.q_ahd);
-      bring(there, k, real);
-      bring(there + kPlane, v, real);
+      bring(there, k + from, true);
+      bring(there + kPlane, v + from, true);
+    }
+  } else if (first < keys.end) {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < kStage * kPieces; at += THREADS) {
+      const int key = at / kPieces, piece = at % kPieces;
+      const int index = first + key;
+      const bool real = index < keys.end, one = index < keys.count;
+      const int64 from = real ? static_cast<int64>(index) * width + piece * 8 : 0;
+      const u32 there = to + key * kPitch * 2 + piece * 16;
+      bring(there, real ? (one ? keys.k : keys.k2) + from : in(all.q_ahd), real);
+      bring(there + kPlane, real ? (one ? keys.v : keys.v2) + from : in(all.q_ahd), real);
     }
   }
   commit();
 }
 
+template <int THREADS>
 __device__ inline void bring_queries(const Attend& all, const Unit& unit, T* to) {
-  constexpr int kPieces = HEAD / 8;
-  for (int at = threadIdx.x; at < (blockDim.x / 8) * kPieces; at += blockDim.x) {
-    const int row = at / kPieces, piece = at % kPieces;
+  constexpr int kPieces = HEAD / 8, kRows = THREADS / 8;
+#pragma unroll
+  for (int round = 0; round < (kRows * kPieces + THREADS - 1) / THREADS; ++round) {
+    const int at = threadIdx.x + round * THREADS, row = at / kPieces, piece = at % kPieces;
+    if (row >= kRows) break;
     uint4 q = make_uint4(0, 0, 0, 0);
     if (row < unit.rows) {
       q = __ldcg(reinterpret_cast<const uint4*>(in(all.q_ahd) + line_of(all, unit, row) * HEAD + piece * 8));
@@ -189,67 +220,98 @@ __device__ inline void bring_queries(const Attend& all, const Unit& unit, T* to)
   }
 }
 
-// Merges what the warps of a row tile have, in their order, and writes it.
+// Merges what the warps of a row tile have, in their order, and writes it. `values` are THREADS / 2 rows.
+template <int THREADS>
 __device__ inline void finish(const Attend& all, const Unit& unit, Weighed& own, float* values) {
-  __shared__ float most_of[kAttendRows / 16 * kSplit][16], sum_of_warp[kAttendRows / 16 * kSplit][16];
   constexpr int kWidth = HEAD + 8;  // floats from row to row: no bank conflicts
+  constexpr int kQuads = HEAD / 4;
+  float* most_of = values + THREADS / 2 * kWidth;  // [warps, 16]
+  float* sum_of_warp = most_of + THREADS / 2;
+  float* factors = sum_of_warp + THREADS / 2;      // [rows, kSplit]
   const int warp = threadIdx.x / 32;
+  __syncthreads();  // nobody reads keys or values any more
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     own.sum[half] += __shfl_xor_sync(kAll, own.sum[half], 1);
     own.sum[half] += __shfl_xor_sync(kAll, own.sum[half], 2);
-    if (lane() % 4 != 0) continue;
-    most_of[warp][lane() / 4 + 8 * half] = own.most[half];
-    sum_of_warp[warp][lane() / 4 + 8 * half] = own.sum[half];
-  }
-  __syncthreads();  // nobody reads keys or values any more
+    const int row = warp * 16 + lane() / 4 + 8 * half;
+    if (lane() % 4 == 0) {
+      most_of[row] = own.most[half];
+      sum_of_warp[row] = own.sum[half];
+    }
 #pragma unroll
-  for (int n = 0; n < 2 * kSteps; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* to = values + (warp * 16 + lane() / 4 + 8 * half) * kWidth + n * 8 + lane() % 4 * 2;
+    for (int n = 0; n < 2 * kSteps; ++n) {
+      float* to = values + row * kWidth + n * 8 + lane() % 4 * 2;
       *reinterpret_cast<float2*>(to) = make_float2(own.values[n][2 * half], own.values[n][2 * half + 1]);
     }
   }
   __syncthreads();
-  const int64 lines = static_cast<int64>(all.answers) * all.heads;
-  for (int at = threadIdx.x; at < unit.rows * HEAD; at += blockDim.x) {
-    const int row = at / HEAD, d = at % HEAD, first = row / 16 * kSplit;
-    float most = nothing(), whole = 0.0f, sum = 0.0f;
+  const int64 part = static_cast<int64>(unit.part) * all.answers * all.heads;
+  if (threadIdx.x < unit.rows) {
+    const int row = threadIdx.x, first = row / 16 * kSplit * 16 + row % 16;  // of the first warp
+    float most = most_of[first], whole = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kSplit; ++i) most = fmaxf(most, most_of[first + i][row % 16]);
+    for (int i = 1; i < kSplit; ++i) most = fmaxf(most, most_of[first + 16 * i]);
+    float factor[kSplit];
 #pragma unroll
     for (int i = 0; i < kSplit; ++i) {
-      const float of = most_of[first + i][row % 16], factor = of == nothing() ? 0.0f : exp2f(of - most);
-      whole = fmaf(factor, sum_of_warp[first + i][row % 16], whole);
-      sum = fmaf(factor, values[((first + i) * 16 + row % 16) * kWidth + d], sum);
+      factor[i] = power_of_two(most_of[first + 16 * i] - most);
+      whole = fmaf(factor[i], sum_of_warp[first + 16 * i], whole);
     }
-    const int64 line = unit.part * lines + line_of(all, unit, row);
-    all.out_pahd[line * HEAD + d] = whole > 0.0f ? sum / whole : 0.0f;
-    if (d == 0) all.lse_pah[line] = whole > 0.0f ? (most + log2f(whole)) * kLn2 : nothing();
+    const float scale = whole > 0.0f ? 1.0f / whole : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSplit; ++i) factors[row * kSplit + i] = factor[i] * scale;
+    all.lse_pah[part + line_of(all, unit, row)] = whole > 0.0f ? (most + log2f(whole)) * kLn2 : nothing();
+  }
+  __syncthreads();
+  for (int row = warp; row < unit.rows; row += THREADS / 32) {
+    const float4 factor = *reinterpret_cast<const float4*>(factors + row * kSplit);
+    const float* from = values + (row / 16 * kSplit * 16 + row % 16) * kWidth;
+    float* to = all.out_pahd + (part + line_of(all, unit, row)) * HEAD;
+    for (int quad = lane(); quad < kQuads; quad += 32) {
+      const float weights[kSplit] = {factor.x, factor.y, factor.z, factor.w};
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int i = 0; i < kSplit; ++i) {
+        const float4 x = *reinterpret_cast<const float4*>(from + i * 16 * kWidth + quad * 4);
+        sum.x = fmaf(weights[i], x.x, sum.x);
+        sum.y = fmaf(weights[i], x.y, sum.y);
+        sum.z = fmaf(weights[i], x.z, sum.z);
+        sum.w = fmaf(weights[i], x.w, sum.w);
+      }
+      *reinterpret_cast<float4*>(to + quad * 4) = sum;
+    }
   }
 }
 
-// Bytes of the rows' queries before the stages.
-__device__ inline int query_bytes() { return blockDim.x / 8 * kPitch * 2; }
-
-template <int STAGES>
+// `THREADS` / 8 rows at most.
+template <int THREADS, int STAGES>
 __device__ inline void attend_with(const Attend& all) {
+  constexpr int kQueries = THREADS / 8 * kPitch * 2;  // bytes
+  __shared__ Unit unit_kept;  // not in registers while keys are added
+  __shared__ Keys keys_kept;
   const Unit unit = unit_of(all);
   T* q = reinterpret_cast<T*>(shared);
-  const u32 stages = shared_address(shared) + query_bytes();
+  const u32 stages = shared_address(shared) + kQueries;
   const bool early = !unit.own && all.window == 0;  // keys that no kernel of this token writes or chooses
   if (!early) await_previous();
   const Keys keys = keys_of(all, unit, early ? 0 : __ldcg(&all.at->row));
-  int64 next = keys.begin;
+  if (threadIdx.x == 0) {
+    unit_kept = unit;
+    keys_kept = keys;
+  }
+  int next = keys.begin;
 #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage, next += kStage) {
-    bring_stage(all, keys, next, stages + stage * 2 * kPlane);
+    bring_stage<THREADS>(all, keys, next, stages + stage * 2 * kPlane);
   }
   if (early) await_previous();
-  bring_queries(all, unit, q);
+  bring_queries<THREADS>(all, unit, q);
   const int warp = threadIdx.x / 32, tile = warp / kSplit, key = warp % kSplit * 16;
-  const u32 rows = shared_address(q) + tile * 16 * kPitch * 2;
+  // What a lane reads of an operand, from the operand's beginning.
+  const u32 rows = shared_address(q) + ((tile * 16 + (lane() & 15)) * kPitch + (lane() >> 4) * 8) * 2;
+  const u32 of_keys = ((key + (lane() & 7) + (lane() >> 4) * 8) * kPitch + ((lane() >> 3) & 1) * 8) * 2;
+  const u32 of_values = ((key + (lane() & 15)) * kPitch + (lane() >> 4) * 8) * 2 + kPlane;
   Weighed own;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -261,28 +323,33 @@ __device__ inline void attend_with(const Attend& all) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) own.values[n][e] = 0.0f;
   }
-  int slot = 0, free = STAGES - 1;
-  for (int64 first = keys.begin; first < keys.end; first += kStage, next += kStage) {
+  const bool used = tile * 16 < unit.rows;
+  const float scale = all.scale * kLog2E;
+  u32 stage = stages, free = stages + (STAGES - 1) * 2 * kPlane;
+  const u32 last = free;
+#pragma unroll 1
+  for (int first = keys.begin, end = keys.end; first < end; first += kStage, next += kStage) {
     await_copies<STAGES - 2>();
     __syncthreads();  // the stage has come for all, and all have done with the one before
-    bring_stage(all, keys, next, stages + free * 2 * kPlane);
-    const int real = static_cast<int>(min(keys.end - first, static_cast<int64>(kStage))) - key;
-    const u32 k = stages + slot * 2 * kPlane + key * kPitch * 2;
-    if (tile * 16 < unit.rows && real > 0) add_keys(own, rows, k, k + kPlane, real, all.scale * kLog2E);
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
-    free = free + 1 == STAGES ? 0 : free + 1;
+    bring_stage<THREADS>(all, keys_kept, next, free);
+    const int real = min(end - first, kStage) - key;
+    if (used && real > 0) add_keys(own, rows, stage + of_keys, stage + of_values, real, scale);
+    stage = stage == last ? stages : stage + 2 * kPlane;
+    free = free == last ? stages : free + 2 * kPlane;
   }
   await_copies<0>();
-  finish(all, unit, own, reinterpret_cast<float*>(shared + query_bytes()));
+  finish<THREADS>(all, unit_kept, own, reinterpret_cast<float*>(shared + kQueries));
 }
 
 // blockDim.x: 128 for each 16 rows of the largest block of rows, which are 1, 2 or 4 times 16.
 extern "C" __global__ void __launch_bounds__(kAttendThreads) attend(const __grid_constant__ Attend all) {
   start_next();
-  if (blockDim.x > 256) {
-    attend_with<5>(all);
-  } else {
-    attend_with<3>(all);
+  if (blockDim.x == 128) {
+    attend_with<128, 3>(all);
+  } else if (blockDim.x == 256) {
+    attend_with<256, 3>(all);
+  } else if (kAttendThreads > 256) {
+    attend_with<kAttendThreads, 5>(all);
   }
 }
 
@@ -306,8 +373,8 @@ extern "C" __global__ void __launch_bounds__(kAttendThreads) attend(const __grid
     for (int d = lane(); d < HEAD; d += 32) q[d] = __ldcg(in(all.q_ahd) + line * HEAD + d);
     __syncwarp();
     float most = nothing(), whole = 0.0f, values[kDimsOf] = {};
-    for (int64 first = keys.begin; first < keys.end; first += 32) {
-      const int64 index = min(first + lane(), keys.end - 1);
+    for (int first = keys.begin; first < keys.end; first += 32) {
+      const int index = min(first + lane(), keys.end - 1);
       const float4* k = reinterpret_cast<const float4*>((index < keys.count ? keys.k : keys.k2) + index * width);
       float score = 0.0f;
 #pragma unroll 8
@@ -323,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(kAttendThreads) attend(const __grid
       most = now;
       whole = fmaf(whole, factor, warp_sum(weight));
       float sums[kDimsOf] = {};
-      const int count = static_cast<int>(min(keys.end - first, 32ll));
+      const int count = min(keys.end - first, 32);
       for (int i = 0; i < count; ++i) {
         const float w = __shfl_sync(kAll, weight, i);
         const float* v = (first + i < keys.count ? keys.v : keys.v2) + (first + i) * width;

@@ -9,7 +9,13 @@ __device__ inline void merge_parts(const Merge& all) {
   __shared__ float weights[kPartsMax], most_of[kMergeThreads / 32];
   start_next();
   await_previous();
-  const int parts = static_cast<int>(all.parts), lines = all.answers * all.heads, line = blockIdx.x;
+  constexpr int kTogether = 32;  // parts whose values are requested before their weights are known
+  const int parts = static_cast<int>(all.parts), lines = all.answers * all.heads, line = blockIdx.x, d = threadIdx.x;
+  const float* from = all.out_pahd + static_cast<int64>(line) * HEAD + min(d, HEAD - 1);
+  const int64 step = static_cast<int64>(lines) * HEAD;
+  float values[kTogether];
+#pragma unroll
+  for (int part = 0; part < kTogether; ++part) values[part] = part < parts ? __ldcg(from + part * step) : 0.0f;
   float most = nothing();
   for (int part = threadIdx.x; part < parts; part += kMergeThreads) {
     const float lse = __ldcg(all.lse_pah + static_cast<int64>(part) * lines + line);
@@ -27,14 +33,16 @@ __device__ inline void merge_parts(const Merge& all) {
   }
   __syncthreads();
   float whole = 0.0f, sum = 0.0f;
-  const int d = threadIdx.x;
-  const float* from = all.out_pahd + static_cast<int64>(line) * HEAD + min(d, HEAD - 1);
-  const int64 step = static_cast<int64>(lines) * HEAD;
+#pragma unroll
+  for (int part = 0; part < kTogether; ++part) {
+    if (part >= parts) break;
+    whole += weights[part];
+    sum = fmaf(weights[part], values[part], sum);
+  }
 #pragma unroll 8
-  for (int part = 0; part < parts; ++part) {
-    const float weight = weights[part];
-    whole += weight;
-    sum = fmaf(weight, __ldcg(from + part * step), sum);
+  for (int part = kTogether; part < parts; ++part) {
+    whole += weights[part];
+    sum = fmaf(weights[part], __ldcg(from + part * step), sum);
   }
   const float merged = whole > 0.0f ? sum / whole : 0.0f;
   if (d < HEAD) {

@@ -11,7 +11,6 @@ using T = u16;
 #endif
 
 constexpr u32 kAll = 0xffffffffu;
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 #if DTYPE == 0
 __device__ inline float wide(float x) { return x; }
@@ -67,8 +66,6 @@ __device__ inline void start_next() {}
 __device__ inline void await_previous() {}
 #endif
 
-__device__ inline void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
 // --- copies to shared memory -------------------------------------------------------------------------------------
 
 extern __shared__ __align__(128) byte shared[];
@@ -120,64 +117,91 @@ __device__ inline void load_transposed(u32 (&to)[4], u32 address) {
 #endif
 
 // --- raw sums and adapters ---------------------------------------------------------------------------------------
+//
+// What a thread needs is requested all at once: a load takes longer than all arithmetic of these kernels.
 
-__device__ inline float sum_of(const Raw& raw, int answers, int answer, int column) {
-  const float* at = raw.sums + static_cast<int64>(answer) * raw.width + column;
-  const int64 step = static_cast<int64>(answers) * raw.width;
-  float sum = __ldcg(at);
-  for (int split = 1; split < raw.splits; ++split) sum += __ldcg(at + split * step);
-  return sum;
+// Sums of N values over splits in their order: of each, where it stands in the first split.
+template <int N>
+__device__ inline void add_splits(float (&x)[N], const Raw& raw, int answers, const int (&at)[N]) {
+  constexpr int kTogether = N > 4 ? 2 : 4;
+  const int step = answers * raw.width;
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < raw.splits; first += kTogether) {
+    float all[kTogether][N];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const float* from = raw.sums + static_cast<int64>(first + j) * step;
+#pragma unroll
+      for (int i = 0; i < N; ++i) all[j][i] = first + j < raw.splits ? __ldcg(from + at[i]) : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) x[i] += all[j][i];
+    }
+  }
 }
 
 // One value of an adapter's down projection.
 __device__ inline float low_of(const Raw& raw, int answers, int answer, const Adapter& adapter, int r) {
-  return rounded(sum_of(raw, answers, answer, adapter.column + r));
+  const int at[1] = {answer * raw.width + adapter.column + r};
+  float x[1];
+  add_splits(x, raw, answers, at);
+  return rounded(x[0]);
 }
 
-// Eight consecutive values of T, at an address that is a multiple of eight of them.
-__device__ inline void eight(float (&x)[8], const T* from) {
-#if DTYPE == 0
-  const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
-  const float all[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = all[i];
-#else
-  const uint4 all = *reinterpret_cast<const uint4*>(from);
-  const u32 pairs[4] = {all.x, all.y, all.z, all.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = wide(static_cast<u16>(pairs[i] & 0xffffu));
-    x[2 * i + 1] = wide(static_cast<u16>(pairs[i] >> 16));
-  }
-#endif
-}
+constexpr int kRankMax = 256;
+constexpr int kRankKept = 16;
+constexpr int kVector = 16 / sizeof(T);  // elements that are loaded at once
+
+// The beginning of a row of an adapter's up projection; zeros behind its rank.
+struct Up {
+  uint4 parts[kRankKept / kVector];
+};
 
 __device__ inline const T* row_of(const Adapter& adapter, int output) {
   return in(adapter.b_or) + static_cast<int64>(output) * adapter.rank;
 }
 
-// Row `output` of the up projection times the down projection's values.
-__device__ inline float adapted(const Adapter& adapter, int output, const float* low) {
-  const T* b = row_of(adapter, output);
-  float sum = 0.0f;
-  if (adapter.rank % 8 == 0) {
-    for (int r = 0; r < adapter.rank; r += 8) {
-      float x[8];
-      eight(x, b + r);
+__device__ inline Up up_of(const Adapter& adapter, int output) {
+  Up up;
+  const bool whole = adapter.rank % kVector == 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum = fmaf(x[i], low[r + i], sum);
-    }
-  } else {
-    for (int r = 0; r < adapter.rank; ++r) sum = fmaf(wide(b[r]), low[r], sum);
+  for (int i = 0; i < kRankKept / kVector; ++i) {
+    const bool real = whole && i * kVector < adapter.rank;
+    up.parts[i] = real ? *reinterpret_cast<const uint4*>(row_of(adapter, output) + i * kVector) : make_uint4(0, 0, 0, 0);
+  }
+  return up;
+}
+
+__device__ inline float dot(const uint4& b, const float* low, float sum) {
+  const u32 words[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#if DTYPE == 0
+    sum = fmaf(__uint_as_float(words[i]), low[i], sum);
+#else
+    sum = fmaf(wide(static_cast<u16>(words[i] & 0xffffu)), low[2 * i], sum);
+    sum = fmaf(wide(static_cast<u16>(words[i] >> 16)), low[2 * i + 1], sum);
+#endif
   }
   return sum;
 }
 
-__device__ inline void prefetch_row(const Adapter& adapter, int output) {
-  if (adapter.rank == 0) return;
-  const byte* from = reinterpret_cast<const byte*>(row_of(adapter, output));
-  const int bytes = adapter.rank * static_cast<int>(sizeof(T));
-  for (int at = 0; at < bytes; at += 32) prefetch(from + at);
+// Row `output` of the up projection, which begins with `up`, times the down projection's values.
+__device__ inline float adapted(const Adapter& adapter, int output, const Up& up, const float* low) {
+  const T* b = row_of(adapter, output);
+  float sum = 0.0f;
+  if (adapter.rank % kVector != 0) {
+    for (int r = 0; r < adapter.rank; ++r) sum = fmaf(wide(b[r]), low[r], sum);
+    return sum;
+  }
+#pragma unroll
+  for (int i = 0; i < kRankKept / kVector; ++i) {
+    if (i * kVector < adapter.rank) sum = dot(up.parts[i], low + i * kVector, sum);
+  }
+  for (int r = kRankKept; r < adapter.rank; r += kVector) sum = dot(*reinterpret_cast<const uint4*>(b + r), low + r, sum);
+  return sum;
 }
-
-constexpr int kRankMax = 256;

@@ -45,7 +45,10 @@ constexpr int kPiece = kTileRows * kStep * 2;          // bytes of weights
 constexpr int kLine = 20;                              // floats from answer to answer of a warp's sums: no bank conflicts
 constexpr int kXBytesMax = 72 * 1024;                  // x of a split in shared memory beside eight pieces a warp
 constexpr int kXBytesMost = 136 * 1024;                // beside four
-constexpr int kPiecesMany = 8, kPiecesFew = 4;
+#ifndef PIECES_MANY
+#define PIECES_MANY 8
+#endif
+constexpr int kPiecesMany = PIECES_MANY, kPiecesFew = 4;
 
 // Steps of this block's split.
 struct Steps {
@@ -99,23 +102,39 @@ struct Stream {
 
   // x of a lane: answer lane/4 of each eight, inputs lane%4 · 8 and the next seven of a half step.
   __device__ inline uint4 x_of(int step, int half, int n) const {
-    if (KEPT) return kept[((step * 2 + half) * TILES + n) * 32 + lane()];
+    return KEPT ? kept[((step * 2 + half) * TILES + n) * 32 + lane()] : x_in_memory(step, half, n);
+  }
+  __device__ inline uint4 x_in_memory(int step, int half, int n) const {
     const int answer = n * 8 + lane() / 4, input = (steps.first + step) * kStep + half * 32 + lane() % 4 * 8;
     if (answer >= all.answers || input >= all.inputs) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(in(all.x_ai) + static_cast<int64>(answer) * all.inputs + input);
+    return __ldcg(reinterpret_cast<const uint4*>(in(all.x_ai) + static_cast<int64>(answer) * all.inputs + input));
   }
 
+  // The warp's share of x to shared memory.
   __device__ inline void keep_x(uint4* to) const {
-    const int pieces = steps.count * 8;
-#pragma unroll 4
-    for (int at = threadIdx.x; at < pieces * TILES * 8; at += kProductThreads) {
-      const int answer = at / pieces, piece = at % pieces, input = steps.first * kStep + piece * 8;
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (answer < all.answers && input < all.inputs) {
-        x = __ldcg(reinterpret_cast<const uint4*>(in(all.x_ai) + static_cast<int64>(answer) * all.inputs + input));
+    constexpr int kTogether = 8 / TILES;
+    for (int first = 0; first < turns; first += kTogether) {
+      uint4 x[kTogether][2][TILES];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) x[i][half][n] = x_in_memory(warp + (first + i) * kProductWarps, half, n);
+        }
       }
-      to[(piece / 4 * TILES + answer / 8) * 32 + answer % 8 * 4 + piece % 4] = x;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int step = warp + (first + i) * kProductWarps;
+        if (step >= steps.count) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) to[((step * 2 + half) * TILES + n) * 32 + lane()] = x[i][half][n];
+        }
+      }
     }
+    __syncwarp();
   }
 
   // Sums of one tile over the warp's steps.
@@ -171,10 +190,7 @@ __device__ inline void product_of(const Product& all) {
 #pragma unroll 1
   for (int piece = 0; piece < PIECES; ++piece) stream.supply();
   await_previous();
-  if (KEPT) {
-    stream.keep_x(reinterpret_cast<uint4*>(kept));
-    __syncthreads();
-  }
+  if (KEPT) stream.keep_x(reinterpret_cast<uint4*>(kept));
   int slot = 0, buffer = 0;
   for (int number = first; number < stream.tiles; number += gridDim.x) {
     float c[TILES][4] = {};

@@ -18,8 +18,7 @@ extern "C" __global__ void __launch_bounds__(kEmbedThreads) embed(const __grid_c
 // --- norms -------------------------------------------------------------------------------------------------------
 
 // A normed value times the weight: `root` is 1 / √(mean of squares + eps).
-__device__ inline float normed(const Norm& norm, float x, float root, int column) {
-  const float weight = wide(in(norm.weight_w)[column]);
+__device__ inline float normed(const Norm& norm, float weight, float x, float root) {
   if (norm.one_plus) return rounded(x * root * (1.0f + weight));
   return rounded(rounded(x * root) * weight);
 }
@@ -85,40 +84,53 @@ extern "C" __global__ void ROW_CLUSTER __launch_bounds__(kRowThreads) residual(c
   start_next();
   cluster_arrive();
   const int answer = blockIdx.y, span = (all.width + kRowBlocks - 1) / kRowBlocks, first = blockIdx.x * span;
-  const int end = min(first + span, all.width), start = first + threadIdx.x;
-  const bool adds = all.raw.sums != nullptr;
-  for (int column = start; column < end; column += kRowThreads) {
-    if (adds) prefetch_row(all.adapter, column);
-    if (threadIdx.x % 16 != 0) continue;
-    if (all.norm.weight_w != nullptr) prefetch(in(all.norm.weight_w) + column);
-    if (all.norm_out.weight_w != nullptr) prefetch(in(all.norm_out.weight_w) + column);
-    if (all.bias_w != nullptr) prefetch(in(all.bias_w) + column);
+  const int end = min(first + span, all.width), start = first + threadIdx.x, last = max(end - 1, 0);
+  const bool adds = all.raw.sums != nullptr, norms = all.norm.weight_w != nullptr;
+  const bool norms_out = adds && all.norm_out.weight_w != nullptr;
+  float weights[kColumns];
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const int column = start + i * kRowThreads;
+    weights[i] = norms && column < end ? wide(in(all.norm.weight_w)[column]) : 0.0f;
   }
+  Up ups[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) ups[i] = up_of(all.adapter, min(start + i * kRowThreads, last));
   await_previous();
+  T* x_row = out(all.x_aw) + static_cast<int64>(answer) * all.width;
+  float x[kColumns], y[kColumns] = {};
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const int column = start + i * kRowThreads;
+    x[i] = column < end ? wide(__ldcg(x_row + column)) : 0.0f;
+  }
   if (adds) {
     for (int r = threadIdx.x; r < all.adapter.rank; r += kRowThreads) {
       low[r] = low_of(all.raw, all.answers, answer, all.adapter, r);
     }
-    __syncthreads();
   }
-  T* x_row = out(all.x_aw) + static_cast<int64>(answer) * all.width;
-  float x[kColumns], y[kColumns];
   float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    const int column = start + i * kRowThreads;
-    if (column >= end) break;
-    x[i] = wide(x_row[column]);
-    if (!adds) continue;
-    float sum = sum_of(all.raw, all.answers, answer, column);
-    if (all.bias_w != nullptr) sum += wide(in(all.bias_w)[column]);
-    if (all.adapter.rank > 0) sum += adapted(all.adapter, column, low);
-    y[i] = rounded(sum);
-    squares = fmaf(y[i], y[i], squares);
+  for (int i = 0; i < kColumns; i += 2) {
+    if (!adds || (i > 0 && first + i * kRowThreads >= end)) break;  // the same for all threads
+    const int columns[2] = {start + i * kRowThreads, start + (i + 1) * kRowThreads};
+    const int at[2] = {answer * all.raw.width + min(columns[0], last), answer * all.raw.width + min(columns[1], last)};
+    float raw[2];
+    add_splits(raw, all.raw, all.answers, at);
+    if (i == 0) __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int column = columns[j];
+      if (column >= end) continue;
+      if (all.bias_w != nullptr) raw[j] += wide(in(all.bias_w)[column]);
+      if (all.adapter.rank > 0) raw[j] += adapted(all.adapter, column, i == 0 ? ups[j] : up_of(all.adapter, column), low);
+      y[i + j] = rounded(raw[j]);
+      squares = fmaf(y[i + j], y[i + j], squares);
+    }
   }
   cluster_wait();
   float root = 0.0f;
-  if (adds && all.norm_out.weight_w != nullptr) {
+  if (norms_out) {
     root = rsqrtf(row_sum(squares, warps[0], sums[0]) / static_cast<float>(all.width) + all.norm_out.eps);
   }
   squares = 0.0f;
@@ -127,20 +139,20 @@ extern "C" __global__ void ROW_CLUSTER __launch_bounds__(kRowThreads) residual(c
     const int column = start + i * kRowThreads;
     if (column >= end) break;
     if (adds) {
-      x[i] = rounded(x[i] + (all.norm_out.weight_w != nullptr ? normed(all.norm_out, y[i], root, column) : y[i]));
+      if (norms_out) y[i] = normed(all.norm_out, wide(in(all.norm_out.weight_w)[column]), y[i], root);
+      x[i] = rounded(x[i] + y[i]);
       x_row[column] = narrow(x[i]);
     }
     squares = fmaf(x[i], x[i], squares);
   }
   if (all.h_aw == nullptr) return;
   T* h_row = out(all.h_aw) + static_cast<int64>(answer) * all.width;
-  const bool norms = all.norm.weight_w != nullptr;
   if (norms) root = rsqrtf(row_sum(squares, warps[1], sums[1]) / static_cast<float>(all.width) + all.norm.eps);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const int column = start + i * kRowThreads;
     if (column >= end) break;
-    h_row[column] = narrow(norms ? normed(all.norm, x[i], root, column) : x[i]);
+    h_row[column] = narrow(norms ? normed(all.norm, weights[i], x[i], root) : x[i]);
   }
 }
 
@@ -151,16 +163,25 @@ constexpr int kHeadWarps = kHeadThreads / 32;
 constexpr int kDims = (HEAD + 31) / 32;  // of a lane
 
 
-// Rotates dimension d of a row in shared memory.
-__device__ inline float rotated(const Heads& all, const float* row, int d, float position) {
+// Cosine and sine of a dimension's angle.
+struct Turn {
+  float cosine, sine;
+};
+__device__ inline Turn turn_of(const Heads& all, int d, float position) {
+  const int pairs = all.rotary / 2;
+  if (d >= 2 * pairs) return {1.0f, 0.0f};
+  float sine, cosine;
+  sincosf(__fmul_rn(position, all.frequencies[d < pairs ? d : d - pairs]), &sine, &cosine);
+  return {rounded(__fmul_rn(cosine, all.gain)), rounded(__fmul_rn(sine, all.gain))};
+}
+
+// Dimension d of a row in shared memory, rotated.
+__device__ inline float rotated(const Heads& all, const float* row, int d, const Turn& turn) {
   const int pairs = all.rotary / 2;
   if (d >= 2 * pairs) return row[d];
-  const int pair = d < pairs ? d : d - pairs;
-  const float angle = __fmul_rn(position, all.frequencies[pair]);
-  const float cosine = rounded(__fmul_rn(cosf(angle), all.gain)), sine = rounded(__fmul_rn(sinf(angle), all.gain));
-  const float straight = rounded(__fmul_rn(row[d], cosine));
-  if (d < pairs) return rounded(straight - rounded(__fmul_rn(row[d + pairs], sine)));
-  return rounded(straight + rounded(__fmul_rn(row[pair], sine)));
+  const float straight = rounded(__fmul_rn(row[d], turn.cosine));
+  if (d < pairs) return rounded(straight - rounded(__fmul_rn(row[d + pairs], turn.sine)));
+  return rounded(straight + rounded(__fmul_rn(row[d - pairs], turn.sine)));
 }
 
 // Warps count the query heads, then the key heads, then the value heads of the first answer, then of the next.
@@ -176,34 +197,51 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) heads(const __grid_co
   const int which = slot < all.heads ? 0 : slot < all.heads + all.groups ? 1 : 2;
   const int head = slot - (which == 0 ? 0 : which == 1 ? all.heads : all.heads + all.groups);
   const Adapter& adapter = all.adapters[which];
+  const bool norms = which < 2 && all.norms[which].weight_w != nullptr;
+  const int last = HEAD - 1;
+  Up ups[kDims];
+  float weights[kDims];
 #pragma unroll
   for (int i = 0; i < kDims; ++i) {
-    if (lane() + 32 * i < HEAD) prefetch_row(adapter, head * HEAD + lane() + 32 * i);
+    const int d = min(lane() + 32 * i, last);
+    ups[i] = up_of(adapter, head * HEAD + d);
+    weights[i] = norms ? wide(in(all.norms[which].weight_w)[d]) : 0.0f;
   }
   await_previous();
   const int64 at = __ldcg(&all.at->row);
   float* low = lows[warp];
   float* row = rows[warp];
   for (int r = lane(); r < adapter.rank; r += 32) low[r] = low_of(all.raw, all.answers, answer, adapter, r);
-  __syncwarp();
-  float x[kDims], squares = 0.0f;
+  int from[kDims];
 #pragma unroll
   for (int i = 0; i < kDims; ++i) {
-    const int d = lane() + 32 * i, output = head * HEAD + d;
-    x[i] = 0.0f;
-    if (d >= HEAD) continue;
-    float sum = sum_of(all.raw, all.answers, answer, all.columns[which] + output);
-    if (all.biases[which] != nullptr) sum += wide(in(all.biases[which])[output]);
-    if (adapter.rank > 0) sum += adapted(adapter, output, low);
-    x[i] = rounded(sum);
-    squares = fmaf(x[i], x[i], squares);
+    from[i] = answer * all.raw.width + all.columns[which] + head * HEAD + min(lane() + 32 * i, last);
   }
-  if (which < 2 && all.norms[which].weight_w != nullptr) {
-    const float root = rsqrtf(warp_sum(squares) / static_cast<float>(HEAD) + all.norms[which].eps);
+  float x[kDims], squares = 0.0f;
+  add_splits(x, all.raw, all.answers, from);
+  Turn turns[kDims];
+  if (which < 2) {
+    const float position = static_cast<float>(all.prompt_end + at);
+    constexpr int kHalf = kDims / 2;
+    const bool twice = HEAD % 64 == 0 && all.rotary == HEAD;  // the second half turns as the first
 #pragma unroll
     for (int i = 0; i < kDims; ++i) {
-      if (lane() + 32 * i < HEAD) x[i] = normed(all.norms[which], x[i], root, lane() + 32 * i);
+      turns[i] = twice && i >= kHalf ? turns[i >= kHalf ? i - kHalf : 0] : turn_of(all, lane() + 32 * i, position);
     }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kDims; ++i) {
+    const int d = lane() + 32 * i, output = head * HEAD + min(d, last);
+    if (all.biases[which] != nullptr) x[i] += wide(in(all.biases[which])[output]);
+    if (adapter.rank > 0) x[i] += adapted(adapter, output, ups[i], low);
+    x[i] = d < HEAD ? rounded(x[i]) : 0.0f;
+    squares = fmaf(x[i], x[i], squares);
+  }
+  if (norms) {
+    const float root = rsqrtf(warp_sum(squares) / static_cast<float>(HEAD) + all.norms[which].eps);
+#pragma unroll
+    for (int i = 0; i < kDims; ++i) x[i] = normed(all.norms[which], weights[i], x[i], root);
   }
   if (which < 2) {
 #pragma unroll
@@ -211,18 +249,18 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) heads(const __grid_co
       if (lane() + 32 * i < HEAD) row[lane() + 32 * i] = x[i];
     }
     __syncwarp();
-    const float position = static_cast<float>(all.prompt_end + at);
 #pragma unroll
     for (int i = 0; i < kDims; ++i) {
-      if (lane() + 32 * i < HEAD) x[i] = rotated(all, row, lane() + 32 * i, position);
+      if (lane() + 32 * i < HEAD) x[i] = rotated(all, row, lane() + 32 * i, turns[i]);
     }
   }
   T* to;
   if (which == 0) {
     to = out(all.q_ahd) + (static_cast<int64>(answer) * all.heads + head) * HEAD;
   } else {
-    if (at < all.first || (at - all.first) % all.step != 0) return;
-    const int64 line = answer * all.room + (at - all.first) / all.step;
+    const int behind = static_cast<int>(at - all.first), step = static_cast<int>(all.step);
+    if (behind < 0 || behind % step != 0) return;
+    const int64 line = answer * all.room + behind / step;
     to = out(which == 1 ? all.own_k : all.own_v) + (line * all.groups + head) * HEAD;
   }
 #pragma unroll
@@ -247,11 +285,8 @@ extern "C" __global__ void __launch_bounds__(kActivateThreads) activate(const __
   __shared__ float low[kActivateAnswers][2][kRankMax];
   start_next();
   const int column = blockIdx.x * kActivateThreads + threadIdx.x, first = blockIdx.y * kActivateAnswers;
-  const int answers = min(kActivateAnswers, all.answers - first);
-  if (column < all.width) {
-    prefetch_row(all.adapters[0], column);
-    prefetch_row(all.adapters[1], column);
-  }
+  const int answers = min(kActivateAnswers, all.answers - first), real = min(column, all.width - 1);
+  const Up ups[2] = {up_of(all.adapters[0], real), up_of(all.adapters[1], real)};
   await_previous();
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
@@ -261,16 +296,13 @@ extern "C" __global__ void __launch_bounds__(kActivateThreads) activate(const __
       low[answer][which][r] = low_of(all.raw, all.answers, first + answer, adapter, r);
     }
   }
-  float sums[2][kActivateAnswers] = {};
-  if (column < all.width) {
+  int from[2 * kActivateAnswers];
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
-#pragma unroll
-      for (int i = 0; i < kActivateAnswers; ++i) {
-        if (i < answers) sums[which][i] = sum_of(all.raw, all.answers, first + i, all.columns[which] + column);
-      }
-    }
+  for (int i = 0; i < 2 * kActivateAnswers; ++i) {
+    from[i] = (first + min(i / 2, answers - 1)) * all.raw.width + all.columns[i % 2] + real;
   }
+  float sums[2 * kActivateAnswers];
+  add_splits(sums, all.raw, all.answers, from);
   __syncthreads();
   if (column >= all.width) return;
 #pragma unroll
@@ -280,8 +312,8 @@ extern "C" __global__ void __launch_bounds__(kActivateThreads) activate(const __
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
       const Adapter& adapter = all.adapters[which];
-      parts[which] = sums[which][i];
-      if (adapter.rank > 0) parts[which] += adapted(adapter, column, low[i][which]);
+      parts[which] = sums[2 * i + which];
+      if (adapter.rank > 0) parts[which] += adapted(adapter, column, ups[which], low[i][which]);
       parts[which] = rounded(parts[which]);
     }
     const float h = rounded(activated(parts[0], all.gelu != 0)) * parts[1];
