@@ -133,7 +133,7 @@ impl Bench<'_> {
             tokens,
             layers,
             resident_layers,
-            kernel: "launches",
+            kernel: rollout::computed_by(&*self.decoder),
             capture_seconds,
             draw_seconds,
             token_ms_of_all: 1e3 * seconds,
@@ -166,7 +166,8 @@ impl Bench<'_> {
             ends: &[],
             sampling: Sampling { top_p: 1.0, top_k: 0 },
             stream: Stream::of_seed(2),
-            pages_on_device: self.resident(layers) == layers,
+            resident: self.resident(layers),
+            fused: true,
             choices: DrawnChoices::Use,
         };
         let pass = self.pass(&*self.decoder);
