@@ -1,11 +1,12 @@
 
 // --- partial attention -------------------------------------------------------------------------------------------
 //
-// Rows of a block: the query heads of one key head, of all answers for the prompt's keys (32 or 64 rows a block at most),
-// of one answer for its own. Blocks: parts, blocks of rows and key heads of the prompt, key heads innermost; then own
-// parts, answers and key heads. A part has consecutive visible keys; those outside a window are not read.
+// Rows of a block: the query heads of one key head, of all answers for the prompt's keys, of one answer for its own; 16 or
+// 32 rows a block at most. Blocks: parts, blocks of rows and key heads of the prompt, key heads innermost; then own parts,
+// answers with their blocks of rows, and key heads. A part has consecutive visible keys; those outside a window are not
+// read.
 
-constexpr int kAttendRows = HEAD > 128 ? 32 : 64;
+constexpr int kAttendRows = HEAD > 128 ? 16 : 32;
 
 // Keys of a block: `count` rows of a run from `head` on, then those of another run.
 struct Keys {
@@ -35,13 +36,15 @@ __device__ inline Unit unit_of(const Attend& all) {
   if (unit.own) at -= prompt * blocks * all.groups;
   unit.group = at % all.groups;
   at /= all.groups;
-  const int lines = unit.own ? all.answers : blocks, line = at % lines;
+  const int own_blocks = (per_group(all) + kAttendRows - 1) / kAttendRows;
+  const int lines = unit.own ? all.answers * own_blocks : blocks, line = at % lines;
   unit.share = at / lines;
   unit.shares = unit.own ? static_cast<int>(all.own_parts) : prompt;
   unit.part = unit.share + (unit.own ? prompt : 0);
-  unit.answer = unit.own ? line : 0;
-  unit.row = unit.own ? line * per_group(all) : line * kAttendRows;
-  unit.rows = unit.own ? per_group(all) : min(kAttendRows, rows - unit.row);
+  unit.answer = unit.own ? line / own_blocks : 0;
+  const int before = (unit.own ? line % own_blocks : line) * kAttendRows;
+  unit.row = unit.answer * per_group(all) + before;
+  unit.rows = min(kAttendRows, (unit.own ? per_group(all) : rows) - before);
   return unit;
 }
 
@@ -97,14 +100,18 @@ __device__ inline int64 line_of(const Attend& all, const Unit& unit, int row) {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kStage = 64;                      // keys that are brought at once
-constexpr int kSplit = 4;                       // warps that share them: 16 keys each
+constexpr int kSplit = 4;                       // warps that share them: 16 keys each, all rows
 constexpr int kPitch = HEAD + 8;                // elements from row to row in shared memory: no bank conflicts
 constexpr int kSteps = HEAD / 16;
+constexpr int kHeld = HEAD > 64 ? kSteps / 2 : kSteps;  // steps of 16 whose queries stay in registers
+constexpr int kStages = 3;
+constexpr int kQueries = kAttendRows * kPitch * 2;  // bytes, before the stages
 constexpr int kPlane = kStage * kPitch * 2;     // bytes of a stage's keys, or values
-constexpr int kAttendThreads = kAttendRows * 8;
+constexpr int kAttendThreads = kSplit * 32;
 
-// Running maximum (base 2) and sum of the weights of rows lane/4 and lane/4 + 8, and the weighed values.
+// Of 16 rows: queries, running maximum (base 2) and sum of the weights of rows lane/4 and lane/4 + 8, and weighed values.
 struct Weighed {
+  u32 queries[kHeld][4];
   float most[2], sum[2];
   float values[2 * kSteps][4];
 };
@@ -115,17 +122,8 @@ __device__ inline float power_of_two(float x) {
   return y;
 }
 
-// Adds 16 keys, of which those before `real` exist. `scale` is for powers of two.
-__device__ inline void add_keys(Weighed& all, u32 q, u32 k, u32 v, int real, float scale) {
-  float scores[2][4] = {};
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    u32 a[4], b[4];
-    load_matrices(a, q + step * 32);
-    load_matrices(b, k + step * 32);
-    multiply(scores[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-    multiply(scores[1], a[0], a[1], a[2], a[3], b[2], b[3]);
-  }
+// Turns scores of 16 keys, of which those before `real` exist, into weights. `scale` is for powers of two.
+__device__ inline void weigh(Weighed& all, float (&scores)[2][4], int real, float scale) {
   if (real < 16) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -160,19 +158,51 @@ __device__ inline void add_keys(Weighed& all, u32 q, u32 k, u32 v, int real, flo
       for (int e = 0; e < 4; ++e) all.values[n][e] *= factor[e / 2];
     }
   }
-  const u32 a0 = pack(scores[0][0], scores[0][1]), a1 = pack(scores[0][2], scores[0][3]);
-  const u32 a2 = pack(scores[1][0], scores[1][1]), a3 = pack(scores[1][2], scores[1][3]);
+}
+
+// Adds 16 keys, of which those before `real` exist, to ROWS times 16 rows.
+template <int ROWS>
+__device__ inline void add_keys(Weighed (&all)[ROWS], u32 q, u32 k, u32 v, int real, float scale) {
+  float scores[ROWS][2][4] = {};
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    u32 b[4];
+    load_matrices(b, k + step * 32);
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) {
+      u32 a[4];
+      if (step < kHeld) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = all[m].queries[step < kHeld ? step : 0][i];
+      } else {
+        load_matrices(a, q + m * 16 * kPitch * 2 + step * 32);
+      }
+      multiply(scores[m][0], a[0], a[1], a[2], a[3], b[0], b[1]);
+      multiply(scores[m][1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    }
+  }
+  u32 a[ROWS][4];
+#pragma unroll
+  for (int m = 0; m < ROWS; ++m) {
+    weigh(all[m], scores[m], real, scale);
+    a[m][0] = pack(scores[m][0][0], scores[m][0][1]);
+    a[m][1] = pack(scores[m][0][2], scores[m][0][3]);
+    a[m][2] = pack(scores[m][1][0], scores[m][1][1]);
+    a[m][3] = pack(scores[m][1][2], scores[m][1][3]);
+  }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     u32 b[4];
     load_transposed(b, v + step * 32);
-    multiply(all.values[2 * step], a0, a1, a2, a3, b[0], b[1]);
-    multiply(all.values[2 * step + 1], a0, a1, a2, a3, b[2], b[3]);
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) {
+      multiply(all[m].values[2 * step], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
+      multiply(all[m].values[2 * step + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+    }
   }
 }
 
 // Brings the keys and values of a stage; an empty group of copies behind the last.
-template <int THREADS>
 __device__ inline void bring_stage(const Attend& all, const Keys& keys, int first, u32 to) {
   constexpr int kPieces = HEAD / 8;
   const int width = all.groups * HEAD;
@@ -182,9 +212,9 @@ __device__ inline void bring_stage(const Attend& all, const Keys& keys, int firs
     const T* k = (first < keys.count ? keys.k : keys.k2) + before;
     const T* v = (first < keys.count ? keys.v : keys.v2) + before;
 #pragma unroll
-    for (int round = 0; round < (kStage * kPieces + THREADS - 1) / THREADS; ++round) {
-      const int at = threadIdx.x + round * THREADS, key = at / kPieces, piece = at % kPieces;
-      if (kStage * kPieces % THREADS != 0 && at >= kStage * kPieces) break;
+    for (int round = 0; round < (kStage * kPieces + kAttendThreads - 1) / kAttendThreads; ++round) {
+      const int at = threadIdx.x + round * kAttendThreads, key = at / kPieces, piece = at % kPieces;
+      if (kStage * kPieces % kAttendThreads != 0 && at >= kStage * kPieces) break;
       const int from = key * width + piece * 8;
       const u32 there = to + key * kPitch * 2 + piece * 16;
       bring(there, k + from, true);
@@ -192,7 +222,7 @@ __device__ inline void bring_stage(const Attend& all, const Keys& keys, int firs
     }
   } else if (first < keys.end) {
 #pragma unroll 1
-    for (int at = threadIdx.x; at < kStage * kPieces; at += THREADS) {
+    for (int at = threadIdx.x; at < kStage * kPieces; at += kAttendThreads) {
       const int key = at / kPieces, piece = at % kPieces;
       const int index = first + key;
       const bool real = index < keys.end, one = index < keys.count;
@@ -205,13 +235,14 @@ __device__ inline void bring_stage(const Attend& all, const Keys& keys, int firs
   commit();
 }
 
-template <int THREADS>
+// Queries of ROWS times 16 rows to shared memory; zeros behind those that exist.
+template <int ROWS>
 __device__ inline void bring_queries(const Attend& all, const Unit& unit, T* to) {
-  constexpr int kPieces = HEAD / 8, kRows = THREADS / 8;
+  constexpr int kPieces = HEAD / 8, kCount = ROWS * 16 * kPieces;
 #pragma unroll
-  for (int round = 0; round < (kRows * kPieces + THREADS - 1) / THREADS; ++round) {
-    const int at = threadIdx.x + round * THREADS, row = at / kPieces, piece = at % kPieces;
-    if (row >= kRows) break;
+  for (int round = 0; round < (kCount + kAttendThreads - 1) / kAttendThreads; ++round) {
+    const int at = threadIdx.x + round * kAttendThreads, row = at / kPieces, piece = at % kPieces;
+    if (at >= kCount) break;
     uint4 q = make_uint4(0, 0, 0, 0);
     if (row < unit.rows) {
       q = __ldcg(reinterpret_cast<const uint4*>(in(all.q_ahd) + line_of(all, unit, row) * HEAD + piece * 8));
@@ -220,43 +251,47 @@ __device__ inline void bring_queries(const Attend& all, const Unit& unit, T* to)
   }
 }
 
-// Merges what the warps of a row tile have, in their order, and writes it. `values` are THREADS / 2 rows.
-template <int THREADS>
-__device__ inline void finish(const Attend& all, const Unit& unit, Weighed& own, float* values) {
+// Merges what the warps have, in their order, and writes it.
+template <int ROWS>
+__device__ inline void finish(const Attend& all, const Unit& unit, Weighed (&own)[ROWS], float* values) {
   constexpr int kWidth = HEAD + 8;  // floats from row to row: no bank conflicts
-  constexpr int kQuads = HEAD / 4;
-  float* most_of = values + THREADS / 2 * kWidth;  // [warps, 16]
-  float* sum_of_warp = most_of + THREADS / 2;
-  float* factors = sum_of_warp + THREADS / 2;      // [rows, kSplit]
+  constexpr int kQuads = HEAD / 4, kRows = ROWS * 16;
+  float* most_of = values + kSplit * kRows * kWidth;  // [warps, rows]
+  float* sum_of_warp = most_of + kSplit * kRows;
+  float* factors = sum_of_warp + kSplit * kRows;      // [rows, warps]
   const int warp = threadIdx.x / 32;
   __syncthreads();  // nobody reads keys or values any more
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    own.sum[half] += __shfl_xor_sync(kAll, own.sum[half], 1);
-    own.sum[half] += __shfl_xor_sync(kAll, own.sum[half], 2);
-    const int row = warp * 16 + lane() / 4 + 8 * half;
-    if (lane() % 4 == 0) {
-      most_of[row] = own.most[half];
-      sum_of_warp[row] = own.sum[half];
-    }
+  for (int m = 0; m < ROWS; ++m) {
 #pragma unroll
-    for (int n = 0; n < 2 * kSteps; ++n) {
-      float* to = values + row * kWidth + n * 8 + lane() % 4 * 2;
-      *reinterpret_cast<float2*>(to) = make_float2(own.values[n][2 * half], own.values[n][2 * half + 1]);
+    for (int half = 0; half < 2; ++half) {
+      float sum = own[m].sum[half];
+      sum += __shfl_xor_sync(kAll, sum, 1);
+      sum += __shfl_xor_sync(kAll, sum, 2);
+      const int row = warp * kRows + m * 16 + lane() / 4 + 8 * half;
+      if (lane() % 4 == 0) {
+        most_of[row] = own[m].most[half];
+        sum_of_warp[row] = sum;
+      }
+#pragma unroll
+      for (int n = 0; n < 2 * kSteps; ++n) {
+        float* to = values + row * kWidth + n * 8 + lane() % 4 * 2;
+        *reinterpret_cast<float2*>(to) = make_float2(own[m].values[n][2 * half], own[m].values[n][2 * half + 1]);
+      }
     }
   }
   __syncthreads();
   const int64 part = static_cast<int64>(unit.part) * all.answers * all.heads;
   if (threadIdx.x < unit.rows) {
-    const int row = threadIdx.x, first = row / 16 * kSplit * 16 + row % 16;  // of the first warp
-    float most = most_of[first], whole = 0.0f;
+    const int row = threadIdx.x;
+    float most = most_of[row], whole = 0.0f;
 #pragma unroll
-    for (int i = 1; i < kSplit; ++i) most = fmaxf(most, most_of[first + 16 * i]);
+    for (int i = 1; i < kSplit; ++i) most = fmaxf(most, most_of[row + i * kRows]);
     float factor[kSplit];
 #pragma unroll
     for (int i = 0; i < kSplit; ++i) {
-      factor[i] = power_of_two(most_of[first + 16 * i] - most);
-      whole = fmaf(factor[i], sum_of_warp[first + 16 * i], whole);
+      factor[i] = power_of_two(most_of[row + i * kRows] - most);
+      whole = fmaf(factor[i], sum_of_warp[row + i * kRows], whole);
     }
     const float scale = whole > 0.0f ? 1.0f / whole : 0.0f;
 #pragma unroll
@@ -264,16 +299,15 @@ __device__ inline void finish(const Attend& all, const Unit& unit, Weighed& own,
     all.lse_pah[part + line_of(all, unit, row)] = whole > 0.0f ? (most + log2f(whole)) * kLn2 : nothing();
   }
   __syncthreads();
-  for (int row = warp; row < unit.rows; row += THREADS / 32) {
+  for (int row = warp; row < unit.rows; row += kSplit) {
     const float4 factor = *reinterpret_cast<const float4*>(factors + row * kSplit);
-    const float* from = values + (row / 16 * kSplit * 16 + row % 16) * kWidth;
+    const float weights[kSplit] = {factor.x, factor.y, factor.z, factor.w};
     float* to = all.out_pahd + (part + line_of(all, unit, row)) * HEAD;
     for (int quad = lane(); quad < kQuads; quad += 32) {
-      const float weights[kSplit] = {factor.x, factor.y, factor.z, factor.w};
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
       for (int i = 0; i < kSplit; ++i) {
-        const float4 x = *reinterpret_cast<const float4*>(from + i * 16 * kWidth + quad * 4);
+        const float4 x = *reinterpret_cast<const float4*>(values + (row + i * kRows) * kWidth + quad * 4);
         sum.x = fmaf(weights[i], x.x, sum.x);
         sum.y = fmaf(weights[i], x.y, sum.y);
         sum.z = fmaf(weights[i], x.z, sum.z);
@@ -284,72 +318,72 @@ __device__ inline void finish(const Attend& all, const Unit& unit, Weighed& own,
   }
 }
 
-// `THREADS` / 8 rows at most.
-template <int THREADS, int STAGES>
-__device__ inline void attend_with(const Attend& all) {
-  constexpr int kQueries = THREADS / 8 * kPitch * 2;  // bytes
+template <int ROWS>
+__device__ inline void attend_rows(const Attend& all, const Unit& unit, const Keys& keys, int next, bool waits) {
   __shared__ Unit unit_kept;  // not in registers while keys are added
   __shared__ Keys keys_kept;
-  const Unit unit = unit_of(all);
   T* q = reinterpret_cast<T*>(shared);
   const u32 stages = shared_address(shared) + kQueries;
-  const bool early = !unit.own && all.window == 0;  // keys that no kernel of this token writes or chooses
-  if (!early) await_previous();
-  const Keys keys = keys_of(all, unit, early ? 0 : __ldcg(&all.at->row));
   if (threadIdx.x == 0) {
     unit_kept = unit;
     keys_kept = keys;
   }
-  int next = keys.begin;
-#pragma unroll 1
-  for (int stage = 0; stage < STAGES - 1; ++stage, next += kStage) {
-    bring_stage<THREADS>(all, keys, next, stages + stage * 2 * kPlane);
+  if (waits) await_previous();
+  bring_queries<ROWS>(all, unit, q);
+  __syncthreads();
+  const u32 rows = shared_address(q) + ((lane() & 15) * kPitch + (lane() >> 4) * 8) * 2;
+  Weighed own[ROWS];
+#pragma unroll
+  for (int m = 0; m < ROWS; ++m) {
+#pragma unroll
+    for (int step = 0; step < kHeld; ++step) load_matrices(own[m].queries[step], rows + m * 16 * kPitch * 2 + step * 32);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      own[m].most[half] = -1e30f;
+      own[m].sum[half] = 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * kSteps; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) own[m].values[n][e] = 0.0f;
+    }
   }
-  if (early) await_previous();
-  bring_queries<THREADS>(all, unit, q);
-  const int warp = threadIdx.x / 32, tile = warp / kSplit, key = warp % kSplit * 16;
-  // What a lane reads of an operand, from the operand's beginning.
-  const u32 rows = shared_address(q) + ((tile * 16 + (lane() & 15)) * kPitch + (lane() >> 4) * 8) * 2;
+  const int key = threadIdx.x / 32 * 16;
+  // What a lane reads of an operand, from the stage's beginning.
   const u32 of_keys = ((key + (lane() & 7) + (lane() >> 4) * 8) * kPitch + ((lane() >> 3) & 1) * 8) * 2;
   const u32 of_values = ((key + (lane() & 15)) * kPitch + (lane() >> 4) * 8) * 2 + kPlane;
-  Weighed own;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    own.most[half] = -1e30f;
-    own.sum[half] = 0.0f;
-  }
-#pragma unroll
-  for (int n = 0; n < 2 * kSteps; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) own.values[n][e] = 0.0f;
-  }
-  const bool used = tile * 16 < unit.rows;
   const float scale = all.scale * kLog2E;
-  u32 stage = stages, free = stages + (STAGES - 1) * 2 * kPlane;
-  const u32 last = free;
+  const u32 last = stages + (kStages - 1) * 2 * kPlane;
+  u32 stage = stages, free = last;
 #pragma unroll 1
   for (int first = keys.begin, end = keys.end; first < end; first += kStage, next += kStage) {
-    await_copies<STAGES - 2>();
+    await_copies<kStages - 2>();
     __syncthreads();  // the stage has come for all, and all have done with the one before
-    bring_stage<THREADS>(all, keys_kept, next, free);
+    bring_stage(all, keys_kept, next, free);
     const int real = min(end - first, kStage) - key;
-    if (used && real > 0) add_keys(own, rows, stage + of_keys, stage + of_values, real, scale);
+    if (real > 0) add_keys(own, rows, stage + of_keys, stage + of_values, real, scale);
     stage = stage == last ? stages : stage + 2 * kPlane;
     free = free == last ? stages : free + 2 * kPlane;
   }
   await_copies<0>();
-  finish<THREADS>(all, unit_kept, own, reinterpret_cast<float*>(shared + kQueries));
+  finish(all, unit_kept, own, reinterpret_cast<float*>(shared + kQueries));
 }
 
-// blockDim.x: 128 for each 16 rows of the largest block of rows, which are 1, 2 or 4 times 16.
 extern "C" __global__ void __launch_bounds__(kAttendThreads) attend(const __grid_constant__ Attend all) {
   start_next();
-  if (blockDim.x == 128) {
-    attend_with<128, 3>(all);
-  } else if (blockDim.x == 256) {
-    attend_with<256, 3>(all);
-  } else if (kAttendThreads > 256) {
-    attend_with<kAttendThreads, 5>(all);
+  const Unit unit = unit_of(all);
+  const bool early = !unit.own && all.window == 0;  // keys that no kernel of this token writes or chooses
+  if (!early) await_previous();
+  const Keys keys = keys_of(all, unit, early ? 0 : __ldcg(&all.at->row));
+  int next = keys.begin;
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage, next += kStage) {
+    bring_stage(all, keys, next, shared_address(shared) + kQueries + stage * 2 * kPlane);
+  }
+  if (kAttendRows > 16 && unit.rows > 16) {
+    attend_rows<kAttendRows / 16>(all, unit, keys, next, early);
+  } else {
+    attend_rows<1>(all, unit, keys, next, early);
   }
 }
 

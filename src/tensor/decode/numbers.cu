@@ -120,35 +120,51 @@ __device__ inline void load_transposed(u32 (&to)[4], u32 address) {
 //
 // What a thread needs is requested all at once: a load takes longer than all arithmetic of these kernels.
 
-// Sums of N values over splits in their order: of each, where it stands in the first split.
+// The first splits of N values of the raw sums: requested first and added later, so that other loads are on their way.
 template <int N>
-__device__ inline void add_splits(float (&x)[N], const Raw& raw, int answers, const int (&at)[N]) {
-  constexpr int kTogether = N > 4 ? 2 : 4;
-  const int step = answers * raw.width;
+struct Request {
+  static constexpr int kSplits = N > 4 ? 3 : 4;
+  float splits[kSplits][N];
+  int at[N];
+
+  // Values at `places` of the first split.
+  __device__ inline Request(const Raw& raw, int answers, const int (&places)[N]) {
+    const int step = answers * raw.width;
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = 0.0f;
-#pragma unroll 1
-  for (int first = 0; first < raw.splits; first += kTogether) {
-    float all[kTogether][N];
+    for (int i = 0; i < N; ++i) at[i] = places[i];
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const float* from = raw.sums + static_cast<int64>(first + j) * step;
+    for (int j = 0; j < kSplits; ++j) {
+      const float* from = raw.sums + static_cast<int64>(j) * step;
 #pragma unroll
-      for (int i = 0; i < N; ++i) all[j][i] = first + j < raw.splits ? __ldcg(from + at[i]) : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] += all[j][i];
+      for (int i = 0; i < N; ++i) splits[j][i] = j < raw.splits ? __ldcg(from + at[i]) : 0.0f;
     }
   }
-}
 
-// One value of an adapter's down projection.
-__device__ inline float low_of(const Raw& raw, int answers, int answer, const Adapter& adapter, int r) {
-  const int at[1] = {answer * raw.width + adapter.column + r};
+  // Sums over splits in their order.
+  __device__ inline void add(float (&x)[N], const Raw& raw, int answers) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = splits[0][i];
+#pragma unroll
+    for (int j = 1; j < kSplits; ++j) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) x[i] += splits[j][i];
+    }
+    const int64 step = static_cast<int64>(answers) * raw.width;
+#pragma unroll 1
+    for (int j = kSplits; j < raw.splits; ++j) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) x[i] += __ldcg(raw.sums + j * step + at[i]);
+    }
+  }
+};
+
+// Value r of an adapter's down projection.
+__device__ inline Request<1> low_request(const Raw& raw, int answers, int answer, const Adapter& adapter, int r) {
+  return Request<1>(raw, answers, {answer * raw.width + adapter.column + r});
+}
+__device__ inline float low_of(const Request<1>& request, const Raw& raw, int answers) {
   float x[1];
-  add_splits(x, raw, answers, at);
+  request.add(x, raw, answers);
   return rounded(x[0]);
 }
 

@@ -45,10 +45,8 @@ constexpr int kPiece = kTileRows * kStep * 2;          // bytes of weights
 constexpr int kLine = 20;                              // floats from answer to answer of a warp's sums: no bank conflicts
 constexpr int kXBytesMax = 72 * 1024;                  // x of a split in shared memory beside eight pieces a warp
 constexpr int kXBytesMost = 136 * 1024;                // beside four
-#ifndef PIECES_MANY
-#define PIECES_MANY 8
-#endif
-constexpr int kPiecesMany = PIECES_MANY, kPiecesFew = 4;
+constexpr int kPiecesMany = 8, kPiecesFew = 4;
+constexpr int kPace = 1;                               // pieces of a warp on their way before x is there
 
 // Steps of this block's split.
 struct Steps {
@@ -62,9 +60,11 @@ __device__ inline Steps steps_of(const Product& all) {
 
 // What a warp brings next.
 struct Supply {
-  Tile tile;
-  int number;  // of the tile
-  int turn;    // of the warp's steps
+  const byte* from;  // of the lane: row lane/8 of the tile, 16 of the step's 128 bytes
+  int rows;          // that exist from the lane's on
+  int input;         // of the lane
+  int number;        // of the tile
+  int turn;          // of the warp's steps
   int slot;
 };
 
@@ -77,25 +77,33 @@ struct Stream {
   const uint4* kept;  // x as lanes want it, [steps, 2, TILES, 32]
   Supply next;
 
+  __device__ inline void begin(int number) {
+    const Tile tile = tile_of(all, number);
+    next.number = number;
+    next.turn = 0;
+    next.input = (steps.first + warp) * kStep + lane() % 8 * 8;
+    next.rows = tile.rows - lane() / 8;
+    next.from = reinterpret_cast<const byte*>(tile.weight + static_cast<int64>(lane() / 8) * all.inputs + next.input);
+  }
+
   // Brings the next piece; an empty group of copies at the end.
   __device__ inline void supply() {
     if (next.number < tiles && turns > 0) {
-      const int piece = lane() % 8, input = (steps.first + warp + next.turn * kProductWarps) * kStep + piece * 8;
-      const u32 to = ring + next.slot * kPiece + piece / 4 * (kPiece / 2) + piece % 4 * 16;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane() / 8 + 4 * i;
-        const bool real = row < next.tile.rows && input < all.inputs;
-        const T* from = next.tile.weight + (real ? static_cast<int64>(row) * all.inputs + input : 0);
-        // Rows 0 to 8 before rows 8 to 16; neighbours change places in the second half: no bank conflicts.
-        bring(to + row / 8 * 512 + ((row % 8) ^ (piece / 4)) * 64, from, real);
-      }
+      const int half = lane() % 8 / 4, line = lane() / 8;
+      // Rows 0 to 8 before rows 8 to 16; neighbours change places in the second half: no bank conflicts.
+      const u32 to = ring + next.slot * kPiece + half * (kPiece / 2) + lane() % 4 * 16;
+      const u32 near = to + (line ^ half) * 64, far = to + ((line + 4) ^ half) * 64;
+      const int64 step = static_cast<int64>(all.inputs) * 8;  // bytes of four rows
+      const bool real = next.input < all.inputs;
+      const byte* none = static_cast<const byte*>(all.x_ai);
+      bring(near, real && next.rows > 0 ? next.from : none, real && next.rows > 0);
+      bring(far, real && next.rows > 4 ? next.from + step : none, real && next.rows > 4);
+      bring(near + 512, real && next.rows > 8 ? next.from + 2 * step : none, real && next.rows > 8);
+      bring(far + 512, real && next.rows > 12 ? next.from + 3 * step : none, real && next.rows > 12);
       next.slot = (next.slot + 1) % PIECES;
-      if (++next.turn == turns) {
-        next.turn = 0;
-        next.number += gridDim.x;
-        next.tile = tile_of(all, next.number);
-      }
+      next.input += kProductWarps * kStep;
+      next.from += kProductWarps * kStep * 2;
+      if (++next.turn == turns) begin(next.number + gridDim.x);
     }
     commit();
   }
@@ -137,35 +145,50 @@ struct Stream {
     __syncwarp();
   }
 
-  // Sums of one tile over the warp's steps.
-  __device__ inline void take(float (&c)[TILES][4], int& slot) {
-    for (int turn = 0; turn < turns; ++turn) {
-      await_copies<PIECES - 1>();
-      __syncwarp();
+  // Adds the pieces of COUNT turns to the sums, those of the two halves of a step apart.
+  template <int COUNT>
+  __device__ inline void add(float (&c)[2][TILES][4], int turn, int& slot) {
+    await_copies<PIECES - COUNT>();
+    __syncwarp();
+    uint4 a[COUNT][2][2];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
       const byte* piece = shared + (ring - shared_address(shared)) + slot * kPiece;
-      uint4 a[2][2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int rows = 0; rows < 2; ++rows) {
-          a[half][rows] =
+          a[i][half][rows] =
               *reinterpret_cast<const uint4*>(piece + half * (kPiece / 2) + rows * 512 + (lane() ^ (4 * half)) * 16);
         }
       }
-      __syncwarp();
-      supply();
       slot = (slot + 1) % PIECES;
+    }
+    __syncwarp();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < COUNT; ++i) supply();
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-          const uint4 x = x_of(warp + turn * kProductWarps, half, n);
-          const uint4 &u = a[half][0], &v = a[half][1];
-          multiply(c[n], u.x, v.x, u.y, v.y, x.x, x.y);
-          multiply(c[n], u.z, v.z, u.w, v.w, x.z, x.w);
+    for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 x = x_of(warp + (turn + i) * kProductWarps, half, n);
+          const uint4 &u = a[i][half][0], &v = a[i][half][1];
+          multiply(c[half][n], u.x, v.x, u.y, v.y, x.x, x.y);
+          multiply(c[half][n], u.z, v.z, u.w, v.w, x.z, x.w);
         }
       }
     }
+  }
+
+  // Sums of one tile over the warp's steps.
+  __device__ inline void take(float (&c)[2][TILES][4], int& slot) {
+    constexpr int kTogether = TILES <= 2 ? 2 : 1;
+    int turn = 0;
+#pragma unroll 1
+    for (; turn + kTogether <= turns; turn += kTogether) add<kTogether>(c, turn, slot);
+    if (turn < turns) add<1>(c, turn, slot);
   }
 };
 
@@ -186,21 +209,25 @@ __device__ inline void product_of(const Product& all) {
                                      max(turns, 0),
                                      shared_address(ring) + warp * PIECES * kPiece,
                                      reinterpret_cast<const uint4*>(kept),
-                                     {tile_of(all, first), first, 0, 0}};
+                                     {}};
+  stream.begin(first);
 #pragma unroll 1
-  for (int piece = 0; piece < PIECES; ++piece) stream.supply();
+  for (int piece = 0; piece < PIECES; ++piece) {
+    stream.supply();
+    await_copies<kPace>();  // few at once: the kernel that computes x shall not queue behind these
+  }
   await_previous();
   if (KEPT) stream.keep_x(reinterpret_cast<uint4*>(kept));
   int slot = 0, buffer = 0;
   for (int number = first; number < stream.tiles; number += gridDim.x) {
-    float c[TILES][4] = {};
+    float c[2][TILES][4] = {};
     stream.take(c, slot);
     float* own = sums + (buffer * kProductWarps + warp) * kSums;
     if (kBuffers == 1) __syncthreads();
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) own[(n * 8 + lane() % 4 * 2 + e % 2) * kLine + lane() / 4 + e / 2 * 8] = c[n][e];
+      for (int e = 0; e < 4; ++e) own[(n * 8 + lane() % 4 * 2 + e % 2) * kLine + lane() / 4 + e / 2 * 8] = c[0][n][e] + c[1][n][e];
     }
     __syncthreads();
     const Tile tile = tile_of(all, number);
@@ -232,7 +259,7 @@ __device__ inline void product_for(const Product& all) {
 }
 
 // raw.splits = gridDim.y.
-extern "C" __global__ void __launch_bounds__(kProductThreads) product(const __grid_constant__ Product all) {
+extern "C" __global__ void __launch_bounds__(kProductThreads, 2) product(const __grid_constant__ Product all) {
   start_next();
   if (all.answers <= 8) {
     product_for<1>(all);

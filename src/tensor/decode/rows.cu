@@ -98,35 +98,38 @@ extern "C" __global__ void ROW_CLUSTER __launch_bounds__(kRowThreads) residual(c
   for (int i = 0; i < 2; ++i) ups[i] = up_of(all.adapter, min(start + i * kRowThreads, last));
   await_previous();
   T* x_row = out(all.x_aw) + static_cast<int64>(answer) * all.width;
-  float x[kColumns], y[kColumns] = {};
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    const int column = start + i * kRowThreads;
-    x[i] = column < end ? wide(__ldcg(x_row + column)) : 0.0f;
-  }
-  if (adds) {
-    for (int r = threadIdx.x; r < all.adapter.rank; r += kRowThreads) {
-      low[r] = low_of(all.raw, all.answers, answer, all.adapter, r);
-    }
-  }
-  float squares = 0.0f;
+  float x[kColumns], y[kColumns] = {}, squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kColumns; i += 2) {
-    if (!adds || (i > 0 && first + i * kRowThreads >= end)) break;  // the same for all threads
-    const int columns[2] = {start + i * kRowThreads, start + (i + 1) * kRowThreads};
-    const int at[2] = {answer * all.raw.width + min(columns[0], last), answer * all.raw.width + min(columns[1], last)};
-    float raw[2];
-    add_splits(raw, all.raw, all.answers, at);
-    if (i == 0) __syncthreads();
+    if (first + i * kRowThreads >= end) break;  // the same for all threads
+    const int columns[2] = {start + i * kRowThreads, start + (i + 1) * kRowThreads}, line = answer * all.raw.width;
+    T olds[2] = {};
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int column = columns[j];
-      if (column >= end) continue;
-      if (all.bias_w != nullptr) raw[j] += wide(in(all.bias_w)[column]);
-      if (all.adapter.rank > 0) raw[j] += adapted(all.adapter, column, i == 0 ? ups[j] : up_of(all.adapter, column), low);
-      y[i + j] = rounded(raw[j]);
-      squares = fmaf(y[i + j], y[i + j], squares);
+      if (columns[j] < end) olds[j] = __ldcg(x_row + columns[j]);
     }
+    if (adds) {
+      const Request<2> request(all.raw, all.answers, {line + min(columns[0], last), line + min(columns[1], last)});
+      if (i == 0) {
+        for (int r = threadIdx.x; r < all.adapter.rank; r += kRowThreads) {
+          low[r] = low_of(low_request(all.raw, all.answers, answer, all.adapter, r), all.raw, all.answers);
+        }
+        __syncthreads();
+      }
+      float raw[2];
+      request.add(raw, all.raw, all.answers);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int column = columns[j];
+        if (column >= end) continue;
+        if (all.bias_w != nullptr) raw[j] += wide(in(all.bias_w)[column]);
+        if (all.adapter.rank > 0) raw[j] += adapted(all.adapter, column, i == 0 ? ups[j] : up_of(all.adapter, column), low);
+        y[i + j] = rounded(raw[j]);
+        squares = fmaf(y[i + j], y[i + j], squares);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) x[i + j] = wide(olds[j]);
   }
   cluster_wait();
   float root = 0.0f;
@@ -141,17 +144,16 @@ extern "C" __global__ void ROW_CLUSTER __launch_bounds__(kRowThreads) residual(c
     if (adds) {
       if (norms_out) y[i] = normed(all.norm_out, wide(in(all.norm_out.weight_w)[column]), y[i], root);
       x[i] = rounded(x[i] + y[i]);
-      x_row[column] = narrow(x[i]);
     }
     squares = fmaf(x[i], x[i], squares);
   }
-  if (all.h_aw == nullptr) return;
   T* h_row = out(all.h_aw) + static_cast<int64>(answer) * all.width;
   if (norms) root = rsqrtf(row_sum(squares, warps[1], sums[1]) / static_cast<float>(all.width) + all.norm.eps);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const int column = start + i * kRowThreads;
     if (column >= end) break;
+    if (adds) x_row[column] = narrow(x[i]);  // now, since a cluster's barrier waits for what was written before
     h_row[column] = narrow(norms ? normed(all.norm, weights[i], x[i], root) : x[i]);
   }
 }
@@ -211,14 +213,17 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) heads(const __grid_co
   const int64 at = __ldcg(&all.at->row);
   float* low = lows[warp];
   float* row = rows[warp];
-  for (int r = lane(); r < adapter.rank; r += 32) low[r] = low_of(all.raw, all.answers, answer, adapter, r);
   int from[kDims];
 #pragma unroll
   for (int i = 0; i < kDims; ++i) {
     from[i] = answer * all.raw.width + all.columns[which] + head * HEAD + min(lane() + 32 * i, last);
   }
+  const Request<kDims> request(all.raw, all.answers, from);
+  for (int r = lane(); r < adapter.rank; r += 32) {
+    low[r] = low_of(low_request(all.raw, all.answers, answer, adapter, r), all.raw, all.answers);
+  }
   float x[kDims], squares = 0.0f;
-  add_splits(x, all.raw, all.answers, from);
+  request.add(x, all.raw, all.answers);
   Turn turns[kDims];
   if (which < 2) {
     const float position = static_cast<float>(all.prompt_end + at);
@@ -288,21 +293,21 @@ extern "C" __global__ void __launch_bounds__(kActivateThreads) activate(const __
   const int answers = min(kActivateAnswers, all.answers - first), real = min(column, all.width - 1);
   const Up ups[2] = {up_of(all.adapters[0], real), up_of(all.adapters[1], real)};
   await_previous();
-#pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    const Adapter& adapter = all.adapters[which];
-    for (int at = threadIdx.x; at < answers * adapter.rank; at += kActivateThreads) {
-      const int answer = at / adapter.rank, r = at % adapter.rank;
-      low[answer][which][r] = low_of(all.raw, all.answers, first + answer, adapter, r);
-    }
-  }
   int from[2 * kActivateAnswers];
 #pragma unroll
   for (int i = 0; i < 2 * kActivateAnswers; ++i) {
     from[i] = (first + min(i / 2, answers - 1)) * all.raw.width + all.columns[i % 2] + real;
   }
+  const Request<2 * kActivateAnswers> request(all.raw, all.answers, from);
+  const int ranks[2] = {all.adapters[0].rank, all.adapters[1].rank}, both = ranks[0] + ranks[1];
+  for (int at = threadIdx.x; at < answers * both; at += kActivateThreads) {
+    const int answer = at / both, r = at % both, which = r < ranks[0] ? 0 : 1;
+    const int of = which == 0 ? r : r - ranks[0];
+    low[answer][which][of] =
+        low_of(low_request(all.raw, all.answers, first + answer, all.adapters[which], of), all.raw, all.answers);
+  }
   float sums[2 * kActivateAnswers];
-  add_splits(sums, all.raw, all.answers, from);
+  request.add(sums, all.raw, all.answers);
   __syncthreads();
   if (column >= all.width) return;
 #pragma unroll

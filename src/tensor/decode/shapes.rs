@@ -25,6 +25,10 @@ const SPLITS_MAX: i64 = 8;
 const OUTPUTS: i64 = 16;
 /// Keys of a stage of attention.
 const KEYS: i64 = 64;
+/// Stages of attention that are in shared memory.
+const STAGES: i64 = 3;
+/// Prompts from here on are long.
+const LONG_ROWS: i64 = 32_768;
 
 fn whole(number: i64) -> c_uint {
     c_uint::try_from(number).unwrap_or_else(|_| unreachable!("{number} blocks or bytes in one launch"))
@@ -82,31 +86,20 @@ pub struct AttendSizes {
     pub window: Option<i64>,
 }
 
-/// Parts of about equally many keys, at most two blocks of threads for a multiprocessor.
+/// Two blocks of threads for a multiprocessor over a long prompt; fewer over a short one, so that blocks do not have few keys.
 #[must_use]
 pub fn shares(processors: Processors, sizes: &AttendSizes) -> Shares {
     let AttendSizes { heads_each, groups, head_dim, prompt_rows, room, window } = *sizes;
     let seen = |rows: i64| window.map_or(rows, |window| rows.min(window));
     let (prompt_rows, room) = (seen(prompt_rows), seen(room));
-    let shares = |each: i64| Shares { prompt: ceil(prompt_rows, each).max(1), own: ceil(room, each).max(1) };
-    let rectangles = row_blocks(TILE, heads_each, head_dim) * groups;
-    let blocks = |shares: Shares| rectangles * shares.prompt + TILE * groups * shares.own;
-    let most = 2 * processors.0;
-    if blocks(Shares { prompt: 1, own: 1 }) > most {
-        return Shares { prompt: (most / rectangles).clamp(1, ceil(prompt_rows, KEYS).max(1)), own: 1 };
-    }
-    // In units of 16 keys the first size that fits, which halving finds: larger parts are fewer.
-    let (mut small, mut large) = (KEYS / 16 - 1, ceil(prompt_rows.max(room).max(KEYS), 16));
-    while large - small > 1 {
-        let middle = i64::midpoint(small, large);
-        if blocks(shares(16 * middle)) <= most { large = middle } else { small = middle }
-    }
-    shares(16 * large)
+    let most = 2 * processors.0 / (row_blocks(TILE, heads_each, head_dim) * groups);
+    let prompt = if prompt_rows >= LONG_ROWS { most } else { (most * 3 / 4).min(ceil(prompt_rows, 2 * KEYS)) };
+    Shares { prompt: prompt.max(1), own: ceil(room, 4 * KEYS).max(1) }
 }
 
 /// Most rows of queries that one block takes.
 fn rows_max(head_dim: i64) -> i64 {
-    if head_dim <= 128 { 64 } else { 32 }
+    if head_dim <= 128 { 32 } else { 16 }
 }
 
 fn row_blocks(answers: i64, heads_each: i64, head_dim: i64) -> i64 {
@@ -150,19 +143,12 @@ pub(super) fn heads(answers: i64, heads: i64, groups: i64) -> Shape {
 
 pub(super) fn attend(answers: i64, sizes: &AttendSizes, kind: Kind, shares: Shares) -> Shape {
     let AttendSizes { heads_each, groups, head_dim, .. } = *sizes;
-    let blocks = row_blocks(answers, heads_each, head_dim);
-    let rows = rows_max(head_dim).min(answers * heads_each).max(heads_each);
-    let tiles = match rows {
-        ..=16 => 1,
-        17..=32 => 2,
-        _ => 4,
-    };
+    let (together, alone) = (row_blocks(answers, heads_each, head_dim), row_blocks(1, heads_each, head_dim));
     let row = (head_dim + 8) * 2;
-    let stages = if tiles == 4 { 5 } else { 3 };
-    let units = shares.prompt * blocks * groups + shares.own * answers * groups;
+    let shape = plain((shares.prompt * together + shares.own * answers * alone) * groups, 1, 128);
     match kind {
-        Kind::Float => plain(units, 1, 128),
-        _ => Shape { shared: whole(tiles * 16 * row + stages * 2 * KEYS * row), ..plain(units, 1, 128 * tiles) },
+        Kind::Float => shape,
+        _ => Shape { shared: whole((rows_max(head_dim) + STAGES * 2 * KEYS) * row), ..shape },
     }
 }
 
@@ -208,7 +194,7 @@ mod tests {
         let shares = shares(H200, &sizes);
         let units = shares.prompt * 8 + shares.own * 8 * 8;
         assert!((200..=340).contains(&units), "{shares:?}");
-        assert_eq!(super::shares(H200, &AttendSizes { window: Some(100), ..sizes }), Shares { prompt: 2, own: 2 });
+        assert_eq!(super::shares(H200, &AttendSizes { window: Some(100), ..sizes }), Shares { prompt: 1, own: 1 });
         assert_eq!(
             super::shares(H200, &AttendSizes { prompt_rows: 0, room: 1, ..sizes }),
             Shares { prompt: 1, own: 1 }
