@@ -1,10 +1,10 @@
 
 // --- partial attention -------------------------------------------------------------------------------------------
 //
-// Rows of a block: the query heads of one key head, of all answers for the prompt's keys, of one answer for its own; 16 or
-// 32 rows a block at most. Blocks: parts, blocks of rows and key heads of the prompt, key heads innermost; then own parts,
-// answers with their blocks of rows, and key heads. A part has consecutive visible keys; those outside a window are not
-// read.
+// Rows of a block: the query heads of one key head, of all answers for the prompt's keys, of one answer for its own; 16
+// or 32 rows a block at most. Blocks: parts, blocks of rows and key heads of the prompt, key heads innermost; then own
+// parts, answers with their blocks of rows, and key heads. A part has consecutive visible keys; those outside a window
+// are not read. The order of a row's sums does not depend on the other rows.
 
 constexpr int kAttendRows = HEAD > 128 ? 16 : 32;
 
@@ -63,9 +63,9 @@ __device__ inline Keys keys_of(const Attend& all, const Unit& unit, int64 row) {
   int64 visible;
   if (unit.own) {
     const u32 step = static_cast<u32>(all.step);
-    const int64 filled = row < all.first ? 0 : min(static_cast<int64>(static_cast<u32>(row - all.first) / step) + 1, all.room);
+    const int64 filled = row < all.first ? 0 : between(static_cast<u32>(row - all.first) / step + 1, 0, all.room);
     const int64 before = lowest - all.prompt_end - all.first;  // position from own row 0 on
-    const int64 hidden = before <= 0 ? 0 : min(static_cast<int64>((static_cast<u32>(before) + step - 1) / step), filled);
+    const int64 hidden = before <= 0 ? 0 : between((static_cast<u32>(before) + step - 1) / step, 0, filled);
     const int64 from = (unit.answer * all.room + hidden) * width + head;
     keys.k = in(all.own_k) + from;
     keys.v = in(all.own_v) + from;
@@ -109,7 +109,7 @@ constexpr int kQueries = kAttendRows * kPitch * 2;  // bytes, before the stages
 constexpr int kPlane = kStage * kPitch * 2;     // bytes of a stage's keys, or values
 constexpr int kAttendThreads = kSplit * 32;
 
-// Of 16 rows: queries, running maximum (base 2) and sum of the weights of rows lane/4 and lane/4 + 8, and weighed values.
+// Of 16 rows: queries, running maximum (base 2) and sum of the weights of rows lane/4 and lane/4 + 8, weighed values.
 struct Weighed {
   u32 queries[kHeld][4];
   float most[2], sum[2];
@@ -336,7 +336,9 @@ __device__ inline void attend_rows(const Attend& all, const Unit& unit, const Ke
 #pragma unroll
   for (int m = 0; m < ROWS; ++m) {
 #pragma unroll
-    for (int step = 0; step < kHeld; ++step) load_matrices(own[m].queries[step], rows + m * 16 * kPitch * 2 + step * 32);
+    for (int step = 0; step < kHeld; ++step) {
+      load_matrices(own[m].queries[step], rows + m * 16 * kPitch * 2 + step * 32);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       own[m].most[half] = -1e30f;

@@ -55,8 +55,8 @@ __device__ inline float warp_sum(float x) {
 
 // --- launches that overlap ---------------------------------------------------------------------------------------
 //
-// Every kernel lets the next one start at once, and reads what the one before wrote only after `await_previous`. What it
-// reads earlier (weights, keys and values of the prompt) no kernel of a token writes.
+// Every kernel lets the next one start at once, and reads what the one before wrote only after `await_previous`. What
+// it reads earlier (weights, keys and values of the prompt) no kernel of a token writes.
 
 #if __CUDA_ARCH__ >= 900
 __device__ inline void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -70,7 +70,9 @@ __device__ inline void await_previous() {}
 
 extern __shared__ __align__(128) byte shared[];
 
-__device__ inline u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
 
 // 16 bytes, or zeros.
 __device__ inline void bring(u32 to, const void* from, bool real) {
@@ -91,12 +93,14 @@ __device__ inline void await_copies() {
 __device__ inline void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if DTYPE == 1
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #endif
@@ -187,7 +191,8 @@ __device__ inline Up up_of(const Adapter& adapter, int output) {
 #pragma unroll
   for (int i = 0; i < kRankKept / kVector; ++i) {
     const bool real = whole && i * kVector < adapter.rank;
-    up.parts[i] = real ? *reinterpret_cast<const uint4*>(row_of(adapter, output) + i * kVector) : make_uint4(0, 0, 0, 0);
+    const T* from = row_of(adapter, output) + i * kVector;
+    up.parts[i] = real ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
   }
   return up;
 }
@@ -218,6 +223,8 @@ __device__ inline float adapted(const Adapter& adapter, int output, const Up& up
   for (int i = 0; i < kRankKept / kVector; ++i) {
     if (i * kVector < adapter.rank) sum = dot(up.parts[i], low + i * kVector, sum);
   }
-  for (int r = kRankKept; r < adapter.rank; r += kVector) sum = dot(*reinterpret_cast<const uint4*>(b + r), low + r, sum);
+  for (int r = kRankKept; r < adapter.rank; r += kVector) {
+    sum = dot(*reinterpret_cast<const uint4*>(b + r), low + r, sum);
+  }
   return sum;
 }

@@ -1,13 +1,13 @@
 
 // --- weights times few rows --------------------------------------------------------------------------------------
 //
-// Block x has every gridDim.x-th tile of 16 weight rows, block y a share of the inputs (a split). The inputs are cut into
-// steps of 64; a split's steps go to the block's warps in turn. Every warp brings its own pieces of weights, 16 rows by 64
-// inputs, through a ring in shared memory, many at once and across tiles, before it knows x. Sums meet in the order of
-// the warps: the bits of a row do not depend on how many answers there are.
+// Block x has every gridDim.x-th tile of 16 weight rows, block y a share of the inputs (a split). The inputs are cut
+// into steps of 64; a split's steps go to the block's warps in turn. Every warp brings its own pieces of weights, 16
+// rows by 64 inputs, through a ring in shared memory, many at once and across tiles, before it knows x. Sums meet in the
+// order of the warps: the bits of a row do not depend on how many answers there are.
 //
-// A lane of a product of 16 by 16 by 8 wants inputs 2t, 2t + 1, 2t + 8, 2t + 9 of a step of 16. Weights and x take inputs
-// 8t to 8t + 8 of 32 instead, as two steps: both operands are permuted alike, and a lane loads 16 bytes at once.
+// A lane of a product of 16 by 16 by 8 wants inputs 2t, 2t + 1, 2t + 8, 2t + 9 of a step of 16. Weights and x take
+// inputs 8t to 8t + 8 of 32 instead, as two steps: both operands are permuted alike, and a lane loads 16 bytes at once.
 
 constexpr int kProductThreads = 256;
 constexpr int kProductWarps = kProductThreads / 32;
@@ -40,13 +40,13 @@ __device__ inline int tiles_of(const Product& all) {
 
 #if DTYPE != 0
 
-constexpr int kStep = 64;                              // inputs
-constexpr int kPiece = kTileRows * kStep * 2;          // bytes of weights
-constexpr int kLine = 20;                              // floats from answer to answer of a warp's sums: no bank conflicts
-constexpr int kXBytesMax = 72 * 1024;                  // x of a split in shared memory beside eight pieces a warp
-constexpr int kXBytesMost = 136 * 1024;                // beside four
-constexpr int kPiecesMany = 8, kPiecesFew = 4;
-constexpr int kPace = 1;                               // pieces of a warp on their way before x is there
+constexpr int kStep = 64;                       // inputs
+constexpr int kPiece = kTileRows * kStep * 2;   // bytes of weights
+constexpr int kLine = 20;                       // floats from answer to answer of a warp's sums: no bank conflicts
+constexpr int kPiecesMany = 8, kPiecesFew = 4;  // of a warp's ring
+constexpr int kXBytesMax = 72 * 1024;           // x of a split in shared memory beside many pieces
+constexpr int kXBytesMost = 136 * 1024;         // beside few
+constexpr int kPace = 1;                        // pieces of a warp on their way before x is there
 
 // Steps of this block's split.
 struct Steps {
@@ -227,7 +227,10 @@ __device__ inline void product_of(const Product& all) {
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) own[(n * 8 + lane() % 4 * 2 + e % 2) * kLine + lane() / 4 + e / 2 * 8] = c[0][n][e] + c[1][n][e];
+      for (int e = 0; e < 4; ++e) {
+        const int answer = n * 8 + lane() % 4 * 2 + e % 2, row = lane() / 4 + e / 2 * 8;
+        own[answer * kLine + row] = c[0][n][e] + c[1][n][e];
+      }
     }
     __syncthreads();
     const Tile tile = tile_of(all, number);
@@ -292,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(kProductThreads) product(const __gr
 #pragma unroll
           for (int i = 0; i < kTogether; ++i) {
             const int answer = min(first + i, all.answers - 1);
-            const float4 x = *reinterpret_cast<const float4*>(in(all.x_ai) + static_cast<int64>(answer) * all.inputs + 4 * quad);
+            const T* x_i = in(all.x_ai) + static_cast<int64>(answer) * all.inputs;
+            const float4 x = *reinterpret_cast<const float4*>(x_i + 4 * quad);
             sums[i] = fmaf(w.x, x.x, fmaf(w.y, x.y, fmaf(w.z, x.z, fmaf(w.w, x.w, sums[i]))));
           }
         }

@@ -57,8 +57,8 @@ __device__ inline void send(float* to, int block, float x) {
 #endif
 }
 
-// Sum over the row: over warps, then over blocks, in their order. All blocks of the cluster have started. `sums` are not
-// used twice by a kernel.
+// Sum over the row: over warps, then over blocks, in their order. All blocks of the cluster have started. `sums` are
+// not used twice by a kernel.
 __device__ inline float row_sum(float x, float (&warps)[kRowWarps], float (&sums)[kRowBlocks]) {
   const float warp = warp_sum(x);
   if (lane() == 0) warps[threadIdx.x / 32] = warp;
@@ -123,7 +123,8 @@ extern "C" __global__ void ROW_CLUSTER __launch_bounds__(kRowThreads) residual(c
         const int column = columns[j];
         if (column >= end) continue;
         if (all.bias_w != nullptr) raw[j] += wide(in(all.bias_w)[column]);
-        if (all.adapter.rank > 0) raw[j] += adapted(all.adapter, column, i == 0 ? ups[j] : up_of(all.adapter, column), low);
+        const Up up = i == 0 ? ups[j] : up_of(all.adapter, column);
+        if (all.adapter.rank > 0) raw[j] += adapted(all.adapter, column, up, low);
         y[i + j] = rounded(raw[j]);
         squares = fmaf(y[i + j], y[i + j], squares);
       }
