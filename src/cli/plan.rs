@@ -7,8 +7,8 @@ use longstraw::config::{self, Gradient, WithoutFile};
 use longstraw::data::size_note;
 use longstraw::model::shape::Shape;
 use longstraw::plan::measured::MeasuredRates;
-use longstraw::plan::seconds::{Pace, Rates};
-use longstraw::plan::{self, Room, ladder};
+use longstraw::plan::seconds::Rates;
+use longstraw::plan::{self, Pace, Room, ladder};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
 

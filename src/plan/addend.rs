@@ -70,7 +70,7 @@ fn counted(name: &str) -> &'static [Purpose] {
         "foreign page runs" | "messages between ranks" | "gathered keys" | "gradient of gathered keys" => {
             &[Purpose::Foreign]
         }
-        "answers' keys and values" | "answers' recurrent states" => &[Purpose::Answers],
+        "answers' keys and values" | "answers' recurrent states" | "decode step" => &[Purpose::Answers],
         "answers' hidden states" => &[Purpose::Hidden],
         "tail's block inputs" | "tail's attention outputs" => &[Purpose::Checkpoints],
         "answers' index sets" | "prompt's index sets" | "answers' chosen experts" | "tail's chosen experts" => {

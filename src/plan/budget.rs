@@ -5,8 +5,9 @@ use serde::Serialize;
 use super::addend::{Addend, Group, Place, total};
 use super::error::Error;
 use super::offload_choice::OffloadChoice;
+use super::predict::{Pace, predict};
 use super::rollout::Rollout;
-use super::seconds::{self, Pace, Rates};
+use super::seconds::{self, Rates};
 use crate::config::RunConfig;
 use crate::model::shape::Shape;
 use crate::prompt::handoff::Keeping;
@@ -129,7 +130,7 @@ impl Plan {
     /// Predicts the seconds of a group, phase by phase, and of a sampled token.
     pub fn time(&mut self, config: &RunConfig, shape: &Shape, pace: &Pace) {
         self.time_answers(config, shape, pace.rates());
-        self.seconds = seconds::predict(config, self.ranks, shape, self.chosen(), pace);
+        self.seconds = predict(config, self.ranks, shape, self.chosen(), pace);
     }
 
     /// Predicts the seconds of a sampled token.

@@ -1,7 +1,10 @@
-//! Bytes that a device reads from its own memory for one token of several answers.
+//! One token of several answers: the bytes that a device reads for it, and whether kernels of a decode step compute it.
+
+use tch::Kind;
 
 use crate::model::shape::{Layer, Mix, Shape};
-use crate::runtime::units::float;
+use crate::runtime::units::{as_dim, float};
+use crate::tensor::decode::{Sizes, covers};
 
 /// What a token of several answers reads, on one rank.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +35,24 @@ pub fn token_bytes(shape: &Shape, of: &TokenReads) -> f64 {
     let weights = float(shape.sum(|layer| layer.parameters)) + float(shape.experts()) * of.expert_share + head;
     let states: f64 = shape.layers.iter().map(|layer| state_bytes(layer, of)).sum();
     (weights + float(of.adapters)) * of.model_bytes + states
+}
+
+/// Whether there are kernels of a decode step on a GPU for a model in `kind` with adapters of this `rank`.
+pub(super) fn has_step(shape: &Shape, kind: Kind, rank: u64) -> bool {
+    let covered = |layer: &Layer| match layer.mix {
+        Mix::Grouped { query_heads, kv_heads, head_dim, gated: false, .. } if layer.experts == 0 => {
+            let sizes = Sizes {
+                head_dim: as_dim(head_dim),
+                heads_each: as_dim(query_heads / kv_heads.max(1)),
+                width: as_dim(shape.width),
+                ffn_width: as_dim(layer.ffn_width),
+                rank: as_dim(rank),
+            };
+            covers(kind, &sizes)
+        }
+        _ => false,
+    };
+    shape.layers.iter().all(covered)
 }
 
 /// Bytes of the state that the mixer of a layer reads.

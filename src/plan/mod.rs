@@ -14,6 +14,7 @@
 //!   work, operations     operations and bytes by phase, and those of one layer
 //!   seconds              work divided by rates, and the bytes of a sampled token (drawing)
 //!   measured             seconds from what `bench --rates` has measured
+//!   predict              the prediction, by published rates or by measured ones
 //!   ladder, text         the plan of every gate, and the plan in words
 //! ```
 //!
@@ -31,6 +32,7 @@ mod offload;
 mod offload_choice;
 mod operations;
 mod phases;
+mod predict;
 mod rollout;
 pub mod seconds;
 mod sizes;
@@ -47,4 +49,5 @@ pub use drawing::{TokenReads, token_bytes};
 pub use error::Error;
 pub use offload::{context_note, gib, of, of_at_most, of_shape};
 pub use operations::{Amount, delta_row};
+pub use predict::Pace;
 pub use rollout::Rollout;

@@ -7,9 +7,11 @@ use serde::Serialize;
 
 use super::addend::{Addend, product, within};
 use super::block::LatentSizes;
+use super::drawing::has_step;
 use super::error::Error;
 use super::operations::partial;
 use super::sizes::{Sizes, adapter_elements};
+use crate::config::Weights;
 use crate::model::attention::KEYS_MAX;
 use crate::model::shape::{Layer, Mix, Segment};
 use crate::prompt::pages::Residency;
@@ -123,8 +125,8 @@ const FLOAT_BYTES: u64 = 4;
 /// Multiprocessors of an H200: attention of a token is cut into about twice as many parts.
 const MULTIPROCESSORS: u64 = 132;
 
-/// Rows of an answer's own part of attention.
-const OWN_ROWS: u64 = 512;
+/// Bytes of a token that is drawn: the root of its noise, its id, log-probability and entropy.
+const TOKEN_BYTES: u64 = 4 * 8;
 
 /// The setting that makes the addends of a group's tokens smaller.
 const FEWER_ANSWERS: &str = "choose a smaller grpo.group_size";
@@ -188,10 +190,10 @@ impl Sizes<'_> {
         self.config.grpo.group_size.saturating_add(u64::from(self.config.data.held_out.is_some()))
     }
 
-    /// Buffers of fixed addresses and the graph of a decode step, of dense models on a GPU.
+    /// Buffers of fixed addresses and the graph of a decode step, where its kernels compute a token.
     fn decode_step(&self) -> Option<Addend> {
-        let dense = |layer: &Layer| layer.mix.travels() && layer.experts == 0;
-        if !self.copies_overlap || !self.shape.layers.iter().all(dense) {
+        let plain = self.config.model.weights != Weights::Fp8;
+        if !self.copies_overlap || !plain || !has_step(self.shape, self.kind(), self.config.lora.rank) {
             return None;
         }
         let answers = self.sampled_answers();
@@ -200,19 +202,23 @@ impl Sizes<'_> {
             of_a.map(|projection| projection.outputs).sum::<u64>().max(2 * layer.ffn_width)
         };
         let raw = self.shape.most(outputs) + 3 * self.config.lora.rank;
-        let own = self.config.sampled_len().0.div_ceil(self.config.cp_size(self.ranks)).div_ceil(OWN_ROWS);
         let parts = |layer: &Layer| match layer.mix {
             Mix::Grouped { query_heads, kv_heads, head_dim, .. } => {
-                ((2 * MULTIPROCESSORS).div_ceil(kv_heads.max(1)) + own) * query_heads * (head_dim + 1)
+                (2 * MULTIPROCESSORS).div_ceil(kv_heads.max(1)).max(2) * query_heads * (head_dim + 1)
             }
             _ => 0,
         };
-        let row = 2 * raw + self.shape.vocabulary + self.shape.most(parts);
+        let vocabulary = self.shape.vocabulary;
+        let row = (2 * raw).max(vocabulary) + vocabulary + self.shape.most(parts);
+        let tokens = self.config.sampled_len().0;
         Some(within(
             Phase::Rollout,
             "decode step",
-            Bytes(GRAPH_BYTES.saturating_add(product(&[answers, row, FLOAT_BYTES]).0)),
-            format!("the graph, and {answers} answers × {row} float32: raw sums, logits, partial attention"),
+            Bytes(GRAPH_BYTES.saturating_add(product(&[answers, row * FLOAT_BYTES + tokens * TOKEN_BYTES]).0)),
+            format!(
+                "the graph, and {answers} answers × ({row} float32: raw sums, logits, partial attention; {tokens} tokens × \
+                 {TOKEN_BYTES} B)"
+            ),
             FEWER_ANSWERS,
         ))
     }

@@ -7,11 +7,12 @@
 //! measured, launches among them.
 
 use serde::Serialize;
+use tch::Kind;
 
-use super::measured::{self, MeasuredRates};
+use super::drawing::has_step;
 use super::offload_choice::OffloadChoice;
 use super::operations::Work;
-use super::work::{Repeats, StepWork};
+use super::work::StepWork;
 use crate::config::RunConfig;
 use crate::model::shape::{Mix, Shape};
 use crate::runtime::failure::Phase;
@@ -50,26 +51,6 @@ pub struct Rates {
     pub message: f64,
     /// Share of the kernels' and the memory's rates that a phase reaches.
     pub efficiency: f64,
-}
-
-/// What a prediction follows.
-#[derive(Clone, Debug)]
-pub enum Pace {
-    /// Published rates, or others from the command line, of which a phase reaches a share.
-    Published(Rates),
-    /// What was measured on the machine itself.
-    Measured(Box<MeasuredRates>),
-}
-
-impl Pace {
-    /// Rates one by one.
-    #[must_use]
-    pub fn rates(&self) -> &Rates {
-        match self {
-            Pace::Published(rates) => rates,
-            Pace::Measured(measured) => &measured.rates,
-        }
-    }
 }
 
 /// Attention of an H200 at one head width, in TFLOP/s.
@@ -117,8 +98,8 @@ impl Rates {
             // Nominal: HBM3e of an H200, and half of NVLink's 900 GB/s for both ways. Neither is measured yet.
             memory: 4800.0,
             between: 450.0,
-            // Measured on sampled tokens, some 100 launches of 20 µs (docs/benchmarks.md).
-            layer: 2000.0,
+            // Measured on sampled tokens: with kernels of a decode step, and with some 100 launches of 20 µs (docs/benchmarks.md).
+            layer: if has_step(shape, Kind::BFloat16, 1) { 40.0 } else { 2000.0 },
             // An assumption: a gather among eight ranks takes about 30 µs.
             message: 4.0,
             efficiency: 0.8,
@@ -193,49 +174,12 @@ pub struct Seconds {
     pub round: f64,
 }
 
-/// Predicts a step on one group in a world of `ranks`; `None` for the conventional schedule, which has no model of time.
-pub(super) fn predict(
-    config: &RunConfig,
-    ranks: u64,
-    shape: &Shape,
-    choice: OffloadChoice,
-    pace: &Pace,
-) -> Option<Seconds> {
-    if !config.memory.prompt_no_grad {
-        return None;
-    }
-    let step = StepWork::new(config, ranks, shape, choice);
-    let rates = *pace.rates();
-    let timed = |(phase, work): (Phase, Work), times: Repeats| {
-        let at_rates = phase_seconds(phase, &work, &rates);
-        let times = match phase {
-            Phase::Capture => times.captures,
-            Phase::Score => times.scores,
-            _ => 1.0,
-        };
-        match pace {
-            Pace::Published(_) => at_rates,
-            Pace::Measured(measured) => measured::phase_seconds(measured, &step, phase, at_rates, times),
-        }
-    };
-    let phases: Vec<PhaseSeconds> = step.phases().into_iter().map(|phase| timed(phase, step.repeats())).collect();
-    let total = phases.iter().map(|phase| phase.seconds).sum();
-    let further = step.further().into_iter().map(|phase| timed(phase, Repeats::ONE).seconds).sum::<f64>();
-    let updates = config.grpo.updates_per_group;
-    let round = total + float(updates.saturating_sub(1)) * further;
-    let measured = match pace {
-        Pace::Published(_) => None,
-        Pace::Measured(measured) => Some(measured.source.clone()),
-    };
-    Some(Seconds { rates, measured, phases, total, updates, round })
-}
-
 /// Predicts the rollout alone, in seconds, with answers of the greatest length.
 pub(super) fn rollout(config: &RunConfig, ranks: u64, shape: &Shape, choice: OffloadChoice, rates: &Rates) -> f64 {
     phase_seconds(Phase::Rollout, &StepWork::new(config, ranks, shape, choice).rollout(), rates).seconds
 }
 
-fn phase_seconds(phase: Phase, work: &Work, rates: &Rates) -> PhaseSeconds {
+pub(super) fn phase_seconds(phase: Phase, work: &Work, rates: &Rates) -> PhaseSeconds {
     const TERA: f64 = 1e12;
     const GIGA: f64 = 1e9;
     const MICRO: f64 = 1e-6;

@@ -54,7 +54,7 @@ pub(super) struct Repeats {
 }
 
 impl Repeats {
-    /// Each once.
+    /// What a further update repeats: a capture of its own, at known scores.
     pub(super) const ONE: Repeats = Repeats { captures: 1.0, scores: 1.0 };
 }
 

@@ -358,7 +358,7 @@ impl Session {
             ends: &self.data.end_ids,
             sampling: Sampling { top_p: config.rollout.top_p, top_k: config.rollout.top_k },
             stream,
-            resident: if rollout.pages_on_device { usize::MAX } else { 0 },
+            resident: rollout.resident_layers,
             fused: true,
             choices: if config.rollout.keep_choices { DrawnChoices::Use } else { DrawnChoices::Compare },
         })

@@ -48,9 +48,8 @@ fn memory_of_a_rank_while_it_samples_is_the_arithmetic_of_the_config() {
         ("answers' keys and values", 8 * 1024 * (STATE + STATE / 36)),
         ("logits", 8 * vocabulary * (2 + 2 * 4 + 48)),
         ("partial outputs", 8 * 8 * (32 * 128 + 32) * 4),
-        // The graph; raw sums of gate and up with their down projections twice, logits, and attention in 33 parts of the prompt
-        // and 2 of an answer's own rows.
-        ("decode step", (64 << 20) + 8 * (2 * (2 * 12_288 + 3 * 16) + vocabulary + 35 * 32 * 129) * 4),
+        // The graph; raw logits, logits, attention in 33 parts, and four numbers of each token.
+        ("decode step", (64 << 20) + 8 * ((2 * vocabulary + 33 * 32 * 129) * 4 + 8192 * 32)),
         // Residual, norm and what leaves them; the feed-forward's three; queries, keys and values, output.
         ("token rows", 8 * (4 * 4096 + 3 * 12_288 + 4096 + 2048 + 4096) * 2),
     ] {
@@ -133,12 +132,12 @@ fn a_token_takes_the_time_of_its_bytes_and_is_refused_above_the_limit() {
     near(token(&staged), float(POSITIONS * STATE) / 54.6e9, 1e-9, "pages over the link");
     near(staged["rollout"]["seconds"].as_f64().unwrap(), 8192.0 * token(&staged), 1e-9, "8,192 tokens");
     assert_eq!(staged["rollout"]["seconds"], json!(seconds(&staged, "rollout")));
-    // Weights without the embedding, adapters, pages, and half of the answers' rows, at 80 % of 4.8 TB/s; 2 ms for each of 36
-    // layers and the head; 37 × 7 messages of 4 µs; partial outputs of seven ranks at 450 GB/s.
+    // Weights without the embedding, adapters, pages, and half of the answers' rows, at 80 % of 4.8 TB/s; 40 µs for each
+    // of 36 layers and the head; 37 × 7 messages of 4 µs; partial outputs of seven ranks at 450 GB/s.
     let resident = sampled_json(&["--device-gib", "131"]);
     let weights = (8_190_735_360_u64 - 151_936 * 4096 - 4096) * 2 + 43_646_976 * 2;
     let reads = float(weights + POSITIONS * STATE + 8 * 512 * STATE) / (0.8 * 4.8e12);
-    let waits = 37.0 * 2e-3 + 37.0 * 7.0 * 4e-6 + float(7 * 8 * 36 * 4128 * 4) / 450e9;
+    let waits = 37.0 * 40e-6 + 37.0 * 7.0 * 4e-6 + float(7 * 8 * 36 * 4128 * 4) / 450e9;
     near(token(&resident), reads + waits, 1e-9, "a token from the device's own memory");
     let slower = sampled_json(&["--device-gib", "131", "--rate-memory", "2400"]);
     near(token(&slower), 2.0 * reads + waits, 1e-9, "half the memory's rate");

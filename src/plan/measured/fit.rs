@@ -1,18 +1,15 @@
-//! Seconds of phases from measured updates and tokens.
+//! Laws of a phase's seconds and of a token's, fitted to measured updates and tokens.
 
 use std::collections::BTreeSet;
 
-use super::{DrawPoint, MeasuredGradient, MeasuredRates, UpdatePoint, of_fit};
-use crate::plan::operations::{Amount, Rows};
-use crate::plan::seconds::{PhaseSeconds, Terms};
-use crate::plan::work::StepWork;
-use crate::runtime::failure::Phase;
+use super::file::{DrawPoint, MeasuredGradient, UpdatePoint};
+use crate::plan::operations::Amount;
 use crate::runtime::units::{Tokens, float};
 
 /// Seconds of a phase as a sum: what it takes once, for each prompt position whatever the layers (what waits for the last copy),
 /// and for the operations of the layers' rows and of their pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(in crate::plan) struct Fit {
+pub(super) struct Fit {
     pub(super) once: f64,
     /// Seconds a position.
     pub(super) position: f64,
@@ -64,6 +61,11 @@ impl AtPrompt {
 }
 
 impl Fit {
+    /// Seconds of an amount behind so many positions: once with what follows from the positions, rows, pairs.
+    pub(super) fn seconds(&self, positions: f64, amount: Amount) -> [f64; 3] {
+        [self.once + self.position * positions, self.rows * amount.rows_tera, self.pairs * amount.pairs_tera]
+    }
+
     /// From the shortest and the longest prompt of `samples`; `None` where there is one prompt only.
     fn of(samples: &[Sample]) -> Option<Fit> {
         let shortest = samples.iter().map(|sample| sample.prompt).reduce(f64::min)?;
@@ -101,13 +103,13 @@ fn paces(near: &AtPrompt, far: &AtPrompt) -> (f64, f64) {
 
 /// Fits of the phases of updates of one gradient mode.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::plan) struct UpdateFit {
-    capture: Fit,
+pub(super) struct UpdateFit {
+    pub(super) capture: Fit,
     /// Of one answer.
-    score: Fit,
+    pub(super) score: Fit,
     /// Of one answer, forward and backward.
-    answer: Fit,
-    tail: Fit,
+    pub(super) answer: Fit,
+    pub(super) tail: Fit,
 }
 
 impl UpdateFit {
@@ -166,71 +168,6 @@ impl Drawing {
     }
 }
 
-/// The seconds of one phase by what was measured. `at_rates` has the copies and messages, and the whole of phases that were not
-/// measured; `times` is how often the phase runs.
-pub(in crate::plan) fn phase_seconds(
-    measured: &MeasuredRates,
-    step: &StepWork<'_>,
-    phase: Phase,
-    at_rates: PhaseSeconds,
-    times: f64,
-) -> PhaseSeconds {
-    let Some(updates) = measured.updates(step.travels()) else { return at_rates };
-    let positions = step.prompt_rows;
-    let share = |rows: Rows| Amount::of_rows(&step.shape.layers, rows).times(1.0 / step.sharers);
-    let of_answers = |fit: &Fit| {
-        let [once, rows, pairs] = of_fit(fit, positions, share(step.answer()));
-        let length = step.answer().count / measured.answer_rows.max(1.0);
-        [once * length, rows, pairs].map(|seconds| seconds * step.group() * times)
-    };
-    let ([once, rows, pairs], backward) = match phase {
-        Phase::Capture => (of_fit(&updates.capture, positions, share(step.prompt())).map(|part| part * times), false),
-        Phase::Score => (of_answers(&updates.score), false),
-        Phase::Replay => (of_answers(&updates.answer), true),
-        Phase::Sweep => (sweep(measured, step, updates), true),
-        _ => return at_rates,
-    };
-    let waiting = at_rates.terms.waiting;
-    let terms = Terms {
-        products: rows,
-        attention: if backward { 0.0 } else { pairs },
-        attention_backward: if backward { pairs } else { 0.0 },
-        delta: 0.0,
-        delta_backward: 0.0,
-        moved: 0.0,
-        waiting: waiting + once,
-    };
-    let compute = rows + pairs + once + waiting;
-    PhaseSeconds { terms, compute, seconds: compute.max(at_rates.copies), ..at_rates }
-}
-
-/// Seconds of the tail's turns: once, rows, pairs.
-fn sweep(measured: &MeasuredRates, step: &StepWork<'_>, updates: &UpdateFit) -> [f64; 3] {
-    let tail = step.tail();
-    let positions = step.prompt_rows;
-    let amount = Amount::of_rows(&step.shape.layers, tail).times(1.0 / step.sharers);
-    if tail.count <= 0.0 {
-        return [0.0; 3];
-    }
-    if !step.travels() {
-        // One row is measured as it is; more rows are those of an answer.
-        let is_one = tail.count < 1.5;
-        let [once, rows, pairs] = of_fit(if is_one { &updates.tail } else { &updates.answer }, positions, amount);
-        return if is_one { [once, rows, pairs] } else { [0.0, rows, pairs] };
-    }
-    let [once, mut rows, mut pairs] = of_fit(&updates.tail, positions, amount);
-    let [_, forward_rows, forward_pairs] = of_fit(&updates.capture, 0.0, amount);
-    // Layers whose input is computed again run forward once more.
-    rows += step.again() * forward_rows;
-    pairs += step.again() * forward_pairs;
-    match (measured.attention_kept, step.choice.keeping.attention) {
-        (true, false) => pairs += forward_pairs,
-        (false, true) => pairs = (pairs - forward_pairs).max(0.0),
-        _ => {}
-    }
-    [once, rows, pairs]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -254,7 +191,7 @@ mod tests {
             near(found, expected);
         }
         let long = sample(36, 3e5);
-        let seconds = of_fit(&Fit::of(&samples).unwrap(), 3e5, long.amount).iter().sum::<f64>();
+        let seconds = Fit::of(&samples).unwrap().seconds(3e5, long.amount).iter().sum::<f64>();
         near(seconds, long.seconds);
         assert_eq!(Fit::of(&samples[..2]), None, "one prompt says nothing of another");
     }

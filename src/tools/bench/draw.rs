@@ -24,7 +24,6 @@ const FEW_TOKENS: u64 = 8;
 #[derive(Clone, Debug, Serialize)]
 #[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Draw {
-    /// Answers.
     pub group: u64,
     pub prompt: Tokens,
     /// Of each answer.
@@ -59,7 +58,7 @@ pub struct Draw {
 }
 
 impl Draw {
-    /// One line.
+    /// The line of the table that describes it.
     pub(super) fn text(&self) -> String {
         let pages = if self.resident_layers == self.layers {
             "pages on the device".to_owned()
