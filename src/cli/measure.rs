@@ -90,7 +90,7 @@ pub(super) struct BenchFlags {
     /// Where the saved state of the tail waits: host or device
     #[arg(long, default_value = "host", value_parser = residency)]
     tail: Residency,
-    /// Keep the tail's attention outputs too, instead of recomputing them
+    /// Keep the attention outputs of the tail and of the answers too, instead of recomputing them
     #[arg(long)]
     keep_attention: bool,
     /// Do not keep the keys that indices chose for the prompt's rows: choose them again in the sweep
@@ -199,6 +199,7 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
             tail: flags.tail,
             every: usize::try_from(flags.inputs_every).unwrap_or(usize::MAX),
             attention: flags.keep_attention,
+            answer_attention: flags.keep_attention,
             index_sets: !flags.choose_again,
         },
         device,

@@ -187,12 +187,29 @@ impl Sizes<'_> {
                 "choose a shorter context.answer_len",
             ),
         ];
+        if self.keeping.answer_attention {
+            sum.push(self.answers_mixed());
+        }
         let mut attending = vec![self.answer_scratch()];
         if self.tail_is_long {
             attending.push(self.state_gradient(Phase::Replay));
         }
         sum.extend(larger(attending, self.delta_answer()));
         sum
+    }
+
+    /// Mixer outputs of all answers in the layers below the top one, from their way up to their way down.
+    fn answers_mixed(&self) -> Addend {
+        let group = self.config.grpo.group_size;
+        let below = self.shape.layers.split_last().map_or(&[][..], |(_, below)| below);
+        let kept = || below.iter().map(|layer| self.kept_row(layer)).filter(|&bytes| bytes > 0);
+        addend(
+            "answers' attention outputs",
+            Place::Host,
+            product(&[group, self.answer_rows, kept().sum()]),
+            format!("{group} answers × {} rows × (output; log-sum-exp) × {} layers", self.answer_rows, kept().count()),
+            "set memory.keep_attention = false",
+        )
     }
 
     /// What replay computes in for one answer besides its rows: the larger of two addends that are never alive together, the

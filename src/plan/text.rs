@@ -62,8 +62,10 @@ impl Plan {
         if !config.memory.prompt_no_grad {
             return "the conventional schedule: whole sequences, each on one rank, answer by answer".into();
         }
-        let Keeping { pages, tail, every, attention, .. } = self.keeping;
-        let pages = format!("pages in {} memory", place(pages));
+        let Keeping { pages, tail, every, attention, answer_attention, .. } = self.keeping;
+        let answers =
+            if answer_attention { "kept" } else { "computed again (costs one attention pass of the answers)" };
+        let pages = format!("pages in {} memory, answers' attention outputs {answers}", place(pages));
         if config.tail(config.context.prompt_len) <= config.memory.micro_block {
             return pages;
         }

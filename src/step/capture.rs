@@ -81,6 +81,13 @@ pub fn make_room(pass: &Pass, group: &PlacedGroup, keeping: Keeping) -> Result<(
     }
     for answer in &group.answers {
         add(layers, rows(&answer.span) * row);
+        // Mixer outputs of the layers below the top one, from the way up to the way down.
+        let below = (0..pass.decoder.layers() - 1).map(LayerIndex);
+        for layer in below.filter(|&layer| keeping.answer_attention && pass.keeps_mixed(layer)) {
+            let mixed_row = pass.decoder.mixer(layer).mixed_row();
+            add(1, rows(&answer.span) * mixed_row.out * element);
+            add(1, rows(&answer.span) * mixed_row.saved * acc_element);
+        }
     }
     let pinned = gpu::reserve_pinned(&blocks)?;
     tracing::debug!("{pinned} of host memory are pinned");

@@ -161,8 +161,9 @@ fn agree_on_plan(
 fn agree_on_keeping(plan: &Plan, world: &World) -> Keeping {
     let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);
     let attention = !world.any(!plan.keeping.attention);
+    let answer_attention = !world.any(!plan.keeping.answer_attention);
     let index_sets = !world.any(!plan.keeping.index_sets);
-    Keeping { every: as_index(every), attention, index_sets, ..plan.keeping }
+    Keeping { every: as_index(every), attention, answer_attention, index_sets, ..plan.keeping }
 }
 
 /// This rank's share of what its GPU can still give to tensors; `None` without a GPU.

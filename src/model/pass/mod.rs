@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   forward    x ──A──▶ q k v ──mixer (ranks meet)──▶ mixed ──B──▶ y
-//!   backward   1. recompute A without a graph, run the mixer
+//!   backward   1. recompute A without a graph, run the mixer unless its output was kept
 //!              2. B with a graph, backward from dy: d mixed
 //!              3. the mixer's backward, by hand: dq dk dv
 //!              4. A with a graph, backward from dq dk dv: dx
@@ -25,7 +25,7 @@ use tch::Tensor;
 use super::decoder::{Decoder, Projected};
 use super::latent::{IndexProjected, IndexSet};
 use super::lora::Adapters;
-use super::mixer::{Backward, CpGroup, MixerInput};
+use super::mixer::{Backward, CpGroup, Mixed, MixerInput};
 use super::past::{Past, PastGradient};
 use super::planes::{Planes, join_rows};
 use crate::prompt::layout::{Piece, Span, positions};
@@ -138,6 +138,21 @@ impl Pass<'_> {
         past: &Past,
         choices: SpanChoices,
     ) -> Result<Tensor, tensor::Error> {
+        self.forward_mixed(layer, span, x_tw, past, choices).map(|(y_tw, _)| y_tw)
+    }
+
+    /// [`Pass::forward`] that returns the mixer's output too, for the backward over the same rows.
+    ///
+    /// # Errors
+    /// As [`Pass::forward`].
+    pub fn forward_mixed(
+        &self,
+        layer: LayerIndex,
+        span: &Span,
+        x_tw: &Tensor,
+        past: &Past,
+        choices: SpanChoices,
+    ) -> Result<(Tensor, Mixed), tensor::Error> {
         tch::no_grad(|| {
             let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
             let Projected { input, handed } = self.project_all(layer, &blocks, x_tw);
@@ -153,7 +168,7 @@ impl Pass<'_> {
             if let Some(chosen) = finishing.end() {
                 choices.put(Choice::Experts, layer, &chosen)?;
             }
-            Ok(y_tw)
+            Ok((y_tw, mixed))
         })
     }
 
@@ -189,7 +204,8 @@ impl Pass<'_> {
 
     /// One block backward over a span: from the gradient of this rank's output rows to that of its input rows. Adapter
     /// gradients add up in the adapters' `.grad`, gradients of earlier positions' state in `past_gradient`. `later` is the
-    /// gradient that later rows have left on the span's own state.
+    /// gradient that later rows have left on the span's own state. `kept` is what the mixer's forward returned for these rows
+    /// under the same adapters, on all ranks or on none; without it the mixer runs again.
     ///
     /// # Errors
     /// When libtorch refuses.
@@ -200,6 +216,7 @@ impl Pass<'_> {
         past: &Past,
         later: Option<Planes>,
         past_gradient: &mut PastGradient,
+        kept: Option<Mixed>,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, choices, .. } = *rows;
         let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
@@ -209,7 +226,7 @@ impl Pass<'_> {
         let lent = index.as_ref().map(IndexSet::lend);
         let (projected, mixed) = tch::no_grad(|| {
             let projected = self.project_all(layer, &blocks, x_tw);
-            let mixed = mixer.forward(&self.cp_group, span, &projected.input, past, lent);
+            let mixed = kept.unwrap_or_else(|| mixer.forward(&self.cp_group, span, &projected.input, past, lent));
             (projected, mixed)
         });
         // 2. Segment B.
