@@ -87,7 +87,7 @@ fn of_shape_at_most(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room:
 fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<OffloadChoice> {
     let memory = &config.memory;
     let most = if memory.inputs_every == 0 { shape.layers.len().max(1) } else { 1 };
-    let swept = choosing && config.tail(config.context.prompt_len) > memory.micro_block;
+    let swept = choosing && config.tail(config.context.prompt_len) > memory.micro_rows();
     let mut tried = Vec::new();
     for (pages, index_sets) in [Residency::Device, Residency::Host].into_iter().flat_map(|at| [(at, true), (at, false)])
     {

@@ -19,7 +19,7 @@ impl Sizes<'_> {
     /// kernel's workspace for `queries`, and one micro-block's intermediates of a segment, with its graph if there is one.
     /// `spared` bytes of each row are not alive together with the second.
     fn scratch(&self, phase: Phase, rows: u64, queries: u64, graph: bool, spared: u64) -> Addend {
-        let micro = self.config.memory.micro_block.0.min(rows);
+        let micro = self.config.memory.micro_rows().0.min(rows);
         let block = self.most_attending(|layer| self.block(layer, rows, graph));
         let segment = block.saturating_sub(product(&[rows, spared]).0);
         let (kernel, reason) = self.workspace(queries, self.run_keys(), graph);
@@ -43,7 +43,7 @@ impl Sizes<'_> {
 
     /// Rows of one call of the mixer, which takes each half of a rank's pages by itself.
     fn stretch(&self, rows: u64) -> u64 {
-        rows.min(self.prompt_rows.div_ceil(2)).min(MIXED_ROWS.max(self.config.memory.micro_block.0))
+        rows.min(self.prompt_rows.div_ceil(2)).min(MIXED_ROWS.max(self.config.memory.micro_rows().0))
     }
 
     /// Whether attention on a GPU is computed by matrix products, since no fused kernel has the dtype or a window.

@@ -65,9 +65,10 @@ impl Plan {
         let Keeping { pages, tail, every, attention, answer_attention, .. } = self.keeping;
         let answers =
             if answer_attention { "kept" } else { "computed again (costs one attention pass of the answers)" };
-        let pages = format!("pages in {} memory, answers' attention outputs {answers}", place(pages));
-        if config.tail(config.context.prompt_len) <= config.memory.micro_block {
-            return pages;
+        let answers = format!("answers' attention outputs {answers}");
+        let pages = format!("pages in {} memory", place(pages));
+        if config.tail(config.context.prompt_len) <= config.memory.micro_rows() {
+            return format!("{pages}; {answers}");
         }
         let inputs = match every {
             1 => "every layer's tail inputs".into(),
@@ -83,6 +84,6 @@ impl Plan {
             Some(false) => ", index sets of the prompt chosen again (costs one pass of the index over the prompt)",
             None => "",
         };
-        format!("{pages}, {inputs} in {} memory, {attention}{sets}", place(tail))
+        format!("{pages}, {inputs} in {} memory, {attention}{sets}; {answers}", place(tail))
     }
 }

@@ -136,7 +136,7 @@ impl<'a> StepWork<'a> {
 
     /// Whether the tail is long, so that its rows stay and page state travels.
     pub(super) fn travels(&self) -> bool {
-        self.config.tail(self.config.context.prompt_len) > self.config.memory.micro_block
+        self.config.tail(self.config.context.prompt_len) > self.config.memory.micro_rows()
     }
 
     /// Operations of `rows` in all layers, on all ranks that share the prompt together.
