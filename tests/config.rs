@@ -181,7 +181,7 @@ fn every_wrong_value_is_refused_with_the_correct_value() {
         ("optimizer.eps=0", "optimizer.eps should be a finite number above 0"),
         ("optimizer.grad_accum=0", "optimizer.grad_accum should be at least 1"),
         ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm should be above 0, or inf"),
-        ("memory.micro_block=0", "memory.micro_block should be at least 1"),
+        ("memory.head_block=0", "memory.head_block should be at least 1"),
         ("memory.cpu_offload_pages=yes", "should be true, false or \"auto\", not \"yes\""),
         (
             "memory.prompt_no_grad=false",

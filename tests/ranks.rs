@@ -27,6 +27,8 @@ mod judged;
 mod latent;
 #[path = "ranks/learning.rs"]
 mod learning;
+#[path = "ranks/left.rs"]
+mod left;
 #[path = "ranks/memory.rs"]
 mod memory;
 #[path = "ranks/sampling.rs"]
@@ -92,6 +94,9 @@ const CLAIMS: &[Claim] = &[
     ("an_answer_is_drawn_alike_alone_and_beside_others", drawing::alone),
     ("answers_are_sampled_alike_from_pages_on_the_device_and_pages_that_are_staged", sampling::residency),
     ("an_update_on_several_ranks_stays_near_that_on_one_where_states_go_from_row_to_row", divergence::hybrid),
+    ("a_replay_from_what_a_score_pass_left_gives_the_bits_of_one_that_goes_up_itself", left::same_bits),
+    ("attention_outputs_that_a_score_pass_left_give_the_bits_of_those_computed_again", left::kept_outputs),
+    ("what_a_score_pass_left_is_refused_after_an_update", left::stale),
     ("stale_pages_are_refused_after_an_update", learning::stale_pages),
     ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),
 ];

@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use longstraw::config::{DeviceChoice, Environment, Gradient};
+use longstraw::config::{DeviceChoice, Dtype, Environment, Gradient, MICRO_BLOCK_DEFAULT, RunConfig};
+use longstraw::model::shape::Shape;
+use longstraw::plan;
 use longstraw::prompt::handoff::Keeping;
 use longstraw::prompt::pages::Residency;
 use longstraw::runtime::failure::{Exit, Failure};
-use longstraw::runtime::units::Tokens;
+use longstraw::runtime::units::{Tokens, from_index};
 use longstraw::tools::bench;
 use longstraw::tools::parity;
 use longstraw::tools::study;
@@ -26,9 +28,9 @@ struct CommonFlags {
     /// Positions in a page
     #[arg(long, default_value = "64", value_parser = at_least_one)]
     page_size: u64,
-    /// Maximum number of rows of a segment
-    #[arg(long, default_value = "2048", value_parser = at_least_one)]
-    micro_block: u64,
+    /// Maximum number of rows of a segment (default: 2048; in bench on a GPU as memory.micro_block = 0 chooses)
+    #[arg(long, value_parser = at_least_one)]
+    micro_block: Option<u64>,
     /// auto, cpu or cuda; auto takes GPUs where every rank has one
     #[arg(long, default_value = "auto", value_parser = device)]
     device: DeviceChoice,
@@ -90,7 +92,7 @@ pub(super) struct BenchFlags {
     /// Where the saved state of the tail waits: host or device
     #[arg(long, default_value = "host", value_parser = residency)]
     tail: Residency,
-    /// Keep the tail's attention outputs too, instead of recomputing them
+    /// Keep the attention outputs of the tail and of the answers too, instead of recomputing them
     #[arg(long)]
     keep_attention: bool,
     /// Do not keep the keys that indices chose for the prompt's rows: choose them again in the sweep
@@ -169,7 +171,7 @@ pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
         gradient: flags.gradient,
         kind: flags.dtype,
         page_size: Tokens(flags.common.page_size),
-        micro_block: Tokens(flags.common.micro_block),
+        micro_block: flags.common.micro_block.map_or(MICRO_BLOCK_DEFAULT, Tokens),
         device,
     };
     let measure = |world: &World, device| parity::run(world, &flags.case_dir, &options(device));
@@ -179,18 +181,50 @@ pub(super) fn parity(flags: &ParityFlags) -> Result<Exit, Failure> {
     })
 }
 
+/// Rows of a micro-block as a training run of these lengths would choose them, for the mode that takes fewest; equal on all
+/// ranks.
+fn micro_block(flags: &BenchFlags, world: &World, device: Device) -> Result<Tokens, Failure> {
+    let total = devices::memory_least(world, device)?;
+    let shape = Shape::read(&flags.model, None)?;
+    let mut config = RunConfig::laptop();
+    config.run.device = flags.common.device;
+    config.parallel.ep_size = flags.common.ep_size;
+    config.model.dtype = config_dtype(flags.dtype);
+    let context = &mut config.context;
+    (context.prompt_len, context.answer_len) = (Tokens(flags.prompt), Tokens(flags.answer));
+    context.max_seq_len = Tokens(flags.prompt.saturating_add(flags.answer));
+    context.page_size = Tokens(flags.common.page_size);
+    let ranks = from_index(world.all.size());
+    let rows = flags.gradient.iter().map(|&gradient| {
+        config.grpo.gradient = gradient;
+        plan::micro_block(&config, ranks, Some(&shape), total)
+    });
+    Ok(rows.min().unwrap_or(MICRO_BLOCK_DEFAULT))
+}
+
+fn config_dtype(kind: tch::Kind) -> Dtype {
+    match kind {
+        tch::Kind::BFloat16 => Dtype::Bfloat16,
+        tch::Kind::Double => Dtype::Float64,
+        _ => Dtype::Float32,
+    }
+}
+
 pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
     let common = flags.common;
-    let rates = flags.rates.clone();
-    let options = |device| bench::Options {
-        model: flags.model,
+    let rows = |world: &World, device| match flags.common.micro_block {
+        Some(rows) => Ok(Tokens(rows)),
+        None => micro_block(&flags, world, device),
+    };
+    let options = |device, micro_block| bench::Options {
+        model: flags.model.clone(),
         prompt: Tokens(flags.prompt),
         answer: Tokens(flags.answer),
-        groups: flags.group,
-        gradients: flags.gradient,
+        groups: flags.group.clone(),
+        gradients: flags.gradient.clone(),
         kind: flags.dtype,
         page_size: Tokens(flags.common.page_size),
-        micro_block: Tokens(flags.common.micro_block),
+        micro_block,
         conventional: flags.conventional,
         draw: flags.draw.map(Tokens),
         resident: flags.resident,
@@ -199,13 +233,14 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
             tail: flags.tail,
             every: usize::try_from(flags.inputs_every).unwrap_or(usize::MAX),
             attention: flags.keep_attention,
+            answer_attention: flags.keep_attention,
             index_sets: !flags.choose_again,
         },
         device,
     };
-    if let Some(file) = rates {
+    if let Some(file) = flags.rates.clone() {
         let measure = |world: &World, device| {
-            let measured = bench::measure(world, &options(device))?;
+            let measured = bench::measure(world, &options(device, world.agree(rows(world, device))?))?;
             measured.write(&file)?;
             Ok(measured)
         };
@@ -214,7 +249,10 @@ pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
             Exit::Done
         });
     }
-    let measure = |world: &World, device| bench::run(world, &options(device));
+    let measure = |world: &World, device| {
+        let rows = world.agree(rows(world, device))?;
+        bench::run(world, &options(device, rows))
+    };
     measure_and_report(common, measure, |world, report| {
         print_report(world, common.json, report, &report.text());
         Exit::Done
@@ -233,7 +271,7 @@ pub(super) fn study(flags: StudyFlags) -> Result<Exit, Failure> {
         seed: flags.seed,
         kind: flags.dtype,
         page_size: Tokens(flags.common.page_size),
-        micro_block: Tokens(flags.common.micro_block),
+        micro_block: flags.common.micro_block.map_or(MICRO_BLOCK_DEFAULT, Tokens),
         device,
     };
     let measure = |world: &World, device| study::run(world, &options(device));

@@ -135,6 +135,10 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
     if plan_flags.gates {
         return gates(config, ranks, shape.as_ref(), &room, plan_flags, pace.as_ref());
     }
+    let mut config = config.clone();
+    let gpu = room.device.filter(|_| !room.host_only);
+    config.memory.micro_block = plan::micro_block(&config, ranks, shape.as_ref(), gpu);
+    let config = &config;
     let mut plan = plan::of_shape(config, ranks, shape.as_ref(), &room);
     if let Some(shape) = &shape
         && let Some(pace) = &pace

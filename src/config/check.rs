@@ -210,9 +210,7 @@ impl Check<'_> {
 
     fn memory(&mut self) {
         let memory = &self.run.memory;
-        let (micro_block, head_block) = (memory.micro_block.0, memory.head_block.0);
-        self.at_least_one("memory.micro_block", micro_block, "a block has a row; 2048 is the default");
-        self.at_least_one("memory.head_block", head_block, "a block has a row; 512 is the default");
+        self.at_least_one("memory.head_block", memory.head_block.0, "a block has a row; 512 is the default");
     }
 
     fn optimizer(&mut self) {

@@ -42,7 +42,8 @@ pub use rewards::{RewardFn, RewardName, WeightedReward};
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
     CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GateConfig, GrpoConfig,
-    LoraConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, RunTable,
+    LoraConfig, MICRO_BLOCK_DEFAULT, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig,
+    RolloutConfig, RunTable,
 };
 
 /// The values that must be equal on all ranks. Their digest is compared at the start and stored in what a run writes.

@@ -184,6 +184,10 @@ fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<&Gate>
     let sources: Vec<Source> = gathered.layers.iter().map(|layer| layer.source.clone()).collect();
     let mut loaded = Loaded { run, rank, sources, unset };
     let scale = loaded.run.gate.scale;
+    // Gates of different lengths are compared with each other, so they have one number of rows on every device.
+    if gate.is_some() {
+        loaded.run.memory.micro_block = loaded.run.memory.micro_rows();
+    }
     let uneven = gate.and_then(|_| gates::scale_down(&mut loaded.run.context, &mut loaded.run.memory, scale));
     let mut found = if gathered.unread { Vec::new() } else { loaded.run.check(None) };
     found.extend(uneven);

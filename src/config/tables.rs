@@ -57,8 +57,20 @@ pub struct MemoryConfig {
     pub keep_attention: When,
     pub layer_wise_transfer: bool,
     pub activation_ckpt: ActivationCkpt,
+    /// 0: chosen for the device ([`MemoryConfig::micro_rows`] without one).
     pub micro_block: Tokens,
     pub head_block: Tokens,
+}
+
+/// Rows of a micro-block where neither the configuration nor a device says how many.
+pub const MICRO_BLOCK_DEFAULT: Tokens = Tokens(2048);
+
+impl MemoryConfig {
+    /// Rows of a micro-block as configured, else the default.
+    #[must_use]
+    pub fn micro_rows(&self) -> Tokens {
+        if self.micro_block == Tokens(0) { MICRO_BLOCK_DEFAULT } else { self.micro_block }
+    }
 }
 
 /// `[optimizer]`: the update.

@@ -200,6 +200,9 @@ impl Mixer for Attention {
             }
         }
         // 3. Parts return to their rows' rank and are merged in rank order.
+        if cp_group.axis.size() == 1 {
+            return merging.finish(self.kind);
+        }
         let home = |x: &Tensor| return_rows(cp_group.axis, x, &counts);
         let own_rows = own_q.q_thd.size()[0];
         let merged = self.no_keys_yet(own_rows, q_thd.device());

@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 use super::spec::{Linear, expert_of};
 use crate::prompt::pages::AdapterVersion;
 use crate::runtime::digest::hex;
-use crate::runtime::units::{as_dim, float};
+use crate::runtime::units::{LayerIndex, as_dim, float};
 use crate::tensor::views;
 
 /// The pair of one linear layer.
@@ -128,14 +128,28 @@ impl Adapters {
     /// again. The products have the same bits.
     #[must_use]
     pub fn applied(&self, kind: Kind) -> Self {
+        self.applied_where(kind, |_| true)
+    }
+
+    /// [`Adapters::applied`] of one layer alone, for a pass without a graph through its blocks; `None` where experts have
+    /// adapters, of which a pass may need few.
+    #[must_use]
+    pub fn applied_in(&self, layer: LayerIndex, kind: Kind) -> Option<Self> {
+        let block = format!("model.layers.{layer}.");
+        let of_experts = |entry: &Adapter| expert_of(&entry.module).is_some();
+        let none = !self.entries.iter().any(of_experts);
+        none.then(|| self.applied_where(kind, |module| module.starts_with(&block)))
+    }
+
+    fn applied_where(&self, kind: Kind, holds: impl Fn(&str) -> bool) -> Self {
         let pair = |adapter: &Adapter| Adapter {
             module: adapter.module.clone(),
             a_ri: adapter.a_ri.detach().to_kind(kind),
             b_or: (adapter.b_or.detach() * self.scale).to_kind(kind),
         };
-        let entries = self.entries.iter().map(pair).collect();
-        let (index, stamp) = (self.index.clone(), self.stamp.clone());
-        Adapters { entries, index, scale: 1.0, stamp, spread: self.spread }
+        let entries: Vec<Adapter> = self.entries.iter().filter(|adapter| holds(&adapter.module)).map(pair).collect();
+        let index = entries.iter().enumerate().map(|(at, adapter)| (adapter.module.clone(), at)).collect();
+        Adapters { entries, index, scale: 1.0, stamp: self.stamp.clone(), spread: self.spread }
     }
 
     fn track(&self, gradient: bool) {

@@ -72,7 +72,7 @@ fn counted(name: &str) -> &'static [Purpose] {
         }
         "answers' keys and values" | "answers' recurrent states" | "decode step" => &[Purpose::Answers],
         "answers' hidden states" => &[Purpose::Hidden],
-        "tail's block inputs" | "tail's attention outputs" => &[Purpose::Checkpoints],
+        "tail's block inputs" | "tail's attention outputs" | "answers' attention outputs" => &[Purpose::Checkpoints],
         "answers' index sets" | "prompt's index sets" | "answers' chosen experts" | "tail's chosen experts" => {
             &[Purpose::Choices]
         }

@@ -37,7 +37,7 @@ impl Sizes<'_> {
     /// Bytes of one micro-block of at most `rows` rows in a layer: the larger of segment B with its experts, and, where keys are
     /// gathered, of attention and of the choice of keys. `graph` tells whether it is a backward.
     pub(super) fn block(&self, layer: &Layer, rows: u64, graph: bool) -> u64 {
-        let micro = self.config.memory.micro_block.0.min(rows);
+        let micro = self.config.memory.micro_rows().0.min(rows);
         let (width, ffn_width) = (self.shape.width, layer.ffn_width - layer.chosen * layer.expert_width);
         let wide = if graph { 7 * ffn_width + 8 * width } else { 3 * ffn_width + 4 * width };
         let gate = if graph { self.gating(layer) } else { 0 };

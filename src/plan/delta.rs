@@ -223,7 +223,7 @@ impl Sizes<'_> {
 
     /// Segment B of one micro-block.
     fn in_segment(&self, layer: &Layer, row: u64, rows: u64, graph: bool) -> Moment {
-        let micro = self.config.memory.micro_block.0.min(rows);
+        let micro = self.config.memory.micro_rows().0.min(rows);
         Moment {
             row,
             scratch: self.block(layer, rows, graph),

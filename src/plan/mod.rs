@@ -10,6 +10,7 @@
 //!     delta              layers with a gated delta rule: states at borders, maps of pieces, rows, calls of the rule
 //!     block              one micro-block of a layer: experts, attention over gathered keys
 //!   choose               picks what the configuration leaves open
+//!   micro_block          rows of a micro-block, where they are left open
 //!   budget               the plan: the layout, the peak of the sum, and what does not fit
 //!   work, operations     operations and bytes by phase, and those of one layer
 //!   seconds              work divided by rates, and the bytes of a sampled token (drawing)
@@ -28,6 +29,7 @@ mod drawing;
 mod error;
 pub mod ladder;
 pub mod measured;
+mod micro_block;
 mod offload;
 mod offload_choice;
 mod operations;
@@ -47,6 +49,7 @@ pub use addend::{Addend, Group, Place};
 pub use budget::{Plan, Room};
 pub use drawing::{TokenReads, token_bytes};
 pub use error::Error;
+pub use micro_block::micro_block;
 pub use offload::{context_note, gib, of, of_at_most, of_shape};
 pub use operations::{Amount, delta_row};
 pub use predict::Pace;

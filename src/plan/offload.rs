@@ -87,7 +87,7 @@ fn of_shape_at_most(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room:
 fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<OffloadChoice> {
     let memory = &config.memory;
     let most = if memory.inputs_every == 0 { shape.layers.len().max(1) } else { 1 };
-    let swept = choosing && config.tail(config.context.prompt_len) > memory.micro_block;
+    let swept = choosing && config.tail(config.context.prompt_len) > memory.micro_rows();
     let mut tried = Vec::new();
     for (pages, index_sets) in [Residency::Device, Residency::Host].into_iter().flat_map(|at| [(at, true), (at, false)])
     {
@@ -97,16 +97,26 @@ fn tried(config: &RunConfig, shape: &Shape, choosing: bool) -> Vec<OffloadChoice
         for step in 1..=most {
             let stated = OffloadChoice::stated(config, pages);
             let every = if memory.inputs_every == 0 { step } else { stated.keeping.every };
-            let attention = memory.keep_attention == When::Auto && step == 1;
-            let choice = |keeping: Keeping| OffloadChoice { keeping: Keeping { index_sets, ..keeping }, ..stated };
-            tried.extend(attention.then_some(choice(Keeping { every, attention, ..stated.keeping })));
-            tried.push(choice(Keeping { every, ..stated.keeping }));
+            let open = memory.keep_attention == When::Auto;
+            let choice = |attention: bool, answer_attention: bool| {
+                let keeping = Keeping { every, attention, answer_attention, index_sets, ..stated.keeping };
+                OffloadChoice { keeping, ..stated }
+            };
+            let Keeping { attention, answer_attention, .. } = stated.keeping;
+            if open && step == 1 {
+                tried.extend([choice(true, true), choice(true, false)]);
+            }
+            if open {
+                tried.push(choice(false, true));
+            }
+            tried.push(choice(attention, answer_attention));
         }
     }
     // Computing again costs more than copying pages. Choosing keys again costs most, a score of every pair of positions; then
-    // layers that are left out, then attention; pages in host memory cost least.
+    // layers that are left out, then attention of the prompt, then that of the answers; pages in host memory cost least.
     tried.sort_by_key(|&OffloadChoice { keeping, .. }| {
-        (!keeping.index_sets, keeping.every, !keeping.attention, keeping.pages == Residency::Host)
+        let Keeping { pages, every, attention, answer_attention, index_sets, .. } = keeping;
+        (!index_sets, every, !attention, !answer_attention, pages == Residency::Host)
     });
     tried
 }

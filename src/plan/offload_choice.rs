@@ -26,6 +26,7 @@ impl OffloadChoice {
             tail: if memory.cpu_offload_inputs == When::Never { Residency::Device } else { Residency::Host },
             every: usize::try_from(memory.inputs_every.max(1)).unwrap_or(usize::MAX),
             attention: memory.keep_attention == When::Always,
+            answer_attention: memory.keep_attention == When::Always,
             index_sets: false,
         };
         OffloadChoice { keeping, resident: if config.rollout.pages_on_device == When::Always { usize::MAX } else { 0 } }

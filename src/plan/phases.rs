@@ -19,7 +19,7 @@ impl Sizes<'_> {
     /// kernel's workspace for `queries`, and one micro-block's intermediates of a segment, with its graph if there is one.
     /// `spared` bytes of each row are not alive together with the second.
     fn scratch(&self, phase: Phase, rows: u64, queries: u64, graph: bool, spared: u64) -> Addend {
-        let micro = self.config.memory.micro_block.0.min(rows);
+        let micro = self.config.memory.micro_rows().0.min(rows);
         let block = self.most_attending(|layer| self.block(layer, rows, graph));
         let segment = block.saturating_sub(product(&[rows, spared]).0);
         let (kernel, reason) = self.workspace(queries, self.run_keys(), graph);
@@ -43,7 +43,7 @@ impl Sizes<'_> {
 
     /// Rows of one call of the mixer, which takes each half of a rank's pages by itself.
     fn stretch(&self, rows: u64) -> u64 {
-        rows.min(self.prompt_rows.div_ceil(2)).min(MIXED_ROWS.max(self.config.memory.micro_block.0))
+        rows.min(self.prompt_rows.div_ceil(2)).min(MIXED_ROWS.max(self.config.memory.micro_rows().0))
     }
 
     /// Whether attention on a GPU is computed by matrix products, since no fused kernel has the dtype or a window.
@@ -187,12 +187,29 @@ impl Sizes<'_> {
                 "choose a shorter context.answer_len",
             ),
         ];
+        if self.keeping.answer_attention {
+            sum.push(self.answers_mixed());
+        }
         let mut attending = vec![self.answer_scratch()];
         if self.tail_is_long {
             attending.push(self.state_gradient(Phase::Replay));
         }
         sum.extend(larger(attending, self.delta_answer()));
         sum
+    }
+
+    /// Mixer outputs of all answers in the layers below the top one, from their way up to their way down.
+    fn answers_mixed(&self) -> Addend {
+        let group = self.config.grpo.group_size;
+        let below = self.shape.layers.split_last().map_or(&[][..], |(_, below)| below);
+        let kept = || below.iter().map(|layer| self.kept_row(layer)).filter(|&bytes| bytes > 0);
+        addend(
+            "answers' attention outputs",
+            Place::Host,
+            product(&[group, self.answer_rows, kept().sum()]),
+            format!("{group} answers × {} rows × (output; log-sum-exp) × {} layers", self.answer_rows, kept().count()),
+            "set memory.keep_attention = false",
+        )
     }
 
     /// What replay computes in for one answer besides its rows: the larger of two addends that are never alive together, the

@@ -81,7 +81,7 @@ impl<'a> Sizes<'a> {
             } else {
                 tail.0.min(prompt_rows)
             },
-            tail_is_long: tail > config.memory.micro_block,
+            tail_is_long: tail > config.memory.micro_rows(),
             passing_bytes: shape.most(passing),
             copies_overlap: gpu && config.run.device != DeviceChoice::Cpu,
         }

@@ -62,10 +62,13 @@ impl Plan {
         if !config.memory.prompt_no_grad {
             return "the conventional schedule: whole sequences, each on one rank, answer by answer".into();
         }
-        let Keeping { pages, tail, every, attention, .. } = self.keeping;
+        let Keeping { pages, tail, every, attention, answer_attention, .. } = self.keeping;
+        let answers =
+            if answer_attention { "kept" } else { "computed again (costs one attention pass of the answers)" };
+        let answers = format!("answers' attention outputs {answers}");
         let pages = format!("pages in {} memory", place(pages));
-        if config.tail(config.context.prompt_len) <= config.memory.micro_block {
-            return pages;
+        if config.tail(config.context.prompt_len) <= config.memory.micro_rows() {
+            return format!("{pages}; {answers}");
         }
         let inputs = match every {
             1 => "every layer's tail inputs".into(),
@@ -81,6 +84,6 @@ impl Plan {
             Some(false) => ", index sets of the prompt chosen again (costs one pass of the index over the prompt)",
             None => "",
         };
-        format!("{pages}, {inputs} in {} memory, {attention}{sets}", place(tail))
+        format!("{pages}, {inputs} in {} memory, {attention}{sets}; {answers}", place(tail))
     }
 }

@@ -5,8 +5,9 @@
 //!              forward backward   forward backward   forward backward
 //!   capture       1                  1                  1             `capture::one_layer`
 //!   score         1                  1                  1             `Pass::forward`
-//!   replay        3      1           2      1           2      1      up: `Pass::forward`; down: `Pass::backward`, which
-//!                                                                     projects, mixes, and runs both segments with a graph
+//!   replay        2      1           1      1         0 or 1   1      `Pass::backward` projects, mixes unless outputs were
+//!                 + 1/L of a forward in the top layer                 kept, and runs both segments with a graph
+//!                 + 1 forward where scores were given before          `answers::up` of a further update
 //!   sweep         2      1           1      1         0 or 1   1      `Pass::backward_tail`; 0 where outputs were kept;
 //!                 + (k − 1)/k of a forward                            `Replay::fill_tail`, where one layer in k is kept
 //! ```
@@ -85,7 +86,7 @@ impl<'a> StepWork<'a> {
         }
         phases.push((Phase::Score, self.score().times(scores)));
         phases.extend([
-            (Phase::Replay, self.replay()),
+            (Phase::Replay, self.replay(false)),
             (Phase::Sweep, self.sweep()),
             (Phase::Finalize, self.finalize()),
         ]);
@@ -107,7 +108,7 @@ impl<'a> StepWork<'a> {
     pub(super) fn further(&self) -> [(Phase, Work); 4] {
         [
             (Phase::Capture, self.capture()),
-            (Phase::Replay, self.replay()),
+            (Phase::Replay, self.replay(true)),
             (Phase::Sweep, self.sweep()),
             (Phase::Finalize, self.finalize()),
         ]
@@ -135,7 +136,7 @@ impl<'a> StepWork<'a> {
 
     /// Whether the tail is long, so that its rows stay and page state travels.
     pub(super) fn travels(&self) -> bool {
-        self.config.tail(self.config.context.prompt_len) > self.config.memory.micro_block
+        self.config.tail(self.config.context.prompt_len) > self.config.memory.micro_rows()
     }
 
     /// Operations of `rows` in all layers, on all ranks that share the prompt together.
@@ -274,22 +275,45 @@ impl<'a> StepWork<'a> {
         work
     }
 
-    fn replay(&self) -> Work {
-        let runs = Runs { a: Passes::back(3.0), b: Passes::back(2.0), attention: Passes::back(2.0), choosing: 1.0 };
+    /// The answers from the top layer down; `up` tells whether they go up first.
+    fn replay(&self, up: bool) -> Work {
+        let top = 1.0 / float(self.shape.depth()).max(1.0);
+        let upwards = if up { 1.0 - top } else { 0.0 };
+        let kept = self.choice.keeping.answer_attention;
+        let again = top + upwards;
+        let mixed = if kept { top } else { 1.0 };
+        let runs = Runs {
+            a: Passes::back(2.0 + again),
+            b: Passes::back(1.0 + again),
+            attention: Passes::back(mixed + again),
+            // What the score pass has chosen is used.
+            choosing: if up { 1.0 } else { 0.0 },
+        };
         let mut work = self.layers(self.answer(), runs).times(self.group());
         // Log-probabilities, then the same rows with a graph and back.
         work.products += self.head(3.0);
         let mut work = self.share(work);
         let hidden = self.hidden();
         let gathered = self.group() * self.gathered();
-        // Pages are staged up the layers and down; rows are gathered in two forwards, and once with twice the tensors in backward.
-        work.bytes_in += 2.0 * self.staged() + 3.0 * hidden + 4.0 * gathered;
-        work.bytes_out += 2.0 * hidden + 4.0 * gathered;
-        self.travel(&mut work, false, latent);
+        // Pages are staged down the layers, and up; rows are gathered in forwards, and once with twice the tensors in backward.
+        let outputs = if kept { self.answers_mixed_bytes() } else { 0.0 };
+        work.bytes_in +=
+            (1.0 + upwards) * self.staged() + (2.0 + upwards) * hidden + (2.0 + mixed + again) * gathered + outputs;
+        work.bytes_out += (1.0 + upwards) * hidden + (2.0 + mixed + again) * gathered + upwards * outputs;
+        if up {
+            self.travel(&mut work, false, latent);
+        }
         self.travel(&mut work, self.travels(), latent);
         self.exchange_maps(&mut work, self.group() * self.sharers, runs);
         self.to_experts(&mut work, self.answer_rows(), runs);
         work
+    }
+
+    /// Bytes of the answers' mixer outputs on a rank, below the top layer.
+    fn answers_mixed_bytes(&self) -> f64 {
+        let (outputs, beside) = self.mixed_row();
+        let below = 1.0 - 1.0 / float(self.shape.depth()).max(1.0);
+        self.answer_rows() * below * (outputs + beside)
     }
 
     fn sweep(&self) -> Work {
@@ -360,15 +384,21 @@ impl<'a> StepWork<'a> {
         self.answer_rows() * float(self.shape.width) * float(self.shape.depth()) * self.model_bytes
     }
 
+    /// Bytes of a row's kept mixer outputs in all layers, and of what is saved beside them. Of layers with a delta rule none is
+    /// kept.
+    fn mixed_row(&self) -> (f64, f64) {
+        let output = |layer: &Layer| if layer.mix.widths().beside > 0 { layer.mix.widths().output } else { 0 };
+        let outputs = float(self.shape.sum(output)) * self.model_bytes;
+        (outputs, float(self.shape.sum(|layer| layer.mix.widths().beside)) * self.acc_bytes)
+    }
+
     /// Bytes of the tail that wait in host memory.
     fn tail_bytes(&self) -> f64 {
         let keeping = self.choice.keeping;
         let every = if self.travels() { float(from_index(keeping.every)).max(1.0) } else { 1.0 };
         let inputs = float(self.shape.width) * self.model_bytes * (float(self.shape.depth()) / every).ceil();
-        // Of layers with a delta rule no output is kept.
-        let output = |layer: &Layer| if layer.mix.widths().beside > 0 { layer.mix.widths().output } else { 0 };
-        let outputs = float(self.shape.sum(output)) * self.model_bytes
-            + float(self.shape.sum(|layer| layer.mix.widths().beside)) * self.acc_bytes;
+        let (outputs, beside) = self.mixed_row();
+        let outputs = outputs + beside;
         let sets = self.shape.sum(|layer| layer.mix.chooses().map_or(0, |index| index.top));
         let sets = float(sets) * float(INDEX_BYTES);
         let experts = float(self.shape.sum(|layer| layer.chosen)) * float(EXPERT_BYTES);

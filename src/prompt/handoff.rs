@@ -7,7 +7,7 @@ use serde::Serialize;
 use tch::Tensor;
 
 use crate::prompt::layout::{PromptLayout, Span};
-use crate::prompt::pages::{ChoicePool, HiddenPool, PagePool, Residency, Slot, StagedHidden};
+use crate::prompt::pages::{self, AdapterVersion, ChoicePool, HiddenPool, PagePool, Residency, Slot, StagedHidden};
 use crate::runtime::memory::{Ledger, Purpose};
 use crate::runtime::units::{LayerIndex, Rank, Tokens, from_index};
 use crate::tensor;
@@ -117,6 +117,8 @@ pub struct Keeping {
     pub every: usize,
     /// Whether the tail's attention output and log-sum-exp are kept too.
     pub attention: bool,
+    /// Whether the answers' attention output and log-sum-exp are kept in host memory, from their way up to their way down.
+    pub answer_attention: bool,
     /// Whether the keys that indices chose for the tail's rows are kept; else they are chosen again by the same rule.
     pub index_sets: bool,
 }
@@ -129,8 +131,14 @@ impl Default for Keeping {
 
 impl Keeping {
     /// Everything in host memory, every layer's inputs, no attention output.
-    pub const HOST: Keeping =
-        Keeping { pages: Residency::Host, tail: Residency::Host, every: 1, attention: false, index_sets: true };
+    pub const HOST: Keeping = Keeping {
+        pages: Residency::Host,
+        tail: Residency::Host,
+        every: 1,
+        attention: false,
+        answer_attention: false,
+        index_sets: true,
+    };
 
     /// Most layer inputs of the tail that are kept at one time, for a model of `layers` layers: those of every k-th layer,
     /// and the k − 1 between two of them while they are computed again. A short tail keeps all of them.
@@ -242,6 +250,101 @@ impl MixedPool {
         let load = |plane| self.pool.stage(slot(plane)).map(StagedHidden::keep);
         let saved = (1..self.planes).map(load).collect::<Result<_, _>>()?;
         Ok(Some((load(0)?, saved)))
+    }
+}
+
+/// Whether a pass of the answers up the layers is followed by a replay.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Leaves {
+    /// Only scores are wanted: the input of one layer is held at a time.
+    Nothing,
+    /// The inputs of all layers stay.
+    Replayable,
+}
+
+/// What a pass of the answers up the layers leaves in host memory: answers × rows × width × layers, with kept mixer outputs
+/// (out + saved) × rows × answers × layers below the top more. It is of the adapters that the pass ran under.
+#[derive(Debug)]
+pub struct AnswerStates {
+    /// What stays of them.
+    pub leaves: Leaves,
+    version: AdapterVersion,
+    /// Block inputs in slot (answer, layer). The way down puts the gradient of an input in its place.
+    pub inputs: HiddenPool,
+    /// Mixer outputs, if they are kept; an answer is a block.
+    mixed: MixedPool,
+}
+
+impl AnswerStates {
+    /// Nothing yet, of adapters at `version`.
+    #[must_use]
+    pub fn new(leaves: Leaves, version: AdapterVersion, ledger: &Ledger) -> Self {
+        AnswerStates {
+            leaves,
+            version,
+            inputs: HiddenPool::new(Residency::Host, Purpose::Hidden, ledger.clone()),
+            mixed: MixedPool::new(Residency::Host, ledger.clone()),
+        }
+    }
+
+    fn slot(&self, answer: usize, layer: LayerIndex) -> Slot {
+        Slot { span: answer, layer: if self.leaves == Leaves::Nothing { LayerIndex(0) } else { layer } }
+    }
+
+    /// Keeps the input of an answer's block; without a replay to follow, in the place of the one before.
+    ///
+    /// # Errors
+    /// When there is no more memory for it.
+    pub fn put_input(&mut self, answer: usize, layer: LayerIndex, x_rw: &Tensor) -> Result<(), tensor::Error> {
+        self.inputs.put(self.slot(answer, layer), x_rw)
+    }
+
+    /// The input of an answer's block, on the device until it is dropped.
+    ///
+    /// # Errors
+    /// When the copy cannot be made.
+    pub fn input(&self, answer: usize, layer: LayerIndex) -> Result<StagedHidden, tensor::Error> {
+        self.inputs.stage(self.slot(answer, layer))
+    }
+
+    /// Drops the input of an answer's block, or the gradient that has taken its place.
+    pub fn release_input(&mut self, answer: usize, layer: LayerIndex) {
+        self.inputs.release(self.slot(answer, layer));
+    }
+
+    /// Keeps the mixer's output and saved tensors of an answer in a layer. Those of the answer before have left the device then.
+    ///
+    /// # Errors
+    /// When there is no more memory for it.
+    pub fn put_mixed(
+        &mut self,
+        answer: usize,
+        layer: LayerIndex,
+        out: &Tensor,
+        saved: &[Tensor],
+    ) -> Result<(), tensor::Error> {
+        self.mixed.settle()?;
+        self.mixed.put(layer, answer, out, saved)
+    }
+
+    /// Output and saved tensors of an answer's mixer on the device; `None` if none were kept.
+    ///
+    /// # Errors
+    /// When a copy cannot be made.
+    pub fn mixed(&self, answer: usize, layer: LayerIndex) -> Result<Option<(Tensor, Vec<Tensor>)>, tensor::Error> {
+        self.mixed.get(layer, answer)
+    }
+
+    /// These states for a replay under the adapters `wanted`.
+    ///
+    /// # Errors
+    /// When they are of other adapters, which would give gradients of neither.
+    pub fn under(self, wanted: &AdapterVersion) -> Result<AnswerStates, pages::Error> {
+        if self.version == *wanted {
+            Ok(self)
+        } else {
+            Err(pages::Error::StaleAnswers { held: self.version, wanted: wanted.clone() })
+        }
     }
 }
 

@@ -81,6 +81,13 @@ pub fn make_room(pass: &Pass, group: &PlacedGroup, keeping: Keeping) -> Result<(
     }
     for answer in &group.answers {
         add(layers, rows(&answer.span) * row);
+        // Mixer outputs of the layers below the top one, from the way up to the way down.
+        let below = (0..pass.decoder.layers() - 1).map(LayerIndex);
+        for layer in below.filter(|&layer| keeping.answer_attention && pass.keeps_mixed(layer)) {
+            let mixed_row = pass.decoder.mixer(layer).mixed_row();
+            add(1, rows(&answer.span) * mixed_row.out * element);
+            add(1, rows(&answer.span) * mixed_row.saved * acc_element);
+        }
     }
     let pinned = gpu::reserve_pinned(&blocks)?;
     tracing::debug!("{pinned} of host memory are pinned");
@@ -117,6 +124,8 @@ fn capture(pass: &Pass, group: &PlacedGroup, keeping: Keeping, tracker: &Tracker
         let rows = PromptRows { layout, x_pw: &x_pw, slabs: &state.slabs, borders: &state.borders, ledger };
         let lent = index.as_ref().map(IndexSet::lend);
         let mut block = 0;
+        let applied = pass.adapters.applied_in(layer, pass.decoder.kind());
+        let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
         let done = pass.prompt(layer, &rows, lent, &mut |piece, mixed| tail.mixed(layer, &mut block, piece, mixed))?;
         drop(state_held);
         tail.choices(layer, &done)?;

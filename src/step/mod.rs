@@ -1,6 +1,7 @@
 //! One training step. `transaction` says what a group goes through; the phases, which never import each other, do it; and
 //! `conventional` is plain autograd over whole sequences, which the paged step is judged by.
 
+mod answers;
 pub mod capture;
 pub mod conventional;
 pub mod extremes;

@@ -1,7 +1,8 @@
-//! Replay and sweep: the answers run again, then gradients go down the layers, one graph alive at a time.
+//! Replay and sweep: the answers' top layer runs again, then gradients go down the layers, one graph alive at a time.
 //!
 //! ```text
-//!   up     layer 0 … L−2   each answer: input waits in the pool, slot (answer, layer)
+//!   up     layer 0 … L−2   each answer: input waits in the pool, slot (answer, layer); left out where the score pass has
+//!                          left the inputs, under the same adapters
 //!   top    layer L−1       each answer: forward, head, loss, head backward, block backward; then the tail
 //!   down   layer L−2 … 0   each answer: backward, its gradient takes the place of the block's input; then the tail
 //! ```
@@ -16,15 +17,17 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use crate::model::head::Head;
+use crate::model::mixer::Mixed;
 use crate::model::pass::{Pass, SpanRows, Tail};
 use crate::model::past::{Past, PastGradient};
-use crate::prompt::handoff::{Captured, Logprobs, PlacedGroup, Scores};
+use crate::prompt::handoff::{AnswerStates, Captured, Leaves, Logprobs, PlacedGroup, Scores};
 use crate::prompt::layout::Span;
-use crate::prompt::pages::{Choice, ChoicePool, HiddenPool, Residency, Slot, Staged, StagedHidden};
+use crate::prompt::pages::{Choice, ChoicePool, HiddenPool, Slot, Staged, StagedHidden};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
 use crate::runtime::units::{Bytes, LayerIndex, as_dim, from_index};
+use crate::step::answers;
 use crate::step::extremes::Range;
 use crate::step::objective::{self, Aggregation, AnswerTokens, Batch, Counted, Objective, TokenStats};
 use crate::tensor::gpu::Mark;
@@ -111,7 +114,7 @@ pub struct Replayed {
 /// Seconds of a replay on one rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Spent {
-    /// Up to the end of the top layer.
+    /// Up to the end of the top layer; the top layer alone where the score pass has left its input.
     pub up: f64,
     /// From there down.
     pub down: f64,
@@ -126,7 +129,7 @@ struct Replay<'a> {
     captured: &'a Captured,
     targets: ReplayTargets<'a>,
     tracker: &'a Tracker,
-    pool: HiddenPool,
+    states: AnswerStates,
     /// Tail inputs that were computed again.
     recomputed: HiddenPool,
     /// The layer from whose kept tail input those above it were computed again last.
@@ -136,21 +139,26 @@ struct Replay<'a> {
     done: Replayed,
 }
 
-/// Replays every answer of `work`; gradients add up in the adapters' `.grad`.
+/// Replays every answer of `work`; gradients add up in the adapters' `.grad`. `left` are the answers' states as a score pass
+/// under the same adapters has left them; without them the answers go up the layers here.
 ///
 /// # Errors
-/// When the pages were captured under other adapters than the pass's, or libtorch refuses a backward.
+/// When the pages were captured, or `left` was made, under other adapters than the pass's, or libtorch refuses a backward.
 pub fn run(
     pass: &Pass,
     head: &Head,
     work: &PlacedGroup,
     captured: &Captured,
+    left: Option<AnswerStates>,
     targets: ReplayTargets,
     tracker: &Tracker,
 ) -> Result<Replayed, Failure> {
     let device = pass.decoder.device();
     let start = Mark::now(device)?;
-    let pool = |residency, purpose| HiddenPool::new(residency, purpose, pass.cp_group.ledger.clone());
+    let states = match left {
+        Some(left) => left.under(pass.adapters.stamp())?,
+        None => answers::up(pass, work, captured, Leaves::Replayable, tracker)?,
+    };
     let mut replay = Replay {
         pass,
         head,
@@ -158,8 +166,8 @@ pub fn run(
         captured,
         targets,
         tracker,
-        pool: pool(Residency::Host, Purpose::Hidden),
-        recomputed: pool(captured.keeping.tail, Purpose::Checkpoints),
+        states,
+        recomputed: HiddenPool::new(captured.keeping.tail, Purpose::Checkpoints, pass.cp_group.ledger.clone()),
         filled_from: None,
         turns: Vec::new(),
         done: Replayed {
@@ -172,17 +180,9 @@ pub fn run(
         },
     };
     let top = LayerIndex(pass.decoder.layers() - 1);
-    for (index, answer) in work.answers.iter().enumerate() {
-        let inputs = work.inputs(answer, pass.cp_group.axis.rank());
-        replay.pool.put(Slot { span: index, layer: LayerIndex(0) }, &pass.decoder.embed(&inputs))?;
-    }
-    for layer in (0..top.0).map(LayerIndex) {
-        tracker.layer(layer)?;
-        replay.up(layer)?;
-    }
     tracker.layer(top)?;
     let mut dtail = replay.top(top)?;
-    replay.done.pool_bytes = replay.pool.bytes();
+    replay.done.pool_bytes = replay.states.inputs.bytes();
     let turned = Mark::now(device)?;
     for layer in (0..top.0).rev().map(LayerIndex) {
         tracker.layer(layer)?;
@@ -205,19 +205,6 @@ impl Replay<'_> {
         Ok(self.captured.pages.stage(layer, next, self.pass.adapters.stamp())?)
     }
 
-    fn up(&mut self, layer: LayerIndex) -> Result<(), Failure> {
-        self.captured.choices.settle()?;
-        let above = LayerIndex(layer.0 + 1);
-        let staged = self.stage(layer, Some(above))?;
-        let past = Past::of_answers(&staged, &self.work.layout);
-        for (index, answer) in self.work.with_rows() {
-            let x_rw = self.pool.stage(Slot { span: index, layer })?;
-            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past, self.captured.choices.of(index))?;
-            self.pool.put(Slot { span: index, layer: above }, &y_rw)?;
-        }
-        Ok(())
-    }
-
     /// The top layer: every answer's forward, loss and first step back; then the tail's.
     fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
         let staged = self.stage(layer, self.after(layer))?;
@@ -227,7 +214,6 @@ impl Replay<'_> {
         let rank = self.pass.cp_group.axis.rank();
         for index in 0..self.work.answers.len() {
             let answer = &self.work.answers[index];
-            let slot = Slot { span: index, layer };
             let first = first.as_ref().map(|all| all.narrow(0, as_dim(index as u64), 1));
             if answer.span.is_empty() {
                 let rows = self.head.logprobs(self.pass.decoder, &self.no_rows(), &self.work.labels(answer, rank));
@@ -235,15 +221,15 @@ impl Replay<'_> {
                 continue;
             }
             let labels = self.work.labels(answer, rank);
-            let x_rw = self.pool.stage(slot)?;
+            let x_rw = self.states.input(index, layer)?;
             let choices = self.captured.choices.of(index);
             let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past, choices)?;
             let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
             let dlogprobs = self.loss(index, &rows, self.work.trained(answer, rank), |scores| &scores.rows);
             let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
             let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw, choices };
-            let dx_tw = self.pass.backward(layer, &rows_of, &past, None, &mut gradient)?;
-            self.pool.put(slot, &dx_tw)?;
+            let dx_tw = self.pass.backward(layer, &rows_of, &past, None, &mut gradient, None)?;
+            self.states.put_input(index, layer, &dx_tw)?;
             self.done.logprobs.0.push(Logprobs { rows, first });
         }
         let dlast = self.first_token_gradient(first.as_ref())?;
@@ -258,13 +244,15 @@ impl Replay<'_> {
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
         for (index, answer) in self.work.with_rows() {
-            let (here, above) = (Slot { span: index, layer }, Slot { span: index, layer: LayerIndex(layer.0 + 1) });
-            let (x_rw, dy_rw) = (self.pool.stage(here)?, self.pool.stage(above)?);
+            let above = LayerIndex(layer.0 + 1);
+            let x_rw = self.states.input(index, layer)?;
+            let dy_rw = self.states.input(index, above)?;
+            let mixed = self.states.mixed(index, layer)?.map(|(out, saved)| Mixed { out, saved: saved.into() });
             let choices = self.captured.choices.of(index);
             let rows = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
-            let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient)?;
-            self.pool.release(above);
-            self.pool.put(here, &dx_rw)?;
+            let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient, mixed)?;
+            self.states.release_input(index, above);
+            self.states.put_input(index, layer, &dx_rw)?;
         }
         self.tail(layer, &staged, dtail, gradient)
     }
@@ -305,7 +293,7 @@ impl Replay<'_> {
         } else {
             let past = Past::of_tail(staged, layout);
             let mut constants = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
-            self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants)?
+            self.pass.backward(layer, &rows, &past, gradient.into_tail(), &mut constants, None)?
         };
         let slot = Slot { span: 0, layer };
         self.recomputed.release(slot);

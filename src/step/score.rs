@@ -1,37 +1,43 @@
 //! Score: log-probabilities of each answer under the adapters the prompt was captured with, without a graph, frozen
-//! before any update. Layers outside, answers inside: a layer's pages are staged once for the whole group.
+//! before any update. The top layer and the head take one answer at a time.
+
+use tch::Tensor;
 
 use crate::model::head::Head;
 use crate::model::pass::Pass;
 use crate::model::past::Past;
-use crate::prompt::handoff::{Captured, Logprobs, PlacedGroup, Scores};
+use crate::prompt::handoff::{AnswerStates, Captured, Leaves, Logprobs, PlacedGroup, Scores};
 use crate::prompt::pages::{HiddenPool, Residency, Slot};
 use crate::runtime::failure::Failure;
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
 use crate::runtime::units::{LayerIndex, as_dim, from_index};
+use crate::step::answers;
 
-/// Scores every answer of `work`.
+/// Scores every answer of `work`, and returns what the pass leaves of them.
 ///
 /// # Errors
-/// When the pages were captured under other adapters than the pass's.
+/// When the pages were captured under other adapters than the pass's, or there is no more host memory.
 pub fn run(
     pass: &Pass,
     head: &Head,
     work: &PlacedGroup,
     captured: &Captured,
+    leaves: Leaves,
     tracker: &Tracker,
-) -> Result<Scores, Failure> {
+) -> Result<(Scores, AnswerStates), Failure> {
     let rank = pass.cp_group.axis.rank();
-    let pool = hidden(pass, work, captured, tracker)?;
     let first = captured.last_row.as_ref().map(|x_1w| head.logprobs_of_row(pass.decoder, x_1w, &work.first_labels()));
-    let answers = work.answers.iter().enumerate().map(|(index, answer)| {
-        Ok(Logprobs {
-            rows: head.logprobs(pass.decoder, &*pool.stage(slot(index))?, &work.labels(answer, rank)),
+    let states = answers::up(pass, work, captured, leaves, tracker)?;
+    let mut scores = Vec::with_capacity(work.answers.len());
+    top(pass, work, captured, &states, tracker, |index, y_rw| {
+        scores.push(Logprobs {
+            rows: head.logprobs(pass.decoder, y_rw, &work.labels(&work.answers[index], rank)),
             first: first.as_ref().map(|all| all.narrow(0, as_dim(from_index(index)), 1)),
-        })
-    });
-    Ok(Scores(answers.collect::<Result<_, Failure>>()?))
+        });
+        Ok(())
+    })?;
+    Ok((Scores(scores), states))
 }
 
 /// Last hidden states of this rank's rows of every answer, in slot (answer, 0).
@@ -39,28 +45,42 @@ pub fn run(
 /// # Errors
 /// As [`run`].
 pub fn hidden(pass: &Pass, work: &PlacedGroup, captured: &Captured, tracker: &Tracker) -> Result<HiddenPool, Failure> {
-    let rank = pass.cp_group.axis.rank();
+    let states = answers::up(pass, work, captured, Leaves::Nothing, tracker)?;
     let mut pool = HiddenPool::new(Residency::Host, Purpose::Hidden, pass.cp_group.ledger.clone());
-    for (index, answer) in work.answers.iter().enumerate() {
-        pool.put(slot(index), &pass.decoder.embed(&work.inputs(answer, rank)))?;
-    }
-    let layers = pass.decoder.layers();
-    for layer in (0..layers).map(LayerIndex) {
-        tracker.layer(layer)?;
-        captured.choices.settle()?;
-        // After the last layer the next phase starts from the first one.
-        let next = LayerIndex((layer.0 + 1) % layers);
-        let staged = captured.pages.stage(layer, Some(next), pass.adapters.stamp())?;
-        let past = Past::of_answers(&staged, &work.layout);
-        for (index, answer) in work.with_rows() {
-            let choices = captured.choices.of(index);
-            let y_rw = pass.forward(layer, &answer.span, &*pool.stage(slot(index))?, &past, choices)?;
-            pool.put(slot(index), &y_rw)?;
-        }
-    }
+    top(pass, work, captured, &states, tracker, |index, y_rw| {
+        Ok(pool.put(Slot { span: index, layer: LayerIndex(0) }, y_rw)?)
+    })?;
     Ok(pool)
 }
 
-fn slot(span: usize) -> Slot {
-    Slot { span, layer: LayerIndex(0) }
+/// The top layer: gives every answer's output, in their order, to `visit`.
+fn top(
+    pass: &Pass,
+    work: &PlacedGroup,
+    captured: &Captured,
+    states: &AnswerStates,
+    tracker: &Tracker,
+    mut visit: impl FnMut(usize, &Tensor) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let layer = LayerIndex(pass.decoder.layers() - 1);
+    tracker.layer(layer)?;
+    captured.choices.settle()?;
+    // A replay begins in this layer again, other phases in the first one.
+    let next = if states.leaves == Leaves::Replayable { layer } else { LayerIndex(0) };
+    let staged = captured.pages.stage(layer, Some(next), pass.adapters.stamp())?;
+    let past = Past::of_answers(&staged, &work.layout);
+    let applied = pass.adapters.applied_in(layer, pass.decoder.kind());
+    let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
+    for (index, answer) in work.answers.iter().enumerate() {
+        if answer.span.is_empty() {
+            // It has no row in any layer.
+            visit(index, &*states.input(index, LayerIndex(0))?)?;
+            continue;
+        }
+        let x_rw = states.input(index, layer)?;
+        let y_rw = pass.forward(layer, &answer.span, &x_rw, &past, captured.choices.of(index))?;
+        drop(x_rw);
+        visit(index, &y_rw)?;
+    }
+    Ok(())
 }

@@ -20,7 +20,7 @@ use crate::config::Gradient;
 use crate::model::head::Head;
 use crate::model::lora::Adapters;
 use crate::model::pass::Pass;
-use crate::prompt::handoff::{Captured, Keeping, PlacedGroup, Scores};
+use crate::prompt::handoff::{AnswerStates, Captured, Keeping, Leaves, PlacedGroup, Scores};
 use crate::prompt::layout::PromptLayout;
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::{Tokens, from_index};
@@ -112,7 +112,7 @@ impl Transaction<'_> {
     ) -> Result<Scored, Failure> {
         let group = self.placed(prompt_ids, answers);
         let captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
-        let scores = self.scored(&group, &captured, observer)?;
+        let (scores, _) = self.scored(&group, &captured, Leaves::Nothing, observer)?;
         Ok(Scored { group, captured, scores })
     }
 
@@ -148,22 +148,23 @@ impl Transaction<'_> {
             let mut captured = frozen.captured(&placed, observer)?;
             // The same keys and experts: else the divergence would count what differs in the choice.
             captured.choices = choices.clone().unwrap_or(captured.choices);
-            reference = Some(frozen.scored(&placed, &captured, observer)?);
+            reference = Some(frozen.scored(&placed, &captured, Leaves::Nothing, observer)?.0);
         }
         let mut captured = captured.map_or_else(|| self.captured(&group, observer), Ok)?;
         captured.choices = choices.unwrap_or(captured.choices);
-        let scores = if let Some(scores) = given {
-            scores
+        let (scores, left) = if let Some(scores) = given {
+            (scores, None)
         } else {
-            let scored = self.scored(&group, &captured, observer)?;
+            let (scored, left) = self.scored(&group, &captured, Leaves::Replayable, observer)?;
             let cp = self.policy.cp_group.axis;
-            Rc::new(importance::freeze(self.objective.importance, scored, reference, &group, answers, cp))
+            let frozen = importance::freeze(self.objective.importance, scored, reference, &group, answers, cp);
+            (Rc::new(frozen), Some(left))
         };
         let changed =
             drawn.map(|drawn| rollout::changed(&self.policy, &group, &drawn, &captured.choices)).transpose()?;
         observer.enter(Phase::Replay);
         let targets = ReplayTargets { answers, scores: &scores, objective: &self.objective };
-        let replayed = replay::run(&self.policy, &self.head, &group, &captured, targets, observer.tracker())?;
+        let replayed = replay::run(&self.policy, &self.head, &group, &captured, left, targets, observer.tracker())?;
         observer.add(Phase::Replay, replayed.seconds.up);
         observer.add(Phase::Sweep, replayed.seconds.down);
         Ok(Trained { group, scores, replayed, choices: captured.choices, changed: changed.unwrap_or_default() })
@@ -184,8 +185,14 @@ impl Transaction<'_> {
         Ok(captured)
     }
 
-    fn scored(&self, group: &PlacedGroup, captured: &Captured, observer: &mut Observer) -> Result<Scores, Failure> {
-        let work = |tracker: &_| score::run(&self.policy, &self.head, group, captured, tracker);
+    fn scored(
+        &self,
+        group: &PlacedGroup,
+        captured: &Captured,
+        leaves: Leaves,
+        observer: &mut Observer,
+    ) -> Result<(Scores, AnswerStates), Failure> {
+        let work = |tracker: &_| score::run(&self.policy, &self.head, group, captured, leaves, tracker);
         observer.device_phase(Phase::Score, work)
     }
 

@@ -15,13 +15,14 @@ use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
 use crate::model::experts;
 use crate::model::lora::Adapters;
+use crate::model::shape::Shape;
 use crate::model::spec::{EXPERT_PROJECTIONS, Linear, Spec};
 use crate::plan::{self, Plan, Room};
 use crate::prompt::handoff::Keeping;
 use crate::report::open_log;
 use crate::runtime::failure::Failure;
 use crate::runtime::memory::{MemorySpace, Purpose};
-use crate::runtime::units::{Bytes, as_index, from_index};
+use crate::runtime::units::{Bytes, Tokens, as_index, from_index};
 use crate::step::optimizer::{AdamW, Settings};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{accumulation, gpu};
@@ -31,6 +32,8 @@ use crate::world::exchange;
 
 /// What is known of a run before its directory is touched.
 pub(super) struct Prepared {
+    /// The configuration with the rows of a micro-block that were chosen where it leaves them open.
+    pub(super) loaded: Loaded,
     device: Device,
     spec: Spec,
     shape: AdapterShape,
@@ -41,31 +44,35 @@ impl Prepared {
     /// Checks the configuration, chooses the device, opens the transport and plans the memory; all ranks fail together, with
     /// one message. Writes nothing.
     pub(super) fn new(loaded: &Loaded, world: &mut World) -> Result<Prepared, Failure> {
-        let config = &loaded.run;
         agree_on_config(loaded, world)?;
+        let mut loaded = loaded.clone();
+        let config = &loaded.run;
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let direct = open_transport(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
         link_experts(config, world, &spec, device)?;
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
-        let plan = agree_on_plan(config, direct, world, &spec, device)?;
-        Ok(Prepared { device, spec, shape, plan })
+        let is_open = config.memory.micro_block == Tokens(0);
+        loaded.run.memory.micro_block = choose_rows(config, world, &spec, device)?;
+        let mut plan = agree_on_plan(&loaded.run, direct, world, &spec, device)?;
+        plan.chooses_rows = is_open && device != Device::Cpu;
+        Ok(Prepared { loaded, device, spec, shape, plan })
     }
 }
 
 impl Session {
     /// Opens the log and the watchdog in the run directory, which this run has locked, then data, model and policy; all ranks
     /// fail together, with one message.
-    pub(super) fn load(prepared: Prepared, loaded: &Loaded, world: &mut World) -> Result<Session, Failure> {
-        let Prepared { device, spec, shape, plan } = prepared;
+    pub(super) fn load(prepared: Prepared, world: &mut World) -> Result<Session, Failure> {
+        let Prepared { loaded, device, spec, shape, plan } = prepared;
         let config = &loaded.run;
         let RankConfig { dir, log, stall_sec, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, *stall_sec)?;
         // What is quick to check comes first: weights may take minutes.
-        let inputs = inputs::read(loaded, world, &spec)?;
-        let model = open_model(loaded, world, spec, device)?;
+        let inputs = inputs::read(&loaded, world, &spec)?;
+        let model = open_model(&loaded, world, spec, device)?;
         let policy = open_policy(config, world, &model.spec, shape, device)?;
         let mut resolved = loaded.clone();
         resolved.run.grpo.reward_fn = Some(inputs.reward_fn.clone());
@@ -127,6 +134,13 @@ fn adapter_shape(config: &RunConfig, spec: &Spec) -> Result<AdapterShape, Failur
     Ok(AdapterShape { rank: config.lora.rank, alpha: config.lora.alpha, targets, base_model })
 }
 
+/// Rows of a micro-block, the same on all ranks: they follow from the configuration and from the smallest device.
+fn choose_rows(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<Tokens, Failure> {
+    let total = devices::memory_least(world, device)?;
+    let ranks = from_index(world.all.size());
+    Ok(plan::micro_block(config, ranks, Some(&Shape::of(spec)), total))
+}
+
 /// Plans this rank's memory, with the transport actually used, and agrees over ranks on what is kept where; refuses what does
 /// not fit. Without a GPU the model computes in the machine's own memory, so everything counts there.
 fn agree_on_plan(
@@ -154,15 +168,16 @@ fn agree_on_plan(
     }
     world.agree(plan.refuse(&room).map_err(Failure::from))?;
     let keeping = agree_on_keeping(&plan, world);
-    Ok(RunPlan { plan, keeping, direct })
+    Ok(RunPlan { plan, keeping, direct, chooses_rows: false })
 }
 
 /// Machines may have different room. Every rank takes part in what is recomputed, so the tightest rank decides.
 fn agree_on_keeping(plan: &Plan, world: &World) -> Keeping {
     let every = world.all.gather_numbers(from_index(plan.keeping.every)).into_iter().max().unwrap_or(1);
     let attention = !world.any(!plan.keeping.attention);
+    let answer_attention = !world.any(!plan.keeping.answer_attention);
     let index_sets = !world.any(!plan.keeping.index_sets);
-    Keeping { every: as_index(every), attention, index_sets, ..plan.keeping }
+    Keeping { every: as_index(every), attention, answer_attention, index_sets, ..plan.keeping }
 }
 
 /// This rank's share of what its GPU can still give to tensors; `None` without a GPU.

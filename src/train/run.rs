@@ -67,7 +67,7 @@ impl Run {
     pub fn open(loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
         let prepared = Prepared::new(loaded, world)?;
         let folder = RunFolder::take(&loaded.rank.dir, world)?;
-        Run::load(folder, prepared, loaded, options, world)
+        Run::load(folder, prepared, options, world)
     }
 
     /// [`Run::open`] in a directory that this job has locked.
@@ -76,19 +76,14 @@ impl Run {
     /// As [`Run::open`], but for the lock.
     pub fn open_in(folder: RunFolder, loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
         let prepared = Prepared::new(loaded, world)?;
-        Run::load(folder, prepared, loaded, options, world)
+        Run::load(folder, prepared, options, world)
     }
 
-    fn load(
-        folder: RunFolder,
-        prepared: Prepared,
-        loaded: &Loaded,
-        options: RunOptions,
-        world: &mut World,
-    ) -> Result<Run, Failure> {
+    fn load(folder: RunFolder, prepared: Prepared, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
+        let loaded = &prepared.loaded;
         let mut checkpoints = Checkpoints::open(&folder, &loaded.run, options.begin, world)?;
         let stop_files = StopFiles::open(&loaded.rank.dir, world)?;
-        let mut session = Session::load(prepared, loaded, world)?;
+        let mut session = Session::load(prepared, world)?;
         let start = match options.begin {
             Begin::Resume => checkpoints.resume(&mut session, world)?,
             Begin::New | Begin::Anew => Start::default(),

@@ -130,6 +130,8 @@ pub(super) struct RunPlan {
     pub(super) keeping: Keeping,
     /// Whether tensors go from GPU to GPU between ranks; otherwise through host memory.
     pub(super) direct: bool,
+    /// Whether the rows of a micro-block were chosen for the device.
+    pub(super) chooses_rows: bool,
 }
 
 impl TrainingData {
@@ -237,6 +239,10 @@ impl Session {
             Some(format!("{key}: the ranks of a machine read the token ids from {} ({bytes})", file.display()))
         };
         let mut notes = self.loaded.notes();
+        notes.extend(self.plan.chooses_rows.then(|| {
+            let rows = self.config().memory.micro_block;
+            format!("memory.micro_block: {rows} rows, the most of this model's that the device and the lengths allow")
+        }));
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));

@@ -10,7 +10,7 @@ use tch::Device;
 
 use crate::config::DeviceChoice as Wanted;
 use crate::runtime::failure::{Classified, Exit, Failure};
-use crate::runtime::units::from_index;
+use crate::runtime::units::{Bytes, from_index};
 use crate::tensor::boundary::measured;
 use crate::tensor::gpu;
 use crate::world::World;
@@ -105,6 +105,20 @@ pub fn sharers(world: &World, device: Device) -> u64 {
         _ => return 1,
     };
     from_index(machine.gather_texts(&here).iter().filter(|other| **other == here).count())
+}
+
+/// A rank's share of its GPU's whole memory, free or not: the least of all ranks, the same on each. `None` without GPUs.
+///
+/// # Errors
+/// When a rank's runtime does not say.
+pub fn memory_least(world: &World, device: Device) -> Result<Option<Bytes>, Failure> {
+    if device == Device::Cpu {
+        return Ok(None);
+    }
+    let sharers = sharers(world, device);
+    let (_, total) = world.agree(gpu::memory().map_err(Failure::from))?;
+    let all = world.all.gather_numbers(total.0 / sharers.max(1));
+    Ok(all.into_iter().min().map(Bytes))
 }
 
 /// The folder of this process's libtorch. The GPU library is in the same folder, if the machine has one.

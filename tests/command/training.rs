@@ -83,7 +83,7 @@ fn assert_sane(receipt: &Value, ranks: usize) {
         "answer_len": 24, "group_size": 3, "steps": 3, "ratio_first": [1.0, 1.0], "rewards": [1.0, 0.0, 0.0],
         "held_out": [null, null], "micro_blocks": [2048, 512], "gate": null, "checks": [], "not_checked": [],
         "forced": false, "scale": 1, "optimizer_calls": 3, "updates_with_gradient": 3, "layers": 4, "lora_b_unmoved": [],
-        "layers_by_phase": {"capture": 4, "score": 4, "replay": 4, "sweep": 4},
+        "layers_by_phase": {"capture": 4, "score": 4, "replay": 1, "sweep": 4},
         "seconds_per_further_answer": null, "device_bytes_per_further_answer": null
     });
     for (key, value) in expected.as_object().unwrap() {

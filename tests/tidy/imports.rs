@@ -5,7 +5,7 @@ use crate::source::Source;
 
 /// A module imports only from entries above its own. A room is one entry, or several entries if its modules have an order:
 /// failures name units, pages are pages of a layout, `doctor` uses `plan`.
-const TABLE: [(u8, &[&str]); 29] = [
+const TABLE: [(u8, &[&str]); 30] = [
     (
         0,
         &[
@@ -33,6 +33,7 @@ const TABLE: [(u8, &[&str]); 29] = [
     (4, &["model"]),
     (5, &["step::extremes"]),
     (5, &["step::objective"]),
+    (5, &["step::answers"]),
     (5, &["step::capture", "step::score", "step::replay", "step::finalize", "step::optimizer", "step::rollout"]),
     (5, &["step::conventional"]),
     (5, &["step"]),
@@ -50,7 +51,7 @@ const TABLE: [(u8, &[&str]); 29] = [
     (9, &["runtime"]),
 ];
 /// The entry of the phases.
-const PHASES: usize = 14;
+const PHASES: usize = 15;
 
 /// Rooms that may use `anyhow`: below them errors stay typed.
 const ANYHOW: [&str; 2] = ["cli", "main"];

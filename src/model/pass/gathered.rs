@@ -239,7 +239,8 @@ impl Pass<'_> {
             let parts = TailParts { q_thk, key_sk: &key_sk, position_tn: &position_tn };
             let mixed = tch::no_grad(|| Self::tail_block(latent, number, layer, tail, &parts))?;
             let b = BackwardRows { micro, rows, kept: kept.as_deref() };
-            let done = self.backward_finish(layer, &b, &mixed.out, &Planes::default(), &dx_tw)?;
+            let done = self.backward_finish(layer, &b, &mixed.out, &Planes::default())?;
+            micro.rows_of(&dx_tw).copy_(&done.dx_tw);
             let rows_of =
                 QueryGradient { q_thk, out_thc: &mixed.out, lse_th: &mixed.saved.tensors()[0], dout_thc: &done.dmixed };
             let dq_thk = tch::no_grad(|| latent.prompt_backward(&rows_of, &key_sk, &position_tn, cut, &dkey_gk));

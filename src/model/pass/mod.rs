@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   forward    x ──A──▶ q k v ──mixer (ranks meet)──▶ mixed ──B──▶ y
-//!   backward   1. recompute A without a graph, run the mixer
+//!   backward   1. recompute A without a graph, run the mixer unless its output was kept
 //!              2. B with a graph, backward from dy: d mixed
 //!              3. the mixer's backward, by hand: dq dk dv
 //!              4. A with a graph, backward from dq dk dv: dx
@@ -25,7 +25,7 @@ use tch::Tensor;
 use super::decoder::{Decoder, Projected};
 use super::latent::{IndexProjected, IndexSet};
 use super::lora::Adapters;
-use super::mixer::{Backward, CpGroup, MixerInput};
+use super::mixer::{Backward, CpGroup, Mixed, MixerInput};
 use super::past::{Past, PastGradient};
 use super::planes::{Planes, join_rows};
 use crate::prompt::layout::{Piece, Span, positions};
@@ -112,8 +112,10 @@ pub struct SpanRows<'a> {
     pub choices: SpanChoices<'a>,
 }
 
-/// Gradients that segment B's backward returns besides that of the residual.
+/// Gradients that segment B's backward returns for the rows of a micro-block.
 struct FinishGradient {
+    /// Of the block's input, through the residual.
+    dx_tw: Tensor,
     dmixed: Tensor,
     dhanded: Planes,
 }
@@ -138,22 +140,38 @@ impl Pass<'_> {
         past: &Past,
         choices: SpanChoices,
     ) -> Result<Tensor, tensor::Error> {
+        self.forward_mixed(layer, span, x_tw, past, choices).map(|(y_tw, _)| y_tw)
+    }
+
+    /// [`Pass::forward`] that returns the mixer's output too, for the backward over the same rows.
+    ///
+    /// # Errors
+    /// As [`Pass::forward`].
+    pub fn forward_mixed(
+        &self,
+        layer: LayerIndex,
+        span: &Span,
+        x_tw: &Tensor,
+        past: &Past,
+        choices: SpanChoices,
+    ) -> Result<(Tensor, Mixed), tensor::Error> {
         tch::no_grad(|| {
             let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
             let Projected { input, handed } = self.project_all(layer, &blocks, x_tw);
             let index = self.index_set(layer, span, x_tw, past, choices)?;
             let lent = index.as_ref().map(IndexSet::lend);
             let mixed = self.decoder.mixer(layer).forward(&self.cp_group, span, &input, past, lent);
-            let y_tw = x_tw.empty_like();
+            let mut y_tw = BlockRows::new(&blocks, x_tw);
             let kept = choices.stage(Choice::Experts, layer)?;
             let mut finishing = Finishing::new(self, layer, kept.as_deref());
             for micro in &blocks {
-                finishing.rows(micro, x_tw, &micro.rows_of(&mixed.out), &micro.planes_of(&handed), &y_tw);
+                let y = finishing.block(micro, x_tw, &micro.rows_of(&mixed.out), &micro.planes_of(&handed));
+                y_tw.put(micro, y);
             }
             if let Some(chosen) = finishing.end() {
                 choices.put(Choice::Experts, layer, &chosen)?;
             }
-            Ok(y_tw)
+            Ok((y_tw.end(), mixed))
         })
     }
 
@@ -189,7 +207,8 @@ impl Pass<'_> {
 
     /// One block backward over a span: from the gradient of this rank's output rows to that of its input rows. Adapter
     /// gradients add up in the adapters' `.grad`, gradients of earlier positions' state in `past_gradient`. `later` is the
-    /// gradient that later rows have left on the span's own state.
+    /// gradient that later rows have left on the span's own state. `kept` is what the mixer's forward returned for these rows
+    /// under the same adapters, on all ranks or on none; without it the mixer runs again.
     ///
     /// # Errors
     /// When libtorch refuses.
@@ -200,6 +219,7 @@ impl Pass<'_> {
         past: &Past,
         later: Option<Planes>,
         past_gradient: &mut PastGradient,
+        kept: Option<Mixed>,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, choices, .. } = *rows;
         let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
@@ -209,21 +229,24 @@ impl Pass<'_> {
         let lent = index.as_ref().map(IndexSet::lend);
         let (projected, mixed) = tch::no_grad(|| {
             let projected = self.project_all(layer, &blocks, x_tw);
-            let mixed = mixer.forward(&self.cp_group, span, &projected.input, past, lent);
+            let mixed = kept.unwrap_or_else(|| mixer.forward(&self.cp_group, span, &projected.input, past, lent));
             (projected, mixed)
         });
         // 2. Segment B.
         let kept = choices.stage(Choice::Experts, layer)?;
-        let dx_tw = x_tw.detach().zeros_like();
-        let dmixed = mixed.out.empty_like();
+        let mut dx_tw = BlockRows::new(&blocks, x_tw);
+        let mut dmixed = BlockRows::new(&blocks, x_tw);
         let mut dhanded = Vec::with_capacity(blocks.len());
         for micro in &blocks {
             let handed = micro.planes_of(&projected.handed);
             let b = BackwardRows { micro, rows, kept: kept.as_deref() };
-            let done = self.backward_finish(layer, &b, &micro.rows_of(&mixed.out), &handed, &dx_tw)?;
-            micro.rows_of(&dmixed).copy_(&done.dmixed);
+            let done = self.backward_finish(layer, &b, &micro.rows_of(&mixed.out), &handed)?;
+            dx_tw.put(micro, done.dx_tw);
+            dmixed.put(micro, done.dmixed);
             dhanded.push(done.dhanded);
         }
+        let dx_tw = dx_tw.end();
+        let dmixed = dmixed.end();
         // 3. The mixer.
         let dinput = tch::no_grad(|| {
             let input = &projected.input;
@@ -266,15 +289,13 @@ impl Pass<'_> {
         all
     }
 
-    /// Segment B of one micro-block with a graph, and its backward. Writes the residual's gradient to the block's rows of
-    /// `dx_tw`. `mixed` and `handed` are the block's rows.
+    /// Segment B of one micro-block with a graph, and its backward. `mixed` and `handed` are the block's rows.
     fn backward_finish(
         &self,
         layer: LayerIndex,
         of: &BackwardRows,
         mixed: &Tensor,
         handed: &Planes,
-        dx_tw: &Tensor,
     ) -> Result<FinishGradient, tensor::Error> {
         let BackwardRows { micro, rows, kept } = *of;
         let leaf = |x: &Tensor| x.detach().set_requires_grad(true);
@@ -291,8 +312,7 @@ impl Pass<'_> {
         } else {
             backward_graph(&[(&finished.y_tw, &dy_tw)])?;
         }
-        micro.rows_of(dx_tw).copy_(&x.grad());
-        Ok(FinishGradient { dmixed: mixed.grad(), dhanded: handed.map(Tensor::grad) })
+        Ok(FinishGradient { dx_tw: x.grad(), dmixed: mixed.grad(), dhanded: handed.map(Tensor::grad) })
     }
 
     /// Segment A of one micro-block with a graph, and its backward from the block's rows of `gradient`. Adds to the block's
@@ -311,6 +331,39 @@ impl Pass<'_> {
         backward_graph(&pairs)?;
         let _ = micro.rows_of(dx_tw).g_add_(&x.grad());
         Ok(())
+    }
+}
+
+/// Rows of a tensor that is made micro-block by micro-block. A block that is all of a rank's rows is taken as it is; those of
+/// several are written in place, so that no row exists twice for longer than its block.
+struct BlockRows {
+    blocks: usize,
+    /// Of all blocks.
+    rows: i64,
+    whole: Option<Tensor>,
+}
+
+impl BlockRows {
+    /// `x_tw` are this rank's rows in `blocks`.
+    fn new(blocks: &[MicroBlock], x_tw: &Tensor) -> BlockRows {
+        BlockRows { blocks: blocks.len(), rows: x_tw.size()[0], whole: None }
+    }
+
+    /// The rows of one block.
+    fn put(&mut self, micro: &MicroBlock, part: Tensor) {
+        if self.blocks == 1 {
+            self.whole = Some(part.contiguous());
+            return;
+        }
+        let whole = self.whole.get_or_insert_with(|| {
+            let shape: Vec<i64> = std::iter::once(self.rows).chain(part.size().into_iter().skip(1)).collect();
+            Tensor::empty(shape, (part.kind(), part.device()))
+        });
+        micro.rows_of(whole).copy_(&part);
+    }
+
+    fn end(self) -> Tensor {
+        self.whole.expect("there is a block, with or without rows")
     }
 }
 
@@ -339,15 +392,20 @@ impl<'a> Finishing<'a> {
 
     /// Writes the micro-block's output to its rows of `y_tw`, [t, w] like `x_tw`. `out` and `handed` are the block's rows.
     fn rows(&mut self, micro: &MicroBlock, x_tw: &Tensor, out: &Tensor, handed: &Planes, y_tw: &Tensor) {
+        micro.rows_of(y_tw).copy_(&self.block(micro, x_tw, out, handed));
+    }
+
+    /// The micro-block's output. `out` and `handed` are the block's rows.
+    fn block(&mut self, micro: &MicroBlock, x_tw: &Tensor, out: &Tensor, handed: &Planes) -> Tensor {
         let Pass { decoder, adapters, cp_group, .. } = *self.pass;
         let kept = self.kept.map(|kept| micro.rows_of(kept));
         let finished = decoder.finish(self.layer, &micro.rows_of(x_tw), out, handed, adapters, kept.as_ref());
-        let mut y = micro.rows_of(y_tw);
-        y.copy_(&finished.y_tw);
+        let mut y_tw = finished.y_tw;
         if let (Some(routed), Some(experts)) = (finished.routed, decoder.experts(self.layer)) {
-            let _ = y.g_add_(&experts.forward(cp_group.ep, &routed, adapters));
+            let _ = y_tw.g_add_(&experts.forward(cp_group.ep, &routed, adapters));
             self.chosen.push(routed.expert_tk);
         }
+        y_tw
     }
 
     /// The experts of all rows, [t, k], where the layer has them and they were chosen here.

@@ -88,6 +88,13 @@ impl Pass<'_> {
         }
     }
 
+    /// Whether a layer's mixer output can be kept for its backward. Where a state goes from row to row, backward needs the
+    /// rule's forward in any case.
+    #[must_use]
+    pub fn keeps_mixed(&self, layer: LayerIndex) -> bool {
+        !matches!(self.decoder.mixer(layer).route(), Route::Recurrent(_))
+    }
+
     /// Whether a tail is long enough that pages travel to its rows; a shorter one goes to the pages, as an answer does.
     #[must_use]
     pub fn travels(&self, tail: &Span) -> bool {
@@ -144,7 +151,7 @@ impl Pass<'_> {
             Route::Gathered(latent) => self.gathered_backward_tail(latent, layer, rows, tail, later),
             Route::Recurrent(_) => {
                 let past = Past::of_tail(tail.staged, tail.layout);
-                self.backward(layer, rows, &past, later.into_tail(), &mut PastGradient::zeros(&past, 0))
+                self.backward(layer, rows, &past, later.into_tail(), &mut PastGradient::zeros(&past, 0), None)
             }
         }
     }

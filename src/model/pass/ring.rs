@@ -199,7 +199,8 @@ impl Pass<'_> {
             for (micro, handed) in block.micro_blocks.iter().zip(next_handed.by_ref()) {
                 let out = block.rows_of(&mixed.out, micro);
                 let b = BackwardRows { micro, rows, kept: kept.as_deref() };
-                let done = self.backward_finish(layer, &b, &out, handed, &dx_tw)?;
+                let done = self.backward_finish(layer, &b, &out, handed)?;
+                micro.rows_of(&dx_tw).copy_(&done.dx_tw);
                 dmixed.push(done.dmixed);
                 dhanded.push(done.dhanded);
             }

@@ -27,7 +27,16 @@ pub(in crate::plan) fn phase_seconds(
     let ([once, rows, pairs], backward) = match phase {
         Phase::Capture => (updates.capture.seconds(positions, share(step.prompt())).map(|part| part * times), false),
         Phase::Score => (of_answers(&updates.score), false),
-        Phase::Replay => (of_answers(&updates.answer), true),
+        Phase::Replay => {
+            let [once, rows, pairs] = of_answers(&updates.answer);
+            let [_, _, again] = of_answers(&updates.score);
+            let pairs = match (measured.attention_kept, step.choice.keeping.answer_attention) {
+                (true, false) => pairs + again,
+                (false, true) => (pairs - again).max(0.0),
+                _ => pairs,
+            };
+            ([once, rows, pairs], true)
+        }
         Phase::Sweep => (sweep(measured, step, updates), true),
         _ => return at_rates,
     };

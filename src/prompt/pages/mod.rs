@@ -44,6 +44,10 @@ pub enum Error {
     #[error("page state of {held} was requested as {wanted}: capture the prompt again after an update")]
     #[expect(missing_docs, reason = "the message says it")]
     Stale { held: AdapterVersion, wanted: AdapterVersion },
+    /// The answers' states were left by a pass under another adapter version.
+    #[error("the answers' states of {held} were requested as {wanted}: run the answers again after an update")]
+    #[expect(missing_docs, reason = "the message says it")]
+    StaleAnswers { held: AdapterVersion, wanted: AdapterVersion },
     /// A slab is larger or smaller than its pages.
     #[error("layer {layer}: page storage is {stored}, {pages} pages are {expected}")]
     #[expect(missing_docs, reason = "the message says it")]

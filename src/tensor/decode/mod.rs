@@ -39,8 +39,6 @@ const SOURCE: &str = concat!(
 pub const ANSWERS_MAX: i64 = 64;
 /// Head widths that there are kernels for.
 const HEAD_DIMS: [i64; 5] = [64, 80, 96, 128, 256];
-/// Most query heads that share a key head: one block takes them.
-const HEADS_EACH_MAX: i64 = 32;
 /// Widest row that is normed.
 const WIDTH_MAX: i64 = 8_192;
 /// Highest rank of an adapter.
@@ -161,7 +159,7 @@ pub fn covers(kind: Kind, sizes: &Sizes) -> bool {
     let Sizes { head_dim, heads_each, width, ffn_width, rank } = *sizes;
     dtype_number(kind).is_some()
         && HEAD_DIMS.contains(&head_dim)
-        && heads_each <= HEADS_EACH_MAX
+        && heads_each <= shapes::rows_max(head_dim)
         && width <= WIDTH_MAX
         && rank <= RANK_MAX
         && [width, ffn_width].iter().all(|size| size % 8 == 0)

@@ -98,7 +98,7 @@ pub fn shares(processors: Processors, sizes: &AttendSizes) -> Shares {
 }
 
 /// Most rows of queries that one block takes.
-fn rows_max(head_dim: i64) -> i64 {
+pub(super) fn rows_max(head_dim: i64) -> i64 {
     if head_dim <= 128 { 32 } else { 16 }
 }
 

@@ -6,7 +6,7 @@ use tch::Tensor;
 use super::{Bench, Meter};
 use crate::model::shape::Shape;
 use crate::plan::{TokenReads, token_bytes};
-use crate::prompt::handoff::{Captured, Keeping, PlacedGroup};
+use crate::prompt::handoff::{Captured, Keeping, Leaves, PlacedGroup};
 use crate::prompt::layout::PromptLayout;
 use crate::prompt::pages::Residency;
 use crate::runtime::failure::{Failure, Phase};
@@ -209,7 +209,7 @@ impl Bench<'_> {
         let pass = self.pass(&*self.decoder);
         let tracker = self.world.tracker();
         tracker.enter(Phase::Score);
-        let scores = score::run(&pass, &self.head, &group, &prompt.captured, tracker)?;
+        let (scores, _) = score::run(&pass, &self.head, &group, &prompt.captured, Leaves::Nothing, tracker)?;
         let mut largest: f64 = 0.0;
         for ((answer, sampled), scored) in group.answers.iter().zip(sampled).zip(&scores.0) {
             let own = group.own_tokens(answer, self.world.cp.rank(), &sampled.logprobs);

@@ -18,6 +18,8 @@ pub(super) struct Gpu {
     /// Address on the bus.
     pub(super) address: String,
     pub(super) free: Bytes,
+    /// Free or not.
+    pub(super) total: Bytes,
     /// Whether NCCL is available.
     pub(super) nccl: bool,
 }
@@ -64,7 +66,7 @@ pub(super) fn check(wanted: DeviceChoice, index: usize) -> (Vec<Finding>, Option
         let fix = "pages need pinned host memory: raise the locked-memory limit (ulimit -l), or the job's memory";
         findings.push(Finding::fail("pinning", Exit::DoesNotFit, error.to_string(), fix));
     }
-    (findings, Some(Gpu { address, free, nccl: link::nccl_available() }))
+    (findings, Some(Gpu { address, free, total, nccl: link::nccl_available() }))
 }
 
 /// The name of the GPU at `address` on the bus, as its driver reports it.

@@ -7,6 +7,7 @@ use super::devices::Gpu;
 use super::facts::RankCounts;
 use super::finding::Finding;
 use crate::config::{Environment, Error, Loaded, RunConfig, When};
+use crate::model::shape::Shape;
 use crate::model::shards::Checkpoint;
 use crate::model::spec::Spec;
 use crate::plan::{self, Place, Room};
@@ -85,6 +86,8 @@ pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, ra
     if run.run.direct == When::Auto && gpu.is_some_and(|gpu| !gpu.nccl || ranks.gpu > 1) {
         run.run.direct = When::Never;
     }
+    let total = gpu.map(|gpu| Bytes(gpu.total.0 / ranks.gpu));
+    run.memory.micro_block = plan::micro_block(&run, ranks.world, Some(&Shape::of(spec)), total);
     let plan = plan::of(&run, ranks.world, Some(spec), &room);
     if let Err(error) = plan.refuse(&room) {
         return Finding::failed("memory", &Failure::from(error));

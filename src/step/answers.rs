@@ -1,0 +1,50 @@
+//! Answers go up the layers without a graph, in score and in replay. Layers outside, answers inside: a layer's pages are
+//! staged once for the whole group.
+
+use crate::model::pass::Pass;
+use crate::model::past::Past;
+use crate::prompt::handoff::{AnswerStates, Captured, Leaves, PlacedGroup};
+use crate::runtime::failure::Failure;
+use crate::runtime::liveness::Tracker;
+use crate::runtime::units::LayerIndex;
+
+/// Runs every answer of `work` through all layers below the top one. What stays is the input of the top layer or, for a
+/// replay, of every layer; then also the mixers' outputs, where the prompt was captured with
+/// [`answer_attention`](crate::prompt::handoff::Keeping::answer_attention).
+///
+/// # Errors
+/// When the pages were captured under other adapters than the pass's, or there is no more host memory.
+pub(super) fn up(
+    pass: &Pass,
+    work: &PlacedGroup,
+    captured: &Captured,
+    leaves: Leaves,
+    tracker: &Tracker,
+) -> Result<AnswerStates, Failure> {
+    let rank = pass.cp_group.axis.rank();
+    let top = LayerIndex(pass.decoder.layers() - 1);
+    let version = pass.adapters.stamp().clone();
+    let mut states = AnswerStates::new(leaves, version, pass.cp_group.ledger);
+    for (index, answer) in work.answers.iter().enumerate() {
+        states.put_input(index, LayerIndex(0), &pass.decoder.embed(&work.inputs(answer, rank)))?;
+    }
+    for layer in (0..top.0).map(LayerIndex) {
+        tracker.layer(layer)?;
+        captured.choices.settle()?;
+        let above = LayerIndex(layer.0 + 1);
+        let staged = captured.pages.stage(layer, Some(above), pass.adapters.stamp())?;
+        let past = Past::of_answers(&staged, &work.layout);
+        let applied = pass.adapters.applied_in(layer, pass.decoder.kind());
+        let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
+        let keeps_mixed = leaves == Leaves::Replayable && captured.keeping.answer_attention && pass.keeps_mixed(layer);
+        for (index, answer) in work.with_rows() {
+            let x_rw = states.input(index, layer)?;
+            let (y_rw, mixed) = pass.forward_mixed(layer, &answer.span, &x_rw, &past, captured.choices.of(index))?;
+            states.put_input(index, above, &y_rw)?;
+            if keeps_mixed {
+                states.put_mixed(index, layer, &mixed.out, mixed.saved.tensors())?;
+            }
+        }
+    }
+    Ok(states)
+}
