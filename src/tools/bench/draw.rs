@@ -108,6 +108,7 @@ impl Bench<'_> {
         let group = PlacedGroup::new(layout.clone(), ids.clone(), Vec::new());
         let pass = self.pass(&*self.decoder);
         let keeping = Keeping { every: 1, attention: false, ..self.options.keeping };
+        capture::make_room(&pass, &group, keeping)?;
         let meter = Meter::start(self.options.device)?;
         self.world.tracker().enter(Phase::Capture);
         let captured = capture::run(&pass, &group, keeping, self.world.tracker())?;

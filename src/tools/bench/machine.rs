@@ -28,8 +28,11 @@ const PROMPTS_APART: u64 = 4;
 /// Answers of a measured update.
 const ANSWERS: u64 = 2;
 
-/// Runs of an update; the median of each phase counts.
+/// Most runs of an update; the median of each phase counts.
 const REPEATS: usize = 3;
+
+/// Seconds of runs after which an update is not run again.
+const SECONDS_ENOUGH: f64 = 3.0;
 
 /// Tokens of a measured draw.
 const TOKENS: Tokens = Tokens(40);
@@ -99,8 +102,10 @@ impl Bench<'_> {
             for prompt in prompts {
                 // Kernels are chosen for these sizes, and host memory is pinned.
                 self.paged(&*decoder, prompt, ANSWERS, gradient)?;
-                let runs = (0..REPEATS).map(|_| self.paged(&*decoder, prompt, ANSWERS, gradient));
-                let runs = runs.collect::<Result<Vec<Run>, Failure>>()?;
+                let mut runs: Vec<Run> = Vec::new();
+                while runs.len() < REPEATS && runs.iter().map(|run| run.total_seconds).sum::<f64>() < SECONDS_ENOUGH {
+                    runs.push(self.paged(&*decoder, prompt, ANSWERS, gradient)?);
+                }
                 let of = |seconds: fn(&Run) -> f64| middle(runs.iter().map(seconds).collect());
                 let first = &shape.layers[..layers];
                 let rows = Tokens(self.options.answer.0.saturating_sub(1));
@@ -207,7 +212,7 @@ fn depths(kinds: usize, layers: usize) -> Vec<usize> {
     if more > few { vec![few, more] } else { vec![few] }
 }
 
-/// The median of an odd number of values.
+/// The median; of two values the larger one.
 fn middle(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(0.0)
