@@ -96,9 +96,9 @@ impl Pass<'_> {
         !matches!(self.decoder.mixer(layer).route(), Route::Recurrent(_))
     }
 
-    /// The adapters of a layer, converted once for all its rows, for forwards without a graph; with them every product has the
-    /// bits that it has with the masters. `None` where that does not hold: attention over latents multiplies weights with
-    /// adapters before rows.
+    /// The adapters of a layer, converted once for all its rows, for forwards without a graph. Linear layers have the bits with
+    /// them that they have with the masters. `None` for attention over latents: its products by head take another form where
+    /// a factor is tracked for gradient, as masters are.
     #[must_use]
     pub fn applied(&self, layer: LayerIndex) -> Option<Adapters> {
         match self.decoder.mixer(layer).route() {
