@@ -34,7 +34,7 @@ pub(super) fn up(
         let above = LayerIndex(layer.0 + 1);
         let staged = captured.pages.stage(layer, Some(above), pass.adapters.stamp())?;
         let past = Past::of_answers(&staged, &work.layout);
-        let applied = pass.adapters.applied_in(layer, pass.decoder.kind());
+        let applied = pass.applied(layer);
         let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
         let keeps_mixed = leaves == Leaves::Replayable && captured.keeping.answer_attention && pass.keeps_mixed(layer);
         for (index, answer) in work.with_rows() {

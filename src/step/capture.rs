@@ -124,7 +124,7 @@ fn capture(pass: &Pass, group: &PlacedGroup, keeping: Keeping, tracker: &Tracker
         let rows = PromptRows { layout, x_pw: &x_pw, slabs: &state.slabs, borders: &state.borders, ledger };
         let lent = index.as_ref().map(IndexSet::lend);
         let mut block = 0;
-        let applied = pass.adapters.applied_in(layer, pass.decoder.kind());
+        let applied = pass.applied(layer);
         let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
         let done = pass.prompt(layer, &rows, lent, &mut |piece, mixed| tail.mixed(layer, &mut block, piece, mixed))?;
         drop(state_held);

@@ -69,7 +69,7 @@ fn top(
     let next = if states.leaves == Leaves::Replayable { layer } else { LayerIndex(0) };
     let staged = captured.pages.stage(layer, Some(next), pass.adapters.stamp())?;
     let past = Past::of_answers(&staged, &work.layout);
-    let applied = pass.adapters.applied_in(layer, pass.decoder.kind());
+    let applied = pass.applied(layer);
     let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
     for (index, answer) in work.answers.iter().enumerate() {
         if answer.span.is_empty() {

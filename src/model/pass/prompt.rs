@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::{Pass, SpanRows};
 use crate::model::latent::{IndexSet, LentIndex};
+use crate::model::lora::Adapters;
 use crate::model::mixer::{Mixed, Route};
 use crate::model::past::{Past, PastGradient};
 use crate::prompt::handoff::MixedPool;
@@ -93,6 +94,17 @@ impl Pass<'_> {
     #[must_use]
     pub fn keeps_mixed(&self, layer: LayerIndex) -> bool {
         !matches!(self.decoder.mixer(layer).route(), Route::Recurrent(_))
+    }
+
+    /// The adapters of a layer, converted once for all its rows, for forwards without a graph. Linear layers have the bits with
+    /// them that they have with the masters. `None` for attention over latents: its products by head take another form where
+    /// a factor is tracked for gradient, as masters are.
+    #[must_use]
+    pub fn applied(&self, layer: LayerIndex) -> Option<Adapters> {
+        match self.decoder.mixer(layer).route() {
+            Route::Gathered(_) => None,
+            Route::Ring(_) | Route::Recurrent(_) => self.adapters.applied_in(layer, self.decoder.kind()),
+        }
     }
 
     /// Whether a tail is long enough that pages travel to its rows; a shorter one goes to the pages, as an answer does.
