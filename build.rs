@@ -3,15 +3,18 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 6] = [
+const SOURCES: [&str; 8] = [
     "src/tensor/boundary.cpp",
     "src/tensor/decode/decode.cpp",
     "src/tensor/delta/compiled.cpp",
+    "src/tensor/fused/adapted.cpp",
+    "src/tensor/fused/compiled.cpp",
     "src/tensor/gpu.cpp",
     "src/tensor/link.cpp",
     "src/tensor/selection.cpp",
 ];
-const HEADERS: [&str; 3] = ["src/tensor/count.h", "src/tensor/gpu.h", "src/tensor/nvrtc.h"];
+const HEADERS: [&str; 4] =
+    ["src/tensor/count.h", "src/tensor/fused/kernels.h", "src/tensor/gpu.h", "src/tensor/nvrtc.h"];
 
 #[expect(clippy::disallowed_methods, reason = "a build script is configured by the environment")]
 fn main() {

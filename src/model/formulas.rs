@@ -2,18 +2,13 @@
 
 use std::rc::Rc;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use super::lora::{Adapters, linear};
+use super::lora::{Adapter, Adapters, linears};
+use super::rotation::Angles;
 use super::spec::{Activation, NormForm, Spec};
 use super::weights::Weights;
-use crate::tensor::accumulation;
-
-/// Rows at least this wide are normalised by the library's fused kernel on a GPU, which takes one block of threads a row:
-/// too many for the narrow rows of a head.
-const FUSED_NORM_WIDTH: i64 = 512;
-/// Elements up to which that does not matter, and fewer launches do: rows of one token.
-const FUSED_NORM_FEW: usize = 1 << 18;
+use crate::tensor::fused::{self, Layer, Scale};
 
 /// Frozen weights and the formulas that a spec prescribes for them.
 pub(super) struct Formulas {
@@ -24,9 +19,26 @@ pub(super) struct Formulas {
 
 impl Formulas {
     pub(super) fn linear(&self, x_tw: &Tensor, module: &str, adapters: &Adapters) -> Tensor {
-        let bias = self.weights.try_get(&format!("{module}.bias"));
-        let adapter = adapters.of(module).map(|adapter| (adapter, adapters.scale()));
-        linear(x_tw, &self.weights.get(&format!("{module}.weight")), bias.as_ref(), adapter)
+        let [y_tw] = self.linears(x_tw, [module], adapters);
+        y_tw
+    }
+
+    /// Linear layers of one input.
+    pub(super) fn linears<const N: usize>(
+        &self,
+        x_tw: &Tensor,
+        modules: [&str; N],
+        adapters: &Adapters,
+    ) -> [Tensor; N] {
+        let weights = modules.map(|module| self.weights.get(&format!("{module}.weight")));
+        let biases = modules.map(|module| self.weights.try_get(&format!("{module}.bias")));
+        let layers: [Layer; N] = std::array::from_fn(|at| Layer {
+            weight_oi: &weights[at],
+            bias_o: biases[at].as_ref(),
+            pair: adapters.of(modules[at]).map(Adapter::pair),
+        });
+        let outputs = linears(x_tw, &layers, adapters.scale());
+        outputs.try_into().unwrap_or_else(|_| unreachable!("each layer has an output"))
     }
 
     /// x / √(mean(x²) + eps), normalised in the accumulation dtype, times the weight `name` in the form of the spec.
@@ -45,37 +57,41 @@ impl Formulas {
     }
 
     fn norm_in(&self, x: &Tensor, name: &str, eps: f64, form: NormForm) -> Tensor {
-        let weight = self.weights.get(&format!("{name}.weight"));
-        match form {
-            NormForm::Weight => self.normed(x, eps) * weight,
-            NormForm::OnePlusWeight => {
-                let acc = accumulation(self.kind);
-                (self.normed(&x.to_kind(acc), eps) * (weight.to_kind(acc) + 1.0)).to_kind(self.kind)
-            }
-        }
+        fused::normed(x, &scale(&self.norm_weight(name), eps, form))
     }
 
-    /// x / √(mean(x²) + eps) in the dtype of `x`, computed in the accumulation dtype.
-    fn normed(&self, x: &Tensor, eps: f64) -> Tensor {
-        let acc = accumulation(self.kind);
-        let width = x.size().last().copied().unwrap_or(0);
-        let wide_or_few = width >= FUSED_NORM_WIDTH || x.numel() <= FUSED_NORM_FEW;
-        if x.device() != Device::Cpu && wide_or_few && x.numel() > 0 {
-            return x.internal_fused_rms_norm([width], None::<&Tensor>, eps).0;
-        }
-        let wide = x.to_kind(acc);
-        let mean = (&wide * &wide).mean_dim(-1i64, true, acc);
-        (wide * (mean + eps).rsqrt()).to_kind(x.kind())
+    fn norm_weight(&self, name: &str) -> Tensor {
+        self.weights.get(&format!("{name}.weight"))
+    }
+
+    /// x + other, and the norm `name` of that sum.
+    pub(super) fn sum_norm(&self, x_tw: &Tensor, other_tw: &Tensor, name: &str) -> (Tensor, Tensor) {
+        fused::sum_normed(x_tw, other_tw, &scale(&self.norm_weight(name), self.spec.norm_eps, self.spec.norm))
+    }
+
+    /// Queries and keys of the layer's `attention` by head, after their norms where the spec has them, rotated by `angles`.
+    pub(super) fn turned(&self, heads: [&Tensor; 2], attention: &str, angles: &Angles) -> (Tensor, Tensor) {
+        let names = ["q_norm", "k_norm"];
+        let weights = self.spec.qk_norm.then(|| names.map(|name| self.norm_weight(&format!("{attention}.{name}"))));
+        let of_spec = |weight| scale(weight, self.spec.norm_eps, self.spec.norm);
+        let scales = weights.as_ref().map(|weights| weights.each_ref().map(of_spec));
+        fused::turned(heads, scales, &angles.cos_td, &angles.sin_td)
     }
 
     /// down(activation(gate(x)) · up(x)).
     pub(super) fn feed_forward(&self, x_tw: &Tensor, part: &str, adapters: &Adapters) -> Tensor {
-        let activated = |x: Tensor| match self.spec.activation {
-            Activation::Silu => x.silu(),
-            Activation::GeluTanh => x.gelu("tanh"),
+        let [gate, up] = ["gate_proj", "up_proj"].map(|name| format!("{part}.{name}"));
+        let [gate_tf, up_tf] = self.linears(x_tw, [&gate, &up], adapters);
+        let activation = match self.spec.activation {
+            Activation::Silu => fused::Activation::Silu,
+            Activation::GeluTanh => fused::Activation::GeluTanh,
         };
-        let gate_tf = activated(self.linear(x_tw, &format!("{part}.gate_proj"), adapters));
-        let up_tf = self.linear(x_tw, &format!("{part}.up_proj"), adapters);
-        self.linear(&(gate_tf * up_tf), &format!("{part}.down_proj"), adapters)
+        let product_tf = fused::gated(&gate_tf, &up_tf, activation);
+        drop((gate_tf, up_tf));
+        self.linear(&product_tf, &format!("{part}.down_proj"), adapters)
     }
+}
+
+fn scale(weight: &Tensor, eps: f64, form: NormForm) -> Scale<'_> {
+    Scale { weight, eps, one_plus: form == NormForm::OnePlusWeight }
 }

@@ -12,6 +12,7 @@ use super::spec::{Linear, expert_of};
 use crate::prompt::pages::AdapterVersion;
 use crate::runtime::digest::hex;
 use crate::runtime::units::{LayerIndex, as_dim, float};
+use crate::tensor::fused::{self, Layer};
 use crate::tensor::views;
 
 /// The pair of one linear layer.
@@ -23,6 +24,14 @@ pub struct Adapter {
     pub a_ri: Tensor,
     /// The up projection B, [outputs, rank].
     pub b_or: Tensor,
+}
+
+impl Adapter {
+    /// A and B.
+    #[must_use]
+    pub fn pair(&self) -> [&Tensor; 2] {
+        [&self.a_ri, &self.b_or]
+    }
 }
 
 /// All adapters of one policy, in one fixed order on every rank.
@@ -206,6 +215,14 @@ impl Adapters {
         self.stamp.version += 1;
     }
 
+    /// Lets `write` change all tensors in place, and counts one more update if it has; state captured before is stale from
+    /// here on. Tensors come in their fixed order.
+    pub fn write(&mut self, write: impl FnOnce(&[&Tensor]) -> bool) -> bool {
+        let written = write(&self.tensors().collect::<Vec<_>>());
+        self.stamp.version += u64::from(written);
+        written
+    }
+
     /// Writes values that were saved, and the number of updates that they had seen.
     ///
     /// # Panics
@@ -236,14 +253,26 @@ impl Adapters {
     }
 }
 
+/// Linear layers of one input with their adapters, if they have any: x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, all in the dtype of
+/// `x`. Layers are computed together where [`fused::adapted`] takes them, else one after another.
+pub fn linears(x_tw: &Tensor, layers: &[Layer], scale: f64) -> Vec<Tensor> {
+    fused::adapted(x_tw, layers, scale)
+        .unwrap_or_else(|| layers.iter().map(|layer| alone(x_tw, layer, scale)).collect())
+}
+
 /// One linear layer with its adapter, if it has one: x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, all in the dtype of `x`.
 pub fn linear(x_tw: &Tensor, weight_oi: &Tensor, bias_o: Option<&Tensor>, adapter: Option<(&Adapter, f64)>) -> Tensor {
-    let mut y = x_tw.linear(weight_oi, bias_o);
-    if let Some((adapter, scale)) = adapter {
+    let pair = adapter.map(|(adapter, _)| adapter.pair());
+    alone(x_tw, &Layer { weight_oi, bias_o, pair }, adapter.map_or(1.0, |(_, scale)| scale))
+}
+
+fn alone(x_tw: &Tensor, layer: &Layer, scale: f64) -> Tensor {
+    let mut y = x_tw.linear(layer.weight_oi, layer.bias_o);
+    if let Some([a_ri, b_or]) = layer.pair {
         let kind = x_tw.kind();
-        let low = x_tw.linear(&adapter.a_ri.to_kind(kind), None::<&Tensor>);
+        let low = x_tw.linear(&a_ri.to_kind(kind), None::<&Tensor>);
         // The product adds in place, so its result is neither written out nor scaled in a pass of its own.
-        let b_or = if (scale - 1.0).abs() > 0.0 { &adapter.b_or * scale } else { adapter.b_or.shallow_clone() };
+        let b_or = if (scale - 1.0).abs() > 0.0 { b_or * scale } else { b_or.shallow_clone() };
         let _itself = y.addmm_(&low, &b_or.to_kind(kind).tr());
     }
     y

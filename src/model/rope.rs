@@ -14,6 +14,8 @@ use tch::{Device, Kind, Tensor};
 use super::config_reader::{ConfigReader, Problem};
 use crate::runtime::units::float;
 
+pub use crate::tensor::fused::plain::rotate_half_split;
+
 /// How inverse frequencies depend on the context length the model is stretched to.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
@@ -402,24 +404,6 @@ pub fn rotate_interleaved(x_thd: &Tensor, cos_tn: &Tensor, sin_tn: &Tensor) -> T
     let (cos, sin) = (cos_tn.unsqueeze(1), sin_tn.unsqueeze(1));
     let rotated = x_thd.narrow(2, 0, 2 * pairs);
     let (first, second) = (rotated.slice(2, 0, None, 2), rotated.slice(2, 1, None, 2));
-    let mut parts = vec![&first * &cos - &second * &sin, &second * &cos + &first * &sin];
-    if head_dim > 2 * pairs {
-        parts.push(x_thd.narrow(2, 2 * pairs, head_dim - 2 * pairs));
-    }
-    Tensor::cat(&parts, 2)
-}
-
-/// Rotates pairs (j, j + n) of the first 2n dimensions of each head; the rest pass unchanged.
-///
-/// `x_thd` is [t, heads, d], `cos_tn` and `sin_tn` are [t, n] in the same dtype, with 2n ≤ d. The result has x's shape.
-///
-/// # Panics
-/// When `x_thd` has not three dimensions.
-pub fn rotate_half_split(x_thd: &Tensor, cos_tn: &Tensor, sin_tn: &Tensor) -> Tensor {
-    let (_, _, head_dim) = x_thd.size3().expect("heads are laid out as [t, heads, d]");
-    let pairs = *cos_tn.size().last().expect("tables are laid out as [t, n]");
-    let (cos, sin) = (cos_tn.unsqueeze(1), sin_tn.unsqueeze(1));
-    let (first, second) = (x_thd.narrow(2, 0, pairs), x_thd.narrow(2, pairs, pairs));
     let mut parts = vec![&first * &cos - &second * &sin, &second * &cos + &first * &sin];
     if head_dim > 2 * pairs {
         parts.push(x_thd.narrow(2, 2 * pairs, head_dim - 2 * pairs));

@@ -20,7 +20,6 @@ use super::lora::{Adapters, linear};
 use super::mixer::{Mixer, MixerInput, Route};
 use super::parts::{DeltaSpec, LatentSpec, NormForm};
 use super::planes::Planes;
-use super::rope::rotate_half_split;
 use super::rotation::Rotation;
 use super::spec::{BlockNorms, EMBEDDING, HEAD, Spec};
 use super::weights::Weights;
@@ -28,7 +27,7 @@ use crate::runtime::units::{LayerIndex, as_dim, float};
 use crate::tensor::delta::Form;
 use crate::tensor::kernels::{Heads, Kernel};
 use crate::tensor::selection::Scoring;
-use crate::tensor::{accumulation, gpu};
+use crate::tensor::{accumulation, fused, gpu};
 
 /// A decoder with frozen weights.
 pub struct Stack {
@@ -59,6 +58,7 @@ impl Stack {
         let device = weights.device();
         let embedding_scale = || Tensor::from(float(spec.width).sqrt()).to_kind(kind).to_device(device);
         let kernel = kernel(spec, kind, device);
+        fused::prepare(device, kind);
         let layers = || (0..spec.layers).map(LayerIndex);
         let experts = |layer| spec.experts_of(layer).map(|experts| Experts::new(experts, layer, Rc::clone(&weights)));
         Stack {
@@ -83,7 +83,7 @@ impl Stack {
     fn project_delta(&self, layer: LayerIndex, delta: &DeltaSpec, x_tw: &Tensor, adapters: &Adapters) -> Projected {
         let block = format!("model.layers.{layer}");
         let x = self.formulas.norm(x_tw, &format!("{block}.input_layernorm"));
-        let of = |name: &str| self.formulas.linear(&x, &format!("{block}.linear_attn.in_proj_{name}"), adapters);
+        let module = |name: &str| format!("{block}.linear_attn.in_proj_{name}");
         let rows = x_tw.size()[0];
         let (key_heads, key_dim) = (as_dim(delta.key_heads), as_dim(delta.key_dim));
         let (heads, value_dim) = (as_dim(delta.value_heads), as_dim(delta.value_dim));
@@ -91,13 +91,16 @@ impl Stack {
             // Rows of the joined weights are laid out by key head.
             let each = heads / key_heads;
             let parts = [key_dim, key_dim, each * value_dim, each * value_dim];
-            let joined = of("qkvz").view([rows, key_heads, parts.iter().sum()]).split_with_sizes(parts, 2);
+            let names = ["qkvz", "ba"].map(module);
+            let [qkvz, ba] = self.formulas.linears(&x, names.each_ref().map(String::as_str), adapters);
+            let joined = qkvz.view([rows, key_heads, parts.iter().sum()]).split_with_sizes(parts, 2);
             let flat = |x: &Tensor| x.flatten(1, 2);
-            let gates = of("ba").view([rows, key_heads, 2 * each]).split(each, 2);
+            let gates = ba.view([rows, key_heads, 2 * each]).split(each, 2);
             let u_tu = Tensor::cat(&joined[..3].iter().map(flat).collect::<Vec<_>>(), 1);
             (u_tu, flat(&joined[3]), gates[0].reshape([rows, heads]), gates[1].reshape([rows, heads]))
         } else {
-            (of("qkv"), of("z"), of("b"), of("a"))
+            let names = ["qkv", "z", "b", "a"].map(module);
+            self.formulas.linears(&x, names.each_ref().map(String::as_str), adapters).into()
         };
         let handed = Planes::default().and(Some(z.view([rows, heads, value_dim])));
         Projected { input: MixerInput { queries: Planes::default(), state: vec![u_tu, b_th, a_th].into() }, handed }
@@ -229,27 +232,18 @@ impl Decoder for Stack {
         let attention = format!("{block}.self_attn");
         let x = self.formulas.norm(x_tw, &format!("{block}.input_layernorm"));
         // 1. Projections, a head apart; a head's gate follows its query.
-        let heads = |name: &str, count: u64, width: u64| {
-            let y = self.formulas.linear(&x, &format!("{attention}.{name}_proj"), adapters);
-            y.view([x_tw.size()[0], as_dim(count), as_dim(width)])
-        };
+        let names = ["q", "k", "v"].map(|name| format!("{attention}.{name}_proj"));
         let dim = as_dim(spec.head_dim);
-        let mut q_thd =
-            heads("q", spec.query_heads, if spec.gated_attention { 2 * spec.head_dim } else { spec.head_dim });
+        let heads = |y: Tensor, width: i64| y.view([x_tw.size()[0], -1, width]);
+        let [q, k, v] = self.formulas.linears(&x, names.each_ref().map(String::as_str), adapters);
+        let mut q_thd = heads(q, if spec.gated_attention { 2 * dim } else { dim });
         // A copy: a view would keep the queries alive beside it.
         let gate = spec.gated_attention.then(|| q_thd.narrow(2, dim, dim).contiguous());
         q_thd = q_thd.narrow(2, 0, dim);
-        let mut k_tgd = heads("k", spec.kv_heads, spec.head_dim);
-        let v_tgd = heads("v", spec.kv_heads, spec.head_dim);
-        // 2. Norms by head.
-        if spec.qk_norm {
-            q_thd = self.formulas.norm(&q_thd, &format!("{attention}.q_norm"));
-            k_tgd = self.formulas.norm(&k_tgd, &format!("{attention}.k_norm"));
-        }
-        // 3. Rotation.
+        let (k_tgd, v_tgd) = (heads(k, dim), heads(v, dim));
+        // 2. Norms by head, then rotation.
         let angles = self.rotation_of(layer).angles(positions);
-        q_thd = rotate_half_split(&q_thd, &angles.cos_td, &angles.sin_td);
-        k_tgd = rotate_half_split(&k_tgd, &angles.cos_td, &angles.sin_td);
+        let (q_thd, k_tgd) = self.formulas.turned([&q_thd, &k_tgd], &attention, &angles);
         let input = MixerInput { queries: Queries { q_thd }.into(), state: KeyValue { k_tgd, v_tgd }.into() };
         Projected { input, handed: Planes::default().and(gate) }
     }
@@ -326,8 +320,8 @@ impl Decoder for Stack {
         let out_tw = formulas.linear(&heads_tn, &format!("{block}.{output}"), adapters);
         let feed_forward = |x_tw: &Tensor| formulas.feed_forward(x_tw, &format!("{block}.mlp"), adapters);
         if let Some(experts) = spec.experts_of(layer) {
-            let h_tw = x_tw + out_tw;
-            let normed_tw = norm(&h_tw, "post_attention");
+            let name = format!("{block}.post_attention_layernorm");
+            let (h_tw, normed_tw) = formulas.sum_norm(x_tw, &out_tw, &name);
             let gate_ew = formulas.weights.get(&format!("{block}.mlp.gate.weight"));
             let bias_e = formulas.weights.try_get(&format!("{block}.mlp.gate.e_score_correction_bias"));
             let routed = route(experts, &normed_tw, &gate_ew, bias_e.as_ref(), kept);
@@ -344,8 +338,9 @@ impl Decoder for Stack {
         }
         let y_tw = match spec.block_norms {
             BlockNorms::Two => {
-                let h_tw = x_tw + out_tw;
-                &h_tw + feed_forward(&norm(&h_tw, "post_attention"))
+                let name = format!("{block}.post_attention_layernorm");
+                let (h_tw, normed_tw) = formulas.sum_norm(x_tw, &out_tw, &name);
+                h_tw + feed_forward(&normed_tw)
             }
             BlockNorms::Four => {
                 let h_tw = x_tw + norm(&out_tw, "post_attention");

@@ -6,6 +6,7 @@ use crate::model::lora::Adapters;
 use crate::prompt::handoff::{Moments, ReducedGrads};
 use crate::runtime::units::Bytes;
 use crate::tensor::boundary::storage_bytes;
+use crate::tensor::fused::{self, AdamNumbers, AdamTensors};
 
 /// Settings that do not change during a run.
 #[derive(Clone, Copy, Debug)]
@@ -74,6 +75,17 @@ impl AdamW {
         let Settings { betas: [beta_1, beta_2], eps, weight_decay } = self.settings;
         let correction = |beta: f64| 1.0 - beta.powf(f64::from(*steps));
         let (first, second) = (correction(beta_1), correction(beta_2));
+        let kept = 1.0 - learning_rate * weight_decay;
+        let numbers = AdamNumbers { betas: [beta_1, beta_2], corrections: [first, second], eps, kept, learning_rate };
+        let stepped = adapters.write(|weights| {
+            fused::adam_step(
+                &AdamTensors { weights, gradients: gradients.gradients(), means: mean, squares: square },
+                &numbers,
+            )
+        });
+        if stepped {
+            return;
+        }
         let values: Vec<Tensor> = tch::no_grad(|| {
             adapters
                 .tensors()
@@ -83,7 +95,7 @@ impl AdamW {
                     *mean = &*mean * beta_1 + gradient * (1.0 - beta_1);
                     *square = &*square * beta_2 + gradient * gradient * (1.0 - beta_2);
                     let step = (&*mean / first) / ((&*square / second).sqrt() + eps);
-                    weight * (1.0 - learning_rate * weight_decay) - step * learning_rate
+                    weight * kept - step * learning_rate
                 })
                 .collect()
         });

@@ -10,6 +10,7 @@ pub mod bytes;
 pub mod decode;
 pub mod delta;
 mod ffi;
+pub mod fused;
 pub mod gpu;
 pub mod kernels;
 pub mod link;

@@ -13,6 +13,7 @@ pub use all_to_all::{Traffic, send_rows};
 pub use direct::{connect, is_direct};
 
 use crate::runtime::units::{Tokens, as_dim, as_index, from_dim};
+pub use crate::tensor::fused::merge_into;
 use crate::tensor::{element_bytes, views};
 use crate::world::Axis;
 
@@ -79,21 +80,6 @@ pub fn return_rows(axis: &Axis, parts: &Tensor, counts: &[Tokens]) -> Vec<Tensor
 pub fn sum_in_order(parts: &[Tensor]) -> Tensor {
     let (first, rest) = parts.split_first().expect("an axis has at least one rank");
     rest.iter().fold(first.copy(), |sum, part| sum + part)
-}
-
-/// Merges partial attention over further keys into `out_thd` and `lse_th` by log-sum-exp, in place, in the accumulation
-/// dtype. Empty merged with empty stays empty: out 0, log-sum-exp −∞, no NaN.
-pub fn merge_into(out_thd: &mut Tensor, lse_th: &mut Tensor, new_out_thd: &Tensor, new_lse_th: &Tensor) {
-    let lse = lse_th.logaddexp(new_lse_th);
-    // Only −∞ − −∞ means that no key was visible; any other NaN stays visible.
-    let is_empty = lse.isneginf();
-    let weight = |part: &Tensor| (part - &lse).exp().masked_fill(&is_empty, 0.0).unsqueeze(-1);
-    let old_weight = weight(lse_th);
-    let new_weight = weight(new_lse_th);
-    // In place, with the new part in its own dtype: no third tensor of this size.
-    let _ = out_thd.g_mul_(&old_weight);
-    let _ = out_thd.addcmul_(new_out_thd, &new_weight);
-    lse_th.copy_(&lse);
 }
 
 /// Partial attention over no keys: out 0 and log-sum-exp −∞ for `rows` queries.

@@ -1,0 +1,196 @@
+// Linear layers of one input with their LoRA adapters, y = W x + bias + scale · B (A x), as one node of autograd on a GPU:
+// one product with all A, and gradients of the input that add up inside the products.
+#include "kernels.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <vector>
+
+namespace {
+
+using namespace longstraw;
+using namespace longstraw::fused;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// What carries no gradient. A layer without an adapter has rank 0.
+struct Frozen {
+  std::vector<at::Tensor> weights, biases;
+  std::vector<int64_t> ranks;
+  double scale;
+};
+
+// Casts of several tensors by one launch.
+struct Several {
+  Casts argument{};
+  size_t count = 0;
+  int64_t most = 0;
+
+  void add(const void* from, void* to, int64_t elements, double factor) {
+    TORCH_CHECK(count < kTensors, "too many adapters of one input");
+    argument.from[count] = from;
+    argument.to[count] = to;
+    argument.count[count] = elements;
+    argument.factor[count++] = static_cast<float>(factor);
+    most = std::max(most, elements);
+  }
+  void start(Which which) { start_raw(which, blocks_of(most), static_cast<int64_t>(count), kThreads, &argument); }
+};
+
+// All A beside each other [sum of ranks, inputs], and each scale · B, in the dtype of the rows.
+struct Pairs {
+  at::Tensor down;
+  std::vector<at::Tensor> up;
+};
+
+Pairs pairs_of(at::TensorList tensors, at::ScalarType kind, double scale) {
+  Pairs made;
+  if (tensors.empty()) return made;
+  if (tensors[0].scalar_type() == kind) {
+    std::vector<at::Tensor> down;
+    for (size_t at = 0; at < tensors.size(); at += 2) {
+      down.push_back(tensors[at]);
+      made.up.push_back(tensors[at + 1]);
+    }
+    made.down = down.size() == 1 ? down[0] : at::cat(down);
+    return made;
+  }
+  int64_t rank = 0;
+  for (size_t at = 0; at < tensors.size(); at += 2) rank += tensors[at].size(0);
+  const auto options = tensors[0].options().dtype(kind);
+  made.down = at::empty({rank, tensors[0].size(1)}, options);
+  Several several;
+  std::vector<at::Tensor> held;
+  int64_t row = 0;
+  for (size_t at = 0; at < tensors.size(); at += 2) {
+    const at::Tensor a = tensors[at].contiguous(), b = tensors[at + 1].contiguous();
+    held.insert(held.end(), {a, b});
+    made.up.push_back(at::empty(b.sizes(), options));
+    several.add(a.data_ptr(), made.down.narrow(0, row, a.size(0)).data_ptr(), a.numel(), 1.0);
+    several.add(b.data_ptr(), made.up.back().data_ptr(), b.numel(), scale);
+    row += a.size(0);
+  }
+  several.start(kRound);
+  return made;
+}
+
+struct Adapted : Function<Adapted> {
+  // `tensors`: A and B of each layer that has an adapter.
+  static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::TensorList& tensors, const Frozen& frozen) {
+    context->set_materialize_grads(false);
+    const Pairs pairs = pairs_of(tensors, x.scalar_type(), frozen.scale);
+    const at::Tensor low = pairs.down.defined() ? at::mm(x, pairs.down.t()) : at::Tensor();
+    variable_list outputs;
+    int64_t column = 0;
+    size_t pair = 0;
+    for (size_t layer = 0; layer < frozen.weights.size(); ++layer) {
+      const at::Tensor& bias = frozen.biases[layer];
+      const std::optional<at::Tensor> given = bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt;
+      at::Tensor y = at::linear(x, frozen.weights[layer], given);
+      const int64_t rank = frozen.ranks[layer];
+      if (rank > 0) {
+        y.addmm_(low.narrow(1, column, rank), pairs.up[pair++].t());
+        column += rank;
+      }
+      outputs.push_back(y);
+    }
+    variable_list saved = {x, low, pairs.down};
+    saved.insert(saved.end(), frozen.weights.begin(), frozen.weights.end());
+    saved.insert(saved.end(), pairs.up.begin(), pairs.up.end());
+    context->save_for_backward(saved);
+    context->saved_data["ranks"] = frozen.ranks;
+    context->saved_data["scale"] = frozen.scale;
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &low = saved[1], &down = saved[2];
+    const std::vector<int64_t> ranks = context->saved_data["ranks"].toIntVector();
+    const size_t layers = ranks.size();
+    const bool wanted = context->needs_input_grad(0);
+    at::Tensor dx;
+    const auto add = [&](const at::Tensor& left, const at::Tensor& right) {
+      if (!wanted) return;
+      if (dx.defined()) dx.addmm_(left, right);
+      else dx = at::mm(left, right);
+    };
+    for (size_t layer = 0; layer < layers; ++layer) {
+      if (gradients[layer].defined()) add(gradients[layer], saved[3 + layer]);
+    }
+    variable_list found = {dx};
+    if (down.defined()) {
+      const variable_list of_pairs = pull_pairs(saved, gradients, ranks, context->saved_data["scale"].toDouble(), add);
+      found.insert(found.end(), of_pairs.begin(), of_pairs.end());
+    }
+    found[0] = dx;
+    found.emplace_back();
+    return found;
+  }
+
+  // Gradients of all A and B in float32; adds what goes through them to the gradient of the input.
+  template <typename Add>
+  static variable_list pull_pairs(const variable_list& saved, const variable_list& gradients,
+                                  const std::vector<int64_t>& ranks, double scale, const Add& add) {
+    const at::Tensor &x = saved[0], &low = saved[1], &down = saved[2];
+    const size_t layers = ranks.size();
+    const at::Tensor dlow = at::empty_like(low);
+    variable_list up_gradients, found;
+    int64_t column = 0;
+    size_t pair = 0;
+    for (size_t layer = 0; layer < layers; ++layer) {
+      if (ranks[layer] == 0) continue;
+      const at::Tensor &up = saved[3 + layers + pair++], &dy = gradients[layer];
+      at::Tensor part = dlow.narrow(1, column, ranks[layer]);
+      if (dy.defined()) {
+        at::mm_out(part, dy, up);
+        up_gradients.push_back(at::mm(dy.t(), low.narrow(1, column, ranks[layer])));
+      } else {
+        part.zero_();
+        up_gradients.push_back(at::zeros_like(up));
+      }
+      column += ranks[layer];
+    }
+    add(dlow, down);
+    const at::Tensor ddown = at::mm(dlow.t(), x);
+    Several several;
+    int64_t row = 0;
+    pair = 0;
+    for (size_t layer = 0; layer < layers; ++layer) {
+      if (ranks[layer] == 0) continue;
+      const auto options = ddown.options().dtype(at::kFloat);
+      const at::Tensor &db = up_gradients[pair++], da = ddown.narrow(0, row, ranks[layer]);
+      found.push_back(at::empty(da.sizes(), options));
+      several.add(da.data_ptr(), found.back().data_ptr(), da.numel(), 1.0);
+      found.push_back(at::empty(db.sizes(), options));
+      several.add(db.data_ptr(), found.back().data_ptr(), db.numel(), scale);
+      row += ranks[layer];
+    }
+    several.start(kWiden);
+    return found;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Outputs of `layers` linear layers over x [t, w]. A layer without a bias or an adapter has null pointers there.
+int longstraw_fused_adapted(at::Tensor* x, size_t layers, at::Tensor** weights, at::Tensor** biases, at::Tensor** down,
+                            at::Tensor** up, double scale, at::Tensor** outputs, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    Frozen frozen{{}, {}, {}, scale};
+    std::vector<at::Tensor> pairs;
+    for (size_t layer = 0; layer < layers; ++layer) {
+      frozen.weights.push_back(*weights[layer]);
+      frozen.biases.push_back(biases[layer] == nullptr ? at::Tensor() : *biases[layer]);
+      frozen.ranks.push_back(down[layer] == nullptr ? 0 : down[layer]->size(0));
+      if (down[layer] != nullptr) pairs.insert(pairs.end(), {*down[layer], *up[layer]});
+    }
+    const at::TensorList list(pairs);
+    const variable_list made = Adapted::apply(*x, list, frozen);
+    for (size_t layer = 0; layer < layers; ++layer) outputs[layer] = new at::Tensor(made[layer]);
+  });
+}
+}

@@ -1,0 +1,147 @@
+//! What decides whether the compiled kernels are used: small inputs through every kernel, beside operators in float32.
+
+use tch::{Device, Kind, Tensor};
+
+use super::{
+    Activation, AdamNumbers, AdamTensors, Scale, adam_step, gated, merge_into, normed, plain, sum_normed, turned,
+};
+use crate::tensor::Error;
+use crate::tensor::boundary::backward;
+
+/// Relative error up to which a trial passes: several times what rounding to bfloat16 leaves.
+const TRIAL_ERROR: f64 = 0.02;
+
+/// Outputs of `work` over leaves with the values of `inputs`, then the leaves' gradients for `gradients` of the outputs.
+pub(super) fn pulled(
+    inputs: &[Tensor],
+    gradients: &[Tensor],
+    work: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
+) -> Result<Vec<Tensor>, Error> {
+    tch::with_grad(|| {
+        let leaves: Vec<Tensor> = inputs.iter().map(|x| x.detach().set_requires_grad(true)).collect();
+        let outputs = work(&leaves);
+        let pairs: Vec<(&Tensor, &Tensor)> = outputs.iter().zip(gradients).collect();
+        backward(&pairs)?;
+        Ok(outputs.iter().map(Tensor::detach).chain(leaves.iter().map(Tensor::grad)).collect())
+    })
+}
+
+/// ‖found − wanted‖ / ‖wanted‖.
+pub(super) fn relative_error(found: &Tensor, wanted: &Tensor) -> f64 {
+    let wanted = wanted.to_kind(Kind::Double);
+    ((found.to_kind(Kind::Double) - &wanted).norm() / wanted.norm()).double_value(&[])
+}
+
+/// Values that no random numbers are drawn for, so that the draws of a run stay the same.
+fn waves(shape: &[i64], factor: f64, kind: Kind, device: Device) -> Tensor {
+    let at = Tensor::arange(shape.iter().product::<i64>(), (Kind::Double, device));
+    ((at + 1.0) * factor).sin().view(shape).to_kind(kind)
+}
+
+/// Whether all kernels for `kind` give what operators give in float32, gradients included.
+///
+/// # Errors
+/// When the driver refuses.
+pub(super) fn agrees(device: Device, kind: Kind) -> Result<bool, Error> {
+    Ok(rows_agree(device, kind)? && heads_agree(device, kind)? && sums_agree(device, kind))
+}
+
+/// Compares `fused` with `plain` on inputs of `kind`.
+fn same(
+    inputs: &[Tensor],
+    gradients: &[Tensor],
+    fused: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
+    plain: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
+) -> Result<bool, Error> {
+    let float = |list: &[Tensor]| list.iter().map(|x| x.to_kind(Kind::Float)).collect::<Vec<_>>();
+    let found = pulled(inputs, gradients, fused)?;
+    let wanted = pulled(&float(inputs), &float(gradients), plain)?;
+    // A value that is not a number fails the comparison.
+    Ok(found.iter().zip(&wanted).all(|(found, wanted)| relative_error(found, wanted) <= TRIAL_ERROR))
+}
+
+fn rows_agree(device: Device, kind: Kind) -> Result<bool, Error> {
+    let of = |shape: &[i64], factor: f64| waves(shape, factor, kind, device);
+    for activation in [Activation::Silu, Activation::GeluTanh] {
+        let inputs = [of(&[3, 37], 1.7), of(&[3, 37], 0.9)];
+        let act = |x: &[Tensor]| vec![gated(&x[0], &x[1], activation)];
+        if !same(&inputs, &[of(&[3, 37], 1.3)], act, |x| vec![plain::gated(&x[0], &x[1], activation)])? {
+            return Ok(false);
+        }
+    }
+    for (width, one_plus) in [(1_048, false), (1_048, true), (48, false), (48, true)] {
+        let weight = of(&[width], 2.3);
+        let float = weight.to_kind(Kind::Float);
+        let scale = Scale { weight: &weight, eps: 1e-6, one_plus };
+        let wide = Scale { weight: &float, ..scale };
+        let inputs = [of(&[5, width], 1.7), of(&[5, width], 0.4)];
+        let gradients = [of(&[5, width], 1.1), of(&[5, width], 0.6)];
+        let sum = |x: &[Tensor]| {
+            let (sum, out) = sum_normed(&x[0], &x[1], &scale);
+            vec![sum, out]
+        };
+        let plain_sum = |x: &[Tensor]| {
+            let sum = &x[0] + &x[1];
+            let out = plain::normed(&sum, &wide);
+            vec![sum, out]
+        };
+        let norm = |x: &[Tensor]| vec![normed(&x[0], &scale)];
+        let agree = same(&inputs, &gradients, sum, plain_sum)?
+            && same(&inputs[..1], &gradients[..1], norm, |x| vec![plain::normed(&x[0], &wide)])?;
+        if !agree {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn heads_agree(device: Device, kind: Kind) -> Result<bool, Error> {
+    let of = |shape: &[i64], factor: f64| waves(shape, factor, kind, device);
+    let float = |x: &Tensor| x.to_kind(Kind::Float);
+    let list = |(q, k): (Tensor, Tensor)| vec![q, k];
+    for (dim, pairs, has_norm) in [(64, 32, true), (48, 8, true), (64, 32, false)] {
+        let weights = [of(&[dim], 2.3), of(&[dim], 0.3)];
+        let wide_weights = weights.each_ref().map(float);
+        let angles = of(&[7, pairs], 0.8);
+        let (cos, sin) = (angles.cos(), angles.sin());
+        let scale = |weight| Scale { weight, eps: 1e-6, one_plus: false };
+        let scales = has_norm.then(|| weights.each_ref().map(scale));
+        let wide_scales = has_norm.then(|| wide_weights.each_ref().map(scale));
+        let inputs = [of(&[7, 3, dim], 1.7), of(&[7, 2, dim], 0.9)];
+        let gradients = [of(&[7, 3, dim], 1.3), of(&[7, 2, dim], 0.7)];
+        let fused = |x: &[Tensor]| list(turned([&x[0], &x[1]], scales, &cos, &sin));
+        let plain = |x: &[Tensor]| list(plain::turned([&x[0], &x[1]], wide_scales, &float(&cos), &float(&sin)));
+        if !same(&inputs, &gradients, fused, plain)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn sums_agree(device: Device, kind: Kind) -> bool {
+    let of = |shape: &[i64], factor: f64| waves(shape, factor, Kind::Float, device);
+    let (mut out, mut lse) = (of(&[5, 3, 24], 1.7), of(&[5, 3], 0.9));
+    let (mut plain_out, mut plain_lse) = (out.copy(), lse.copy());
+    let (part, part_lse) = (of(&[3, 5, 24], 0.7).to_kind(kind).transpose(0, 1), of(&[3, 5], 0.4).transpose(0, 1));
+    merge_into(&mut out, &mut lse, &part, &part_lse);
+    plain::merge_into(&mut plain_out, &mut plain_lse, &part, &part_lse);
+    let [weight, gradient, mean, square] = [1.7, 0.9, 0.3, 0.5].map(|factor| of(&[700], factor));
+    let square = &square * &square;
+    let moved = weight.copy();
+    let numbers =
+        AdamNumbers { betas: [0.9, 0.99], corrections: [0.1, 0.01], eps: 1e-8, kept: 0.999, learning_rate: 0.1 };
+    let wanted_mean = &mean * 0.9 + &gradient * 0.1;
+    let wanted_square = &square * 0.99 + &gradient * &gradient * 0.01;
+    let wanted = &weight * 0.999 - (&wanted_mean * 10.0) / ((&wanted_square * 100.0).sqrt() + 1e-8) * 0.1;
+    let (gradients, means, squares) = ([gradient], [mean], [square]);
+    let tensors = AdamTensors { weights: &[&moved], gradients: &gradients, means: &means, squares: &squares };
+    let stepped = adam_step(&tensors, &numbers);
+    let pairs = [
+        (&out, &plain_out),
+        (&lse, &plain_lse),
+        (&moved, &wanted),
+        (&means[0], &wanted_mean),
+        (&squares[0], &wanted_square),
+    ];
+    stepped && pairs.iter().all(|(found, wanted)| relative_error(found, wanted) <= TRIAL_ERROR)
+}
