@@ -7,6 +7,8 @@ mod claims;
 mod delta;
 #[path = "gpu/experts.rs"]
 mod experts;
+#[path = "gpu/fused.rs"]
+mod fused;
 #[path = "gpu/gradient.rs"]
 mod gradient;
 #[path = "gpu/indices.rs"]
@@ -42,6 +44,11 @@ const CLAIMS: &[Claim] = &[
     ),
     ("the_compiled_convolution_errs_by_rounding_alone", delta::convolution),
     ("gated_delta_rules_take_these_seconds", delta::speed),
+    ("elementwise_kernels_err_no_more_than_operators", fused::judged),
+    ("a_row_of_elementwise_kernels_has_the_same_bits_alone", fused::alone),
+    ("elementwise_kernels_are_right_past_two_to_the_31_elements", fused::many),
+    ("a_step_of_adamw_by_a_kernel_has_the_bits_of_operators", fused::adam),
+    ("elementwise_kernels_take_these_milliseconds", fused::speed),
 ];
 
 fn main() {

@@ -142,6 +142,12 @@ pub fn prepare(device: Device, kind: Kind) {
     allow(false);
 }
 
+/// Whether the kernels for models in `kind` are used.
+#[must_use]
+pub fn is_used(kind: Kind) -> bool {
+    dtype(kind).is_some_and(usable)
+}
+
 /// Compiles and loads the kernels of a dtype, in the place of those loaded before. They are used from [`allow`] on.
 fn load(kind: Kind) -> Result<(), Error> {
     let source = CString::new(SOURCE).unwrap_or_default();
@@ -175,7 +181,7 @@ fn usable(dtype: c_int) -> bool {
 
 /// Whether `x` is on a GPU in a dtype whose kernels are used.
 fn takes(x: &Tensor) -> bool {
-    x.device().is_cuda() && dtype(x.kind()).is_some_and(usable)
+    x.device().is_cuda() && is_used(x.kind())
 }
 
 /// Whether the kernels take a norm of rows with this weight.

@@ -55,6 +55,25 @@ __device__ inline void store(u16* to, const Eight& x) {
   *reinterpret_cast<uint4*>(to) = make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
 }
 
+// Up to eight elements; zeros beyond `count`.
+__device__ inline Eight load(const u16* from, i64 count) {
+  if (count >= 8) return load(from);
+  Eight read = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) read.word[i / 2] |= static_cast<u32>(from[i]) << (i % 2 * 16);
+  }
+  return read;
+}
+
+__device__ inline void store(u16* to, const Eight& x, i64 count) {
+  if (count >= 8) return store(to, x);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) to[i] = static_cast<u16>(x.word[i / 2] >> (i % 2 * 16));
+  }
+}
+
 // --- the gate of a feed-forward ----------------------------------------------------------------------------------
 
 // activation(gate) · up, and its gradient.
@@ -81,38 +100,26 @@ __device__ inline Active activate(float z, int gelu) {
 }
 
 extern "C" __global__ void gate_forward(const Gate a) {
-  const i64 first = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-  if (first + 8 <= a.count) {
-    const Eight gate = load(a.gate + first), up = load(a.up + first);
-    float y[8];
+  const i64 first = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * 8, left = a.count - first;
+  if (left <= 0) return;
+  const Eight gate = load(a.gate + first, left), up = load(a.up + first, left);
+  float y[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = activate(gate[i], a.gelu).value * up[i];
-    store(a.y + first, rounded(y));
-    return;
-  }
-  for (i64 at = first; at < a.count; ++at) {
-    a.y[at] = narrow(activate(wide(a.gate[at]), a.gelu).value * wide(a.up[at]));
-  }
+  for (int i = 0; i < 8; ++i) y[i] = activate(gate[i], a.gelu).value * up[i];
+  store(a.y + first, rounded(y), left);
 }
 
 extern "C" __global__ void gate_backward(const Gate a) {
-  const i64 first = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-  if (first + 8 <= a.count) {
-    const Eight gate = load(a.gate + first), up = load(a.up + first), dy = load(a.dy + first);
-    float dgate[8], dup[8];
+  const i64 first = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * 8, left = a.count - first;
+  if (left <= 0) return;
+  const Eight gate = load(a.gate + first, left), up = load(a.up + first, left), dy = load(a.dy + first, left);
+  float dgate[8], dup[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const Active active = activate(gate[i], a.gelu);
-      dgate[i] = dy[i] * up[i] * active.slope;
-      dup[i] = dy[i] * active.value;
-    }
-    store(a.dgate + first, rounded(dgate));
-    store(a.dup + first, rounded(dup));
-    return;
+  for (int i = 0; i < 8; ++i) {
+    const Active active = activate(gate[i], a.gelu);
+    dgate[i] = dy[i] * up[i] * active.slope;
+    dup[i] = dy[i] * active.value;
   }
-  for (i64 at = first; at < a.count; ++at) {
-    const Active active = activate(wide(a.gate[at]), a.gelu);
-    a.dgate[at] = narrow(wide(a.dy[at]) * wide(a.up[at]) * active.slope);
-    a.dup[at] = narrow(wide(a.dy[at]) * active.value);
-  }
+  store(a.dgate + first, rounded(dgate), left);
+  store(a.dup + first, rounded(dup), left);
 }
