@@ -21,7 +21,7 @@ using torch::autograd::variable_list;
 
 constexpr std::array<const char*, kKernels> kNames = {"gate_forward",  "gate_backward",  "norm_forward", "norm_backward",
                                                       "heads_forward", "heads_backward", "merge",        "round_all",
-                                                      "widen_all",     "adam"};
+                                                      "widen_all",     "adam",           "raise"};
 
 // Kernels of one dtype. They stay until the process ends.
 struct Loaded {
