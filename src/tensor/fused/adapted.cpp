@@ -99,7 +99,8 @@ void raise(at::Tensor& y, const at::Tensor& low, const at::Tensor& up) {
 
 struct Adapted : Function<Adapted> {
   // `tensors`: A and B of each layer that has an adapter.
-  static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::TensorList& tensors, const Frozen& frozen) {
+  static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::TensorList& tensors,
+                               const Frozen& frozen) {
     context->set_materialize_grads(false);
     const Pairs pairs = pairs_of(tensors, x.scalar_type(), frozen.scale);
     const at::Tensor low = pairs.down.defined() ? at::mm(x, pairs.down.t()) : at::Tensor();
