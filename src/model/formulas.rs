@@ -64,8 +64,8 @@ impl Formulas {
         self.weights.get(&format!("{name}.weight"))
     }
 
-    /// x + other, and the norm `name` of that sum.
-    pub(super) fn sum_norm(&self, x_tw: &Tensor, other_tw: &Tensor, name: &str) -> (Tensor, Tensor) {
+    /// x + other, and the norm `name` of that sum. `other_tw` is not held any longer than the sum takes.
+    pub(super) fn sum_norm(&self, x_tw: &Tensor, other_tw: Tensor, name: &str) -> (Tensor, Tensor) {
         fused::sum_normed(x_tw, other_tw, &scale(&self.norm_weight(name), self.spec.norm_eps, self.spec.norm))
     }
 

@@ -27,7 +27,7 @@ use crate::runtime::units::{LayerIndex, as_dim, float};
 use crate::tensor::delta::Form;
 use crate::tensor::kernels::{Heads, Kernel};
 use crate::tensor::selection::Scoring;
-use crate::tensor::{accumulation, fused, gpu};
+use crate::tensor::{fused, gpu};
 
 /// A decoder with frozen weights.
 pub struct Stack {
@@ -111,9 +111,7 @@ impl Stack {
         let [z_thv] = handed.tensors() else { unreachable!("segment A hands a gate on") };
         let name = format!("model.layers.{layer}.linear_attn.norm");
         let normed = self.formulas.norm_as(mixed, &name, NormForm::Weight);
-        let acc = accumulation(self.formulas.kind);
-        let gated = normed.to_kind(acc) * z_thv.to_kind(acc).silu();
-        gated.to_kind(self.formulas.kind).flatten(1, 2)
+        fused::silu_gated(z_thv, &normed).flatten(1, 2)
     }
 
     /// The projections of a layer with attention over latents.
@@ -321,7 +319,7 @@ impl Decoder for Stack {
         let feed_forward = |x_tw: &Tensor| formulas.feed_forward(x_tw, &format!("{block}.mlp"), adapters);
         if let Some(experts) = spec.experts_of(layer) {
             let name = format!("{block}.post_attention_layernorm");
-            let (h_tw, normed_tw) = formulas.sum_norm(x_tw, &out_tw, &name);
+            let (h_tw, normed_tw) = formulas.sum_norm(x_tw, out_tw, &name);
             let gate_ew = formulas.weights.get(&format!("{block}.mlp.gate.weight"));
             let bias_e = formulas.weights.try_get(&format!("{block}.mlp.gate.e_score_correction_bias"));
             let routed = route(experts, &normed_tw, &gate_ew, bias_e.as_ref(), kept);
@@ -339,7 +337,7 @@ impl Decoder for Stack {
         let y_tw = match spec.block_norms {
             BlockNorms::Two => {
                 let name = format!("{block}.post_attention_layernorm");
-                let (h_tw, normed_tw) = formulas.sum_norm(x_tw, &out_tw, &name);
+                let (h_tw, normed_tw) = formulas.sum_norm(x_tw, out_tw, &name);
                 h_tw + feed_forward(&normed_tw)
             }
             BlockNorms::Four => {

@@ -54,7 +54,7 @@ impl Case {
             (Operation::Norm { one_plus }, By::Kernels) => vec![fused::normed(&x[0], &scale(0, one_plus))],
             (Operation::Norm { one_plus }, By::Operators) => vec![plain::normed(&x[0], &scale(0, one_plus))],
             (Operation::SumNorm { one_plus }, By::Kernels) => {
-                list(fused::sum_normed(&x[0], &x[1], &scale(0, one_plus)))
+                list(fused::sum_normed(&x[0], x[1].shallow_clone(), &scale(0, one_plus)))
             }
             (Operation::SumNorm { one_plus }, By::Operators) => {
                 let sum = &x[0] + &x[1];

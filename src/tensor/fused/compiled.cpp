@@ -21,7 +21,7 @@ using torch::autograd::variable_list;
 
 constexpr std::array<const char*, kKernels> kNames = {"gate_forward",  "gate_backward",  "norm_forward", "norm_backward",
                                                       "heads_forward", "heads_backward", "merge",        "round_all",
-                                                      "widen_all",     "adam"};
+                                                      "widen_all",     "adam",           "raise"};
 
 // Kernels of one dtype. They stay until the process ends.
 struct Loaded {
@@ -259,7 +259,8 @@ struct Turned : Function<Turned> {
     context->set_materialize_grads(false);
     const bool normed = turn.query_weight.defined();
     const at::Tensor none;
-    context->save_for_backward({normed ? q : none, normed ? k : none, turn.query_weight, turn.key_weight, turn.cosine, turn.sine});
+    const at::Tensor &of_queries = normed ? q : none, &of_keys = normed ? k : none;
+    context->save_for_backward({of_queries, of_keys, turn.query_weight, turn.key_weight, turn.cosine, turn.sine});
     keep(context, turn.eps, turn.one_plus);
     const at::Tensor q_out = at::empty(q.sizes(), q.options()), k_out = at::empty(k.sizes(), k.options());
     const at::Tensor queries = laid(q), keys = laid(k), cosine = flat(turn.cosine), sine = flat(turn.sine);

@@ -7,7 +7,20 @@
 
 namespace longstraw::fused {
 
-enum Which { kGateForward, kGateBackward, kNormForward, kNormBackward, kHeadsForward, kHeadsBackward, kMerge, kRound, kWiden, kAdam, kKernels };
+enum Which {
+  kGateForward,
+  kGateBackward,
+  kNormForward,
+  kNormBackward,
+  kHeadsForward,
+  kHeadsBackward,
+  kMerge,
+  kRound,
+  kWiden,
+  kAdam,
+  kRaise,
+  kKernels
+};
 
 constexpr int kThreads = 256;
 

@@ -21,7 +21,8 @@ use crate::runtime::terminal::say;
 
 pub use adapted::{Layer, adapted};
 
-const SOURCE: &str = concat!(include_str!("numbers.cu"), include_str!("rows.cu"), include_str!("sums.cu"));
+const SOURCE: &str =
+    concat!(include_str!("numbers.cu"), include_str!("rows.cu"), include_str!("sums.cu"), include_str!("products.cu"));
 
 /// Widest head that one group of threads takes.
 const HEAD_MAX: i64 = 512;
@@ -224,9 +225,27 @@ fn done(result: Result<(), Error>) {
 /// When memory runs out, or the GPU refuses.
 #[must_use]
 pub fn gated(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor {
-    if !takes(gate_tf) || up_tf.kind() != gate_tf.kind() || up_tf.size() != gate_tf.size() {
-        return plain::gated(gate_tf, up_tf, activation);
+    if takes_gate(gate_tf, up_tf) {
+        by_gate(gate_tf, up_tf, activation)
+    } else {
+        plain::gated(gate_tf, up_tf, activation)
     }
+}
+
+/// silu(z) · x in the accumulation dtype, rounded once to the dtype of `x`.
+///
+/// # Panics
+/// When memory runs out, or the GPU refuses.
+#[must_use]
+pub fn silu_gated(z: &Tensor, x: &Tensor) -> Tensor {
+    if takes_gate(z, x) { by_gate(z, x, Activation::Silu) } else { plain::silu_gated(z, x) }
+}
+
+fn takes_gate(gate: &Tensor, up: &Tensor) -> bool {
+    takes(gate) && up.kind() == gate.kind() && up.size() == gate.size()
+}
+
+fn by_gate(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor {
     let gelu = c_int::from(activation == Activation::GeluTanh);
     // SAFETY: live tensors of one shape and dtype.
     made("the gate of a feed-forward", |out, message, capacity| unsafe {
@@ -255,7 +274,7 @@ pub fn normed(x: &Tensor, scale: &Scale) -> Tensor {
 /// # Panics
 /// When memory runs out, or the GPU refuses.
 #[must_use]
-pub fn sum_normed(x_tw: &Tensor, other_tw: &Tensor, scale: &Scale) -> (Tensor, Tensor) {
+pub fn sum_normed(x_tw: &Tensor, other_tw: Tensor, scale: &Scale) -> (Tensor, Tensor) {
     let alike = other_tw.kind() == x_tw.kind() && other_tw.size() == x_tw.size();
     if !alike || !takes_norm(x_tw, scale) {
         let sum_tw = x_tw + other_tw;
@@ -265,7 +284,7 @@ pub fn sum_normed(x_tw: &Tensor, other_tw: &Tensor, scale: &Scale) -> (Tensor, T
     // SAFETY: live tensors of the shapes that were checked.
     made_two("a sum and its norm", |sum, out, message, capacity| unsafe {
         let (one_plus, weight) = (c_int::from(scale.one_plus), raw(scale.weight));
-        longstraw_fused_sum_norm(raw(x_tw), raw(other_tw), weight, scale.eps, one_plus, sum, out, message, capacity)
+        longstraw_fused_sum_norm(raw(x_tw), raw(&other_tw), weight, scale.eps, one_plus, sum, out, message, capacity)
     })
 }
 

@@ -22,7 +22,9 @@ __device__ inline float high(u32 both) { return __uint_as_float(both & 0xffff000
 #else
 __device__ inline u32 pack(float low, float high) {
   u32 both;
-  asm("{.reg .f16 a, b; cvt.rn.f16.f32 a, %1; cvt.rn.f16.f32 b, %2; mov.b32 %0, {a, b};}" : "=r"(both) : "f"(low), "f"(high));
+  asm("{.reg .f16 a, b; cvt.rn.f16.f32 a, %1; cvt.rn.f16.f32 b, %2; mov.b32 %0, {a, b};}"
+      : "=r"(both)
+      : "f"(low), "f"(high));
   return both;
 }
 __device__ inline float low(u32 both) {

@@ -46,6 +46,13 @@ pub fn gated(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor
     active_tf * up_tf
 }
 
+/// silu(z) · x in the accumulation dtype, rounded once to the dtype of `x`.
+#[must_use]
+pub fn silu_gated(z: &Tensor, x: &Tensor) -> Tensor {
+    let acc = accumulation(x.kind());
+    (x.to_kind(acc) * z.to_kind(acc).silu()).to_kind(x.kind())
+}
+
 /// Rotates pairs (j, j + n) of the first 2n dimensions of each head; the rest pass unchanged.
 ///
 /// `x_thd` is [t, heads, d], `cos_tn` and `sin_tn` are [t, n] in the same dtype, with 2n ≤ d. The result has x's shape.

@@ -57,7 +57,8 @@ extern "C" __global__ void round_all(const Casts a) {
   const int tensor = blockIdx.y;
   const auto* from = static_cast<const float*>(a.from[tensor]);
   auto* to = static_cast<u16*>(a.to[tensor]);
-  for (i64 at = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; at < a.count[tensor]; at += gridDim.x * blockDim.x) {
+  const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (i64 at = first; at < a.count[tensor]; at += gridDim.x * blockDim.x) {
     to[at] = narrow(from[at] * a.factor[tensor]);
   }
 }
@@ -66,7 +67,8 @@ extern "C" __global__ void widen_all(const Casts a) {
   const int tensor = blockIdx.y;
   const auto* from = static_cast<const u16*>(a.from[tensor]);
   auto* to = static_cast<float*>(a.to[tensor]);
-  for (i64 at = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; at < a.count[tensor]; at += gridDim.x * blockDim.x) {
+  const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (i64 at = first; at < a.count[tensor]; at += gridDim.x * blockDim.x) {
     to[at] = wide(from[at]) * a.factor[tensor];
   }
 }
@@ -82,7 +84,8 @@ struct Adam {
 
 extern "C" __global__ void adam(const Adam a) {
   const int tensor = blockIdx.y;
-  for (i64 at = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; at < a.count[tensor]; at += gridDim.x * blockDim.x) {
+  const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (i64 at = first; at < a.count[tensor]; at += gridDim.x * blockDim.x) {
     const float g = a.gradient[tensor][at];
     // Without fused multiply-adds: each operation is rounded as it is by an operator of its own.
     const float mean = __fadd_rn(__fmul_rn(a.mean[tensor][at], a.beta_1), __fmul_rn(g, a.rest_1));

@@ -3,7 +3,8 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    Activation, AdamNumbers, AdamTensors, Scale, adam_step, gated, merge_into, normed, plain, sum_normed, turned,
+    Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, gated, merge_into, normed, plain,
+    sum_normed, turned,
 };
 use crate::tensor::Error;
 use crate::tensor::boundary::backward;
@@ -43,7 +44,10 @@ fn waves(shape: &[i64], factor: f64, kind: Kind, device: Device) -> Tensor {
 /// # Errors
 /// When the driver refuses.
 pub(super) fn agrees(device: Device, kind: Kind) -> Result<bool, Error> {
-    Ok(rows_agree(device, kind)? && heads_agree(device, kind)? && sums_agree(device, kind))
+    Ok(rows_agree(device, kind)?
+        && heads_agree(device, kind)?
+        && layers_agree(device, kind)?
+        && sums_agree(device, kind))
 }
 
 /// Compares `fused` with `plain` on inputs of `kind`.
@@ -57,7 +61,8 @@ fn same(
     let found = pulled(inputs, gradients, fused)?;
     let wanted = pulled(&float(inputs), &float(gradients), plain)?;
     // A value that is not a number fails the comparison.
-    Ok(found.iter().zip(&wanted).all(|(found, wanted)| relative_error(found, wanted) <= TRIAL_ERROR))
+    Ok(found.len() == wanted.len()
+        && found.iter().zip(&wanted).all(|(found, wanted)| relative_error(found, wanted) <= TRIAL_ERROR))
 }
 
 fn rows_agree(device: Device, kind: Kind) -> Result<bool, Error> {
@@ -77,7 +82,7 @@ fn rows_agree(device: Device, kind: Kind) -> Result<bool, Error> {
         let inputs = [of(&[5, width], 1.7), of(&[5, width], 0.4)];
         let gradients = [of(&[5, width], 1.1), of(&[5, width], 0.6)];
         let sum = |x: &[Tensor]| {
-            let (sum, out) = sum_normed(&x[0], &x[1], &scale);
+            let (sum, out) = sum_normed(&x[0], x[1].shallow_clone(), &scale);
             vec![sum, out]
         };
         let plain_sum = |x: &[Tensor]| {
@@ -116,6 +121,31 @@ fn heads_agree(device: Device, kind: Kind) -> Result<bool, Error> {
         }
     }
     Ok(true)
+}
+
+fn layers_agree(device: Device, kind: Kind) -> Result<bool, Error> {
+    let of = |shape: &[i64], factor: f64, kind: Kind| waves(shape, factor, kind, device);
+    let inputs = [
+        of(&[21, 48], 1.7, kind),
+        of(&[16, 48], 0.9, Kind::Float),
+        of(&[96, 16], 0.3, Kind::Float),
+        of(&[8, 48], 1.3, Kind::Float),
+        of(&[40, 8], 2.1, Kind::Float),
+    ];
+    let weights = [of(&[96, 48], 0.7, kind), of(&[40, 48], 0.2, kind)];
+    let gradients = [of(&[21, 96], 1.1, kind), of(&[21, 40], 0.6, kind)];
+    let scale = 0.5;
+    let fused = |x: &[Tensor]| {
+        let layer =
+            |at: usize| Layer { weight_oi: &weights[at], bias_o: None, pair: Some([&x[1 + 2 * at], &x[2 + 2 * at]]) };
+        adapted(&x[0], &[layer(0), layer(1)], scale).unwrap_or_default()
+    };
+    let plain = |x: &[Tensor]| {
+        let low = |at: usize| x[0].linear(&x[1 + 2 * at], None::<&Tensor>).linear(&x[2 + 2 * at], None::<&Tensor>);
+        let layer = |at: usize| x[0].linear(&weights[at].to_kind(Kind::Float), None::<&Tensor>) + low(at) * scale;
+        vec![layer(0), layer(1)]
+    };
+    same(&inputs, &gradients, fused, plain)
 }
 
 fn sums_agree(device: Device, kind: Kind) -> bool {
