@@ -28,7 +28,7 @@ struct CommonFlags {
     /// Positions in a page
     #[arg(long, default_value = "64", value_parser = at_least_one)]
     page_size: u64,
-    /// Maximum number of rows of a segment (default: 2048; in bench on a GPU as memory.micro_block = 0 chooses)
+    /// Maximum number of rows of a segment (default: 2048; in bench on a GPU as `memory.micro_block = 0` chooses)
     #[arg(long, value_parser = at_least_one)]
     micro_block: Option<u64>,
     /// auto, cpu or cuda; auto takes GPUs where every rank has one
@@ -210,11 +210,11 @@ fn config_dtype(kind: tch::Kind) -> Dtype {
     }
 }
 
-pub(super) fn bench(flags: BenchFlags) -> Result<Exit, Failure> {
+pub(super) fn bench(flags: &BenchFlags) -> Result<Exit, Failure> {
     let common = flags.common;
     let rows = |world: &World, device| match flags.common.micro_block {
         Some(rows) => Ok(Tokens(rows)),
-        None => micro_block(&flags, world, device),
+        None => micro_block(flags, world, device),
     };
     let options = |device, micro_block| bench::Options {
         model: flags.model.clone(),

@@ -132,7 +132,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> anyhow::Result<Exit> {
         Verb::Ping { json } => ping(config, json)?,
         Verb::Doctor { json } => doctor(config, json),
         Verb::Parity(flags) => parity(&flags)?,
-        Verb::Bench(flags) => bench(flags)?,
+        Verb::Bench(flags) => bench(&flags)?,
         Verb::Study(flags) => study(flags)?,
         Verb::Report(flags) => report(&flags).context("writing the report")?,
         Verb::Convert(flags) => convert(&flags).with_context(|| format!("converting {}", flags.source.display()))?,

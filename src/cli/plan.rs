@@ -129,7 +129,7 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
     let timed = !room.host_only || plan_flags.rates.is_given();
     let prompt = config.context.prompt_len;
     let long_tail = if plan_flags.gates { plan_flags.gradient.tail(prompt) } else { config.tail(prompt) }
-        > config.memory.micro_block;
+        > config.memory.micro_rows();
     let pace =
         shape.as_ref().filter(|_| timed).map(|shape| plan_flags.rates.pace(config, shape, long_tail)).transpose()?;
     if plan_flags.gates {

@@ -43,21 +43,16 @@ pub(super) fn predict(
     }
     let step = StepWork::new(config, ranks, shape, choice);
     let rates = *pace.rates();
-    let timed = |(phase, work): (Phase, Work), times: Repeats| {
+    let timed = |(phase, work): (Phase, Work), repeats: Repeats| {
         let at_rates = phase_seconds(phase, &work, &rates);
-        let times = match phase {
-            Phase::Capture => times.captures,
-            Phase::Score => times.scores,
-            _ => 1.0,
-        };
         match pace {
             Pace::Published(_) => at_rates,
-            Pace::Measured(measured) => measured::phase_seconds(measured, &step, phase, at_rates, times),
+            Pace::Measured(measured) => measured::phase_seconds(measured, &step, phase, at_rates, repeats),
         }
     };
     let phases: Vec<PhaseSeconds> = step.phases().into_iter().map(|phase| timed(phase, step.repeats())).collect();
     let total = phases.iter().map(|phase| phase.seconds).sum();
-    let further = step.further().into_iter().map(|phase| timed(phase, Repeats::ONE).seconds).sum::<f64>();
+    let further = step.further().into_iter().map(|phase| timed(phase, Repeats::FURTHER).seconds).sum::<f64>();
     let updates = config.grpo.updates_per_group;
     let round = total + float(updates.saturating_sub(1)) * further;
     let measured = match pace {

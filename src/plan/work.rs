@@ -47,16 +47,17 @@ pub(super) struct StepWork<'a> {
     acc_bytes: f64,
 }
 
-/// How often an update on a group captures the prompt, and scores the answers.
+/// How often an update on a group captures the prompt, scores the answers, and brings them up again before replay.
 #[derive(Clone, Copy)]
 pub(super) struct Repeats {
     pub(super) captures: f64,
     pub(super) scores: f64,
+    pub(super) ups: f64,
 }
 
 impl Repeats {
-    /// What a further update repeats: a capture of its own, at known scores.
-    pub(super) const ONE: Repeats = Repeats { captures: 1.0, scores: 1.0 };
+    /// A further update on the same group: at known scores.
+    pub(super) const FURTHER: Repeats = Repeats { captures: 1.0, scores: 0.0, ups: 1.0 };
 }
 
 impl<'a> StepWork<'a> {
@@ -79,7 +80,7 @@ impl<'a> StepWork<'a> {
 
     /// The phases of a step on one group, in their order.
     pub(super) fn phases(&self) -> Vec<(Phase, Work)> {
-        let Repeats { captures, scores } = self.repeats();
+        let Repeats { captures, scores, .. } = self.repeats();
         let mut phases = vec![(Phase::Capture, self.capture().times(captures))];
         if self.config.rollout.sample {
             phases.push((Phase::Rollout, self.rollout()));
@@ -101,7 +102,7 @@ impl<'a> StepWork<'a> {
             (true, false) => (2.0, 2.0),
             (false, _) => (1.0, 1.0),
         };
-        Repeats { captures, scores }
+        Repeats { captures, scores, ups: 0.0 }
     }
 
     /// The phases of one more update on the same group: scores stay, the prompt is captured again.

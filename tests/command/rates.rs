@@ -119,7 +119,7 @@ fn lawful() -> Value {
     json!({
         "version": 1, "device": "a test", "commit": "unknown", "dtype": "bfloat16", "layers": ["attention, heads of 128"],
         "micro_block": 2048, "answer": 1024, "attention_kept": true,
-        "copies": { "host_in": 50.0, "host_out": 40.0, "device": 4300.0 }, "launch_us": 5.0, "products": [], "attention": [],
+        "copies": { "host_in": 5000.0, "host_out": 4000.0, "device": 4300.0 }, "launch_us": 5.0, "products": [], "attention": [],
         "updates": updates,
         // 4,000 GB/s, and 20 µs for each of 36 layers and the head.
         "draws": [draw(32_768, 20e9 / 4e12 + 37.0 * 20e-6, 20e9), draw(131_072, 36e9 / 4e12 + 37.0 * 20e-6, 36e9)]
@@ -153,6 +153,11 @@ fn a_plan_extends_measured_layers_to_all_layers_and_a_longer_prompt() {
     near(seconds(&exact, "score"), 2.0 * (0.02 + layers(prompt, 1023.0)), 1e-6, "score of two answers");
     near(seconds(&exact, "replay"), 2.0 * (0.03 + 5.0 * layers(prompt, 1023.0)), 1e-6, "two answers and back");
     near(seconds(&exact, "sweep"), once + 4.0 * layers(0.0, prompt), 1e-6, "sweep");
+    // In a further update the answers go up again.
+    let two = planned(&lawful(), &[&LONG[..], &["grpo.gradient=exact", "grpo.updates_per_group=2"]].concat()).json();
+    let further = two["seconds"]["round"].as_f64().unwrap() - two["seconds"]["total"].as_f64().unwrap();
+    let same = ["capture", "replay", "sweep", "finalize"].map(|phase| seconds(&exact, phase)).iter().sum::<f64>();
+    near(further, same + 2.0 * layers(prompt, 1023.0), 1e-6, "a further update");
     // Attention that is not kept is computed once more, at the pace of capture.
     let again =
         planned(&lawful(), &[&LONG[..], &["grpo.gradient=exact", "memory.keep_attention=false"]].concat()).json();

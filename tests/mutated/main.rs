@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use longstraw::config::{Environment, Error, Fault, Gate, Loaded, Overrides, Problem, Source, load_gate_in, load_in};
 use longstraw::model::shape::Shape;
 use longstraw::plan::seconds::Rates;
-use longstraw::plan::{self, Place, Room};
+use longstraw::plan::{self, Pace, Place, Room};
 use longstraw::runtime::failure::{Classified as _, Exit};
 
 use cases::Case;
@@ -113,7 +113,7 @@ fn check_plans(loaded: &Loaded, ranks: u64, shapes: &[&Shape]) {
         }
         for room in [Room::default(), users, laptop] {
             let mut plan = plan::of_shape(run, ranks, Some(shape), &room);
-            plan.time(run, shape, Rates::h200(shape));
+            plan.time(run, shape, &Pace::Published(Rates::h200(shape)));
             check_words(&plan.text(run));
             assert!(plan.sum(Place::Device) > plan::gib(0), "a model takes memory");
             assert!(!plan.groups().is_empty());

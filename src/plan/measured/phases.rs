@@ -4,17 +4,17 @@ use super::fit::{Fit, UpdateFit};
 use super::rates::MeasuredRates;
 use crate::plan::operations::{Amount, Rows};
 use crate::plan::seconds::{PhaseSeconds, Terms};
-use crate::plan::work::StepWork;
+use crate::plan::work::{Repeats, StepWork};
 use crate::runtime::failure::Phase;
 
 /// The seconds of one phase by what was measured. `at_rates` has the copies and messages, and the whole of phases that were not
-/// measured; `times` is how often the phase runs.
+/// measured; `repeats` tells how often phases run.
 pub(in crate::plan) fn phase_seconds(
     measured: &MeasuredRates,
     step: &StepWork<'_>,
     phase: Phase,
     at_rates: PhaseSeconds,
-    times: f64,
+    repeats: Repeats,
 ) -> PhaseSeconds {
     let Some(updates) = measured.updates(step.travels()) else { return at_rates };
     let positions = step.prompt_rows;
@@ -22,20 +22,24 @@ pub(in crate::plan) fn phase_seconds(
     let of_answers = |fit: &Fit| {
         let [once, rows, pairs] = fit.seconds(positions, share(step.answer()));
         let length = step.answer().count / measured.answer_rows.max(1.0);
-        [once * length, rows, pairs].map(|seconds| seconds * step.group() * times)
+        [once * length, rows, pairs].map(|seconds| seconds * step.group())
     };
     let ([once, rows, pairs], backward) = match phase {
-        Phase::Capture => (updates.capture.seconds(positions, share(step.prompt())).map(|part| part * times), false),
-        Phase::Score => (of_answers(&updates.score), false),
+        Phase::Capture => {
+            let once = updates.capture.seconds(positions, share(step.prompt()));
+            (once.map(|part| part * repeats.captures), false)
+        }
+        Phase::Score => (of_answers(&updates.score).map(|part| part * repeats.scores), false),
         Phase::Replay => {
             let [once, rows, pairs] = of_answers(&updates.answer);
-            let [_, _, again] = of_answers(&updates.score);
+            let [_, forward, again] = of_answers(&updates.score);
             let pairs = match (measured.attention_kept, step.choice.keeping.answer_attention) {
                 (true, false) => pairs + again,
                 (false, true) => (pairs - again).max(0.0),
                 _ => pairs,
             };
-            ([once, rows, pairs], true)
+            // Answers that no score pass has left go up first.
+            ([once, rows + repeats.ups * forward, pairs + repeats.ups * again], true)
         }
         Phase::Sweep => (sweep(measured, step, updates), true),
         _ => return at_rates,

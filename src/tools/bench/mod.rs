@@ -239,8 +239,19 @@ impl<'a> Bench<'a> {
         let masters = adapters.tensors().map(storage_bytes).sum::<Bytes>();
         let held_adapters = ledger.hold(Purpose::Adapters, MemorySpace::Device, masters);
         let head = Head { rows_max: 512, temperature: 1.0 };
-        let _held = [held_weights, held_adapters];
-        Ok(Bench { world, options, spec, weights, decoder, short, adapters, head, kernels, rates, _held })
+        Ok(Bench {
+            world,
+            options,
+            spec,
+            weights,
+            decoder,
+            short,
+            adapters,
+            head,
+            kernels,
+            rates,
+            _held: [held_weights, held_adapters],
+        })
     }
 
     fn report(&self, runs: Vec<Run>, draws: Vec<Draw>, apart: Vec<(u64, f64)>) -> Report {
