@@ -28,7 +28,6 @@ pub struct Adapter {
 
 impl Adapter {
     /// A and B.
-    #[must_use]
     pub fn pair(&self) -> [&Tensor; 2] {
         [&self.a_ri, &self.b_or]
     }
@@ -255,6 +254,7 @@ impl Adapters {
 
 /// Linear layers of one input with their adapters, if they have any: x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, all in the dtype of
 /// `x`. Layers are computed together where [`fused::adapted`] takes them, else one after another.
+#[must_use]
 pub fn linears(x_tw: &Tensor, layers: &[Layer], scale: f64) -> Vec<Tensor> {
     fused::adapted(x_tw, layers, scale)
         .unwrap_or_else(|| layers.iter().map(|layer| alone(x_tw, layer, scale)).collect())

@@ -133,7 +133,7 @@ pub fn prepare(device: Device, kind: Kind) {
     match tried {
         Ok(true) => return,
         Ok(false) => {
-            say("warning: the compiled elementwise kernels are wrong on this GPU; libtorch's operators are used")
+            say("warning: the compiled elementwise kernels are wrong on this GPU; libtorch's operators are used");
         }
         Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
         Err(error) => {
@@ -223,7 +223,6 @@ fn done(result: Result<(), Error>) {
 ///
 /// # Panics
 /// When memory runs out, or the GPU refuses.
-#[must_use]
 pub fn gated(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor {
     if takes_gate(gate_tf, up_tf) {
         by_gate(gate_tf, up_tf, activation)
@@ -236,7 +235,6 @@ pub fn gated(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor
 ///
 /// # Panics
 /// When memory runs out, or the GPU refuses.
-#[must_use]
 pub fn silu_gated(z: &Tensor, x: &Tensor) -> Tensor {
     if takes_gate(z, x) { by_gate(z, x, Activation::Silu) } else { plain::silu_gated(z, x) }
 }
@@ -257,7 +255,6 @@ fn by_gate(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor {
 ///
 /// # Panics
 /// When memory runs out, or the GPU refuses.
-#[must_use]
 pub fn normed(x: &Tensor, scale: &Scale) -> Tensor {
     if !takes_norm(x, scale) {
         return plain::normed(x, scale);
@@ -273,7 +270,6 @@ pub fn normed(x: &Tensor, scale: &Scale) -> Tensor {
 ///
 /// # Panics
 /// When memory runs out, or the GPU refuses.
-#[must_use]
 pub fn sum_normed(x_tw: &Tensor, other_tw: Tensor, scale: &Scale) -> (Tensor, Tensor) {
     let alike = other_tw.kind() == x_tw.kind() && other_tw.size() == x_tw.size();
     if !alike || !takes_norm(x_tw, scale) {
@@ -293,7 +289,6 @@ pub fn sum_normed(x_tw: &Tensor, other_tw: Tensor, scale: &Scale) -> (Tensor, Te
 ///
 /// # Panics
 /// When memory runs out, or the GPU refuses.
-#[must_use]
 pub fn turned(
     [q_thd, k_tgd]: [&Tensor; 2],
     scales: Option<[Scale; 2]>,

@@ -26,7 +26,6 @@ fn normalised(x: &Tensor, eps: f64) -> Tensor {
 
 /// x / √(mean(x²) + eps), normalised in the accumulation dtype, times the weight in the dtype of `x`; or times 1 + the weight
 /// in the accumulation dtype.
-#[must_use]
 pub fn normed(x: &Tensor, scale: &Scale) -> Tensor {
     let Scale { weight, eps, one_plus } = *scale;
     if !one_plus {
@@ -37,7 +36,6 @@ pub fn normed(x: &Tensor, scale: &Scale) -> Tensor {
 }
 
 /// activation(gate) · up.
-#[must_use]
 pub fn gated(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor {
     let active_tf = match activation {
         Activation::Silu => gate_tf.silu(),
@@ -47,7 +45,6 @@ pub fn gated(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor
 }
 
 /// silu(z) · x in the accumulation dtype, rounded once to the dtype of `x`.
-#[must_use]
 pub fn silu_gated(z: &Tensor, x: &Tensor) -> Tensor {
     let acc = accumulation(x.kind());
     (x.to_kind(acc) * z.to_kind(acc).silu()).to_kind(x.kind())
@@ -59,7 +56,6 @@ pub fn silu_gated(z: &Tensor, x: &Tensor) -> Tensor {
 ///
 /// # Panics
 /// When `x_thd` has not three dimensions.
-#[must_use]
 pub fn rotate_half_split(x_thd: &Tensor, cos_tn: &Tensor, sin_tn: &Tensor) -> Tensor {
     let (_, _, head_dim) = x_thd.size3().expect("heads are laid out as [t, heads, d]");
     let pairs = *cos_tn.size().last().expect("tables are laid out as [t, n]");
@@ -73,7 +69,6 @@ pub fn rotate_half_split(x_thd: &Tensor, cos_tn: &Tensor, sin_tn: &Tensor) -> Te
 }
 
 /// Queries and keys by head, normed where `scales` are given, then rotated.
-#[must_use]
 pub fn turned(heads: [&Tensor; 2], scales: Option<[Scale; 2]>, cos_tn: &Tensor, sin_tn: &Tensor) -> (Tensor, Tensor) {
     let turn = |x_thd: &Tensor| rotate_half_split(x_thd, cos_tn, sin_tn);
     let [q_thd, k_tgd] = heads;
