@@ -232,7 +232,7 @@ impl Decoder for Stack {
         // 1. Projections, a head apart; a head's gate follows its query.
         let names = ["q", "k", "v"].map(|name| format!("{attention}.{name}_proj"));
         let dim = as_dim(spec.head_dim);
-        let heads = |y: Tensor, width: i64| y.view([x_tw.size()[0], -1, width]);
+        let heads = |y: Tensor, width: i64| y.view([x_tw.size()[0], y.size()[1] / width, width]);
         let [q, k, v] = self.formulas.linears(&x, names.each_ref().map(String::as_str), adapters);
         let mut q_thd = heads(q, if spec.gated_attention { 2 * dim } else { dim });
         // A copy: a view would keep the queries alive beside it.

@@ -166,7 +166,7 @@ impl Pass<'_> {
             let mut finishing = Finishing::new(self, layer, kept.as_deref());
             for micro in &blocks {
                 let y = finishing.block(micro, x_tw, &micro.rows_of(&mixed.out), &micro.planes_of(&handed));
-                y_tw.put(micro, y);
+                y_tw.put(micro, &y);
             }
             if let Some(chosen) = finishing.end() {
                 choices.put(Choice::Experts, layer, &chosen)?;
@@ -241,8 +241,8 @@ impl Pass<'_> {
             let handed = micro.planes_of(&projected.handed);
             let b = BackwardRows { micro, rows, kept: kept.as_deref() };
             let done = self.backward_finish(layer, &b, &micro.rows_of(&mixed.out), &handed)?;
-            dx_tw.put(micro, done.dx_tw);
-            dmixed.put(micro, done.dmixed);
+            dx_tw.put(micro, &done.dx_tw);
+            dmixed.put(micro, &done.dmixed);
             dhanded.push(done.dhanded);
         }
         let dx_tw = dx_tw.end();
@@ -350,7 +350,7 @@ impl BlockRows {
     }
 
     /// The rows of one block.
-    fn put(&mut self, micro: &MicroBlock, part: Tensor) {
+    fn put(&mut self, micro: &MicroBlock, part: &Tensor) {
         if self.blocks == 1 {
             self.whole = Some(part.contiguous());
             return;
@@ -359,7 +359,7 @@ impl BlockRows {
             let shape: Vec<i64> = std::iter::once(self.rows).chain(part.size().into_iter().skip(1)).collect();
             Tensor::empty(shape, (part.kind(), part.device()))
         });
-        micro.rows_of(whole).copy_(&part);
+        micro.rows_of(whole).copy_(part);
     }
 
     fn end(self) -> Tensor {

@@ -63,10 +63,11 @@ pub struct TokenStep<'a> {
     held: Option<Held>,
 }
 
-/// Whether there are kernels for what `decoder` computes.
+/// Whether there are kernels for what `decoder` computes, on this process's device.
 #[must_use]
 pub fn covers(decoder: &dyn Decoder) -> bool {
-    decoder.device().is_cuda() && decoder.dense().is_some_and(|dense| decode::covers(decoder.kind(), &sizes(dense, 1)))
+    let covered = |dense| decode::covers(decoder.kind(), &sizes(dense, 1)) && decode::device_suffices(decoder.kind());
+    decoder.device().is_cuda() && decoder.dense().is_some_and(covered)
 }
 
 fn sizes(dense: Dense, rank: i64) -> Sizes {

@@ -24,22 +24,20 @@ use crate::tensor::gpu::{self, Event};
 /// Tokens that the device may be ahead of the host.
 const AHEAD: usize = 3;
 
-/// A decode step for the answers that go on, if there are kernels for it on every rank of the prompt.
-pub(super) fn begin<'a>(rollout: &Rollout<'a>) -> Result<Option<TokenStep<'a>>, Failure> {
-    if !rollout.request.fused || !token::covers(rollout.pass.decoder) {
-        return Ok(None);
+/// A decode step for the answers that go on, if there are kernels for it on every rank of the prompt. On a GPU every rank takes
+/// part.
+pub(super) fn begin<'a>(rollout: &Rollout<'a>) -> Option<TokenStep<'a>> {
+    if !rollout.request.fused || !rollout.pass.decoder.device().is_cuda() {
+        return None;
     }
     let drawn = token::Drawn { answers: rollout.live.len(), rows_max: rollout.request.longest, layout: rollout.layout };
-    let step = TokenStep::new(rollout.pass, &drawn);
+    let step = TokenStep::new(rollout.pass, &drawn).unwrap_or_else(|error| {
+        tracing::warn!("answers are drawn by single operations, several times slower: {error}");
+        None
+    });
     let axis = rollout.pass.cp_group.axis;
-    let able = axis.all_gather(&[u8::from(matches!(step, Ok(Some(_))))], &vec![1; axis.size()]);
-    match step {
-        Ok(step) => Ok(step.filter(|_| able.iter().all(|&able| able == 1))),
-        Err(error) => {
-            tracing::warn!("answers are drawn by single operations, several times slower: {error}");
-            Ok(None)
-        }
-    }
+    let able = axis.all_gather(&[u8::from(step.is_some())], &vec![1; axis.size()]);
+    step.filter(|_| able.iter().all(|&able| able == 1))
 }
 
 /// What is drawn, and how far the device and the host are.
@@ -122,7 +120,7 @@ impl<'a> Rollout<'a> {
             flight.step.grow();
         }
         if flight.records && flight.graph.is_none() {
-            match flight.step.record(|| self.launches(flight).map_err(plain)) {
+            match flight.step.record(|| self.launches(flight).map_err(|failure| plain(&failure))) {
                 Ok(graph) => flight.graph = Some(graph),
                 Err(error) => {
                     tracing::warn!(
@@ -202,6 +200,6 @@ impl<'a> Rollout<'a> {
 }
 
 /// A recording knows errors of the boundary only; nothing else can fail while one runs.
-fn plain(failure: Failure) -> crate::tensor::Error {
+fn plain(failure: &Failure) -> crate::tensor::Error {
     crate::tensor::Error::Torch { operation: "recording a token", message: failure.to_string() }
 }

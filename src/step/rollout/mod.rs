@@ -214,7 +214,7 @@ impl<'a> Rollout<'a> {
         if self.live.is_empty() {
             return Ok((self.sampled, self.drawn));
         }
-        if let Some(step) = fused::begin(&self)? {
+        if let Some(step) = fused::begin(&self) {
             return self.all_fused(step, &tokens, tracker);
         }
         self.make_states();

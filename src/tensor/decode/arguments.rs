@@ -93,7 +93,7 @@ pub(super) struct Heads {
     pub(super) prompt_end: i64,
     pub(super) at: Pointer,
     pub(super) answers: c_int,
-    pub(super) heads: c_int,
+    pub(super) queries: c_int,
     pub(super) groups: c_int,
 }
 

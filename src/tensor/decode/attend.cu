@@ -293,10 +293,11 @@ __device__ inline void finish(const Attend& all, const Unit& unit, Weighed (&own
       factor[i] = power_of_two(most_of[row + i * kRows] - most);
       whole = fmaf(factor[i], sum_of_warp[row + i * kRows], whole);
     }
-    const float scale = whole > 0.0f ? 1.0f / whole : 0.0f;
+    // Only no weight at all means that no key was visible; a NaN stays.
+    const float scale = whole == 0.0f ? 0.0f : 1.0f / whole;
 #pragma unroll
     for (int i = 0; i < kSplit; ++i) factors[row * kSplit + i] = factor[i] * scale;
-    all.lse_pah[part + line_of(all, unit, row)] = whole > 0.0f ? (most + log2f(whole)) * kLn2 : nothing();
+    all.lse_pah[part + line_of(all, unit, row)] = whole == 0.0f ? nothing() : (most + log2f(whole)) * kLn2;
   }
   __syncthreads();
   for (int row = warp; row < unit.rows; row += kSplit) {
@@ -441,9 +442,9 @@ extern "C" __global__ void __launch_bounds__(kAttendThreads) attend(const __grid
     const int64 to = unit.part * lines + line;
 #pragma unroll
     for (int j = 0; j < kDimsOf; ++j) {
-      if (lane() + 32 * j < HEAD) all.out_pahd[to * HEAD + lane() + 32 * j] = whole > 0.0f ? values[j] / whole : 0.0f;
+      if (lane() + 32 * j < HEAD) all.out_pahd[to * HEAD + lane() + 32 * j] = whole == 0.0f ? 0.0f : values[j] / whole;
     }
-    if (lane() == 0) all.lse_pah[to] = whole > 0.0f ? most + logf(whole) : nothing();
+    if (lane() == 0) all.lse_pah[to] = whole == 0.0f ? nothing() : most + logf(whole);
   }
 }
 

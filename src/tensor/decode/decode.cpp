@@ -83,11 +83,13 @@ int longstraw_decode_load(const char* source, int dtype, int head, char* message
   });
 }
 
-// Number of multiprocessors of the device, and whether blocks of it form clusters.
-int longstraw_decode_device(int* processors, int* clusters, char* message, size_t capacity) {
+// Number of multiprocessors of the device, whether blocks of it form clusters, and the most shared memory of a block.
+int longstraw_decode_device(int* processors, int* clusters, int* shared, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
     *processors = attribute(kProcessors);
+    constexpr int kSharedMost = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     *clusters = attribute(kMajor) >= 9 ? 1 : 0;
+    *shared = attribute(kSharedMost);
   });
 }
 

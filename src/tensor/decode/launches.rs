@@ -16,6 +16,11 @@ use crate::tensor::Error;
 /// Most weights of one product.
 const WEIGHTS_MAX: usize = 8;
 
+/// Stops a program that would let a kernel read or write beyond its tensors.
+fn require(fits: bool, what: &str) {
+    assert!(fits, "a kernel of a decode step takes {what}");
+}
+
 impl Raw {
     /// Sums of `width` columns within `flat`, float32 of any size that suffices.
     #[must_use]
@@ -65,7 +70,7 @@ pub struct Residual<'a> {
 /// From raw sums to rotated queries, and keys and values on the answers' planes.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads<'a> {
-    /// The sums.
+    /// Raw sums of the three projections.
     pub raw: &'a Raw,
     /// Where queries, keys and values begin, their biases and adapters.
     pub parts: [(i64, Option<&'a Tensor>, Option<Up<'a>>); 3],
@@ -94,7 +99,7 @@ pub struct Attend<'a> {
     pub own: &'a OwnRows,
     /// Keys that a row sees, itself included; `None`: all.
     pub window: Option<i64>,
-    /// On scores.
+    /// Factor on the scores before the softmax.
     pub scale: f64,
     /// The row that is computed, [1] int64.
     pub at: &'a Tensor,
@@ -107,13 +112,13 @@ pub struct Attend<'a> {
 /// From raw sums of gate and up projection to the input of the down projection.
 #[derive(Clone, Copy, Debug)]
 pub struct Activate<'a> {
-    /// The sums.
+    /// Raw sums of both projections.
     pub raw: &'a Raw,
     /// Where gate and up projection begin, and their adapters.
     pub parts: [(i64, Option<Up<'a>>); 2],
     /// Whether the activation is gelu in its tanh form; else silu.
     pub gelu: bool,
-    /// [answers, f]
+    /// What the down projection reads, [answers, f].
     pub h_af: &'a Tensor,
 }
 
@@ -124,9 +129,9 @@ pub struct Choice {
     /// Logits z become cap · tanh(z / cap).
     pub cap: Option<f64>,
     pub temperature: f64,
-    /// 1: all.
+    /// Probability that the most probable tokens reach together; 1: all tokens.
     pub top_p: f64,
-    /// 0: all.
+    /// So many of the most probable tokens; 0: all tokens.
     pub top_k: i64,
 }
 
@@ -182,7 +187,7 @@ impl Kernels {
         scale: Option<f64>,
     ) -> Result<(), Error> {
         let (answers, width) = (x_aw.size()[0], x_aw.size()[1]);
-        assert!(embedding_vw.size()[1] == width && tokens_a.size() == [answers], "one token and one row an answer");
+        require(embedding_vw.size()[1] == width && tokens_a.size() == [answers], "one token and one row an answer");
         self.of_dtype(&[embedding_vw, x_aw]);
         let mut argument = arguments::Embed {
             tokens_a: pointer(tokens_a),
@@ -203,11 +208,11 @@ impl Kernels {
     pub fn product(&self, product: &Product) -> Result<(), Error> {
         let Product { x_ai, weights, raw } = *product;
         let (answers, inputs) = (x_ai.size()[0], x_ai.size()[1]);
-        assert!(weights.len() <= WEIGHTS_MAX && raw.answers() == answers && answers <= ANSWERS_MAX, "a small product");
+        require(weights.len() <= WEIGHTS_MAX && raw.answers() == answers && answers <= ANSWERS_MAX, "a small product");
         let mut rows = [Rows::NONE; WEIGHTS_MAX];
         for (row, &(weight, column)) in rows.iter_mut().zip(weights) {
             let outputs = weight.size()[0];
-            assert!(weight.size()[1] == inputs && column + outputs <= raw.width(), "a weight of these inputs");
+            require(weight.size()[1] == inputs && column + outputs <= raw.width(), "a weight of these inputs");
             *row = Rows { weight: pointer(weight), outputs: count(outputs), column: count(column) };
         }
         let tensors: Vec<&Tensor> = weights.iter().map(|(weight, _)| *weight).chain([x_ai]).collect();
@@ -232,10 +237,10 @@ impl Kernels {
     pub fn residual(&self, residual: &Residual) -> Result<(), Error> {
         let Residual { sums, x_aw, h_aw, norm_out, norm } = *residual;
         let (answers, width) = (x_aw.size()[0], x_aw.size()[1]);
-        assert!(h_aw.size() == x_aw.size(), "as many normed rows");
+        require(h_aw.size() == x_aw.size(), "as many normed rows");
         let no_sums = arguments::Raw { sums: null_mut(), splits: 0, width: 0 };
         let (raw, bias, up) = sums.map_or((None, None, None), |(raw, bias, up)| (Some(raw), bias, up));
-        assert!(raw.is_none_or(|raw| raw.answers() == answers && raw.width() >= width), "sums of these rows");
+        require(raw.is_none_or(|raw| raw.answers() == answers && raw.width() >= width), "sums of these rows");
         let norms = norm_out.iter().chain([&norm]).map(|norm| norm.weight_w);
         let mut tensors: Vec<&Tensor> = norms.chain(bias).chain(up.map(|up| up.b_or)).chain([x_aw, h_aw]).collect();
         self.of_dtype(&tensors);
@@ -263,7 +268,7 @@ impl Kernels {
         let Heads { raw, parts, norms, frequencies_d, gain, q_ahd, own, at } = *heads;
         let (answers, query_heads, dim) = (q_ahd.size()[0], q_ahd.size()[1], q_ahd.size()[2]);
         let groups = own.k_arg.size()[2];
-        assert!(raw.answers() == answers && 2 * frequencies_d.size()[0] <= dim, "queries of these answers");
+        require(raw.answers() == answers && 2 * frequencies_d.size()[0] <= dim, "queries of these answers");
         own.fits(answers, dim);
         let optional = parts.iter().flat_map(|(_, bias, up)| [*bias, up.map(|up| up.b_or)]);
         let optional = optional.chain(norms.map(|norm| norm.map(|norm| norm.weight_w))).flatten();
@@ -287,7 +292,7 @@ impl Kernels {
             prompt_end: own.prompt_end,
             at: pointer(at),
             answers: count(answers),
-            heads: count(query_heads),
+            queries: count(query_heads),
             groups: count(groups),
         };
         tensors.extend([frequencies_d, at, &raw.0]);
@@ -304,11 +309,11 @@ impl Kernels {
         let (answers, heads, dim) = (q_ahd.size()[0], q_ahd.size()[1], q_ahd.size()[2]);
         let groups = own.k_arg.size()[2];
         own.fits(answers, dim);
-        assert!(parts.out_pahd.size() == [shares.all(), answers, heads, dim], "parts of these queries");
+        require(parts.out_pahd.size() == [shares.all(), answers, heads, dim], "parts of these queries");
         let mut runs = [Run::NONE; 2];
-        assert!(prompt.len() <= runs.len() && heads % groups == 0, "two runs at most, and whole groups of heads");
+        require(prompt.len() <= runs.len() && heads % groups == 0, "two runs at most, and whole groups of heads");
         for (run, rows) in runs.iter_mut().zip(prompt) {
-            assert!(rows.k_sgd.size()[1..] == [groups, dim] && rows.v_sgd.size() == rows.k_sgd.size(), "prompt rows");
+            require(rows.k_sgd.size()[1..] == [groups, dim] && rows.v_sgd.size() == rows.k_sgd.size(), "prompt rows");
             let (k_sgd, v_sgd) = (pointer(&rows.k_sgd), pointer(&rows.v_sgd));
             *run = Run { k_sgd, v_sgd, start: rows.start, rows: rows.k_sgd.size()[0] };
         }
@@ -350,7 +355,7 @@ impl Kernels {
     pub fn merge(&self, parts: &Parts, whole_an: &Tensor) -> Result<(), Error> {
         self.of_dtype(&[whole_an]);
         let size = parts.out_pahd.size();
-        assert!(whole_an.size() == [size[1], size[2] * size[3]], "one row an answer");
+        require(whole_an.size() == [size[1], size[2] * size[3]], "one row an answer");
         self.merged(parts, Some(whole_an), None)
     }
 
@@ -359,7 +364,7 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::embed`].
     pub fn merge_own(&self, parts: &Parts, part: &Parts) -> Result<(), Error> {
-        assert!(part.out_pahd.size()[1..] == parts.out_pahd.size()[1..], "one part of the same rows");
+        require(part.out_pahd.size()[1..] == parts.out_pahd.size()[1..], "one part of the same rows");
         self.merged(parts, None, Some(part))
     }
 
@@ -388,7 +393,7 @@ impl Kernels {
     pub fn activate(&self, activate: &Activate) -> Result<(), Error> {
         let Activate { raw, parts, gelu, h_af } = *activate;
         let (answers, width) = (h_af.size()[0], h_af.size()[1]);
-        assert!(raw.answers() == answers, "sums of these answers");
+        require(raw.answers() == answers, "sums of these answers");
         let ups = parts.iter().filter_map(|(_, up)| up.map(|up| up.b_or));
         let mut tensors: Vec<&Tensor> = ups.chain([h_af]).collect();
         self.of_dtype(&tensors);
@@ -412,11 +417,11 @@ impl Kernels {
     /// As [`Kernels::embed`].
     pub fn sample(&self, raw: &Raw, choice: &Choice, drawing: &Drawing, at: &Tensor) -> Result<(), Error> {
         let (answers, vocabulary) = (drawing.logits_av.size()[0], drawing.logits_av.size()[1]);
-        assert!(raw.answers() == answers && raw.width() >= vocabulary, "sums of the whole vocabulary");
-        assert!(
+        require(raw.answers() == answers && raw.width() >= vocabulary, "sums of the whole vocabulary");
+        require(
             drawing.drawn_ta3.size() == [&drawing.roots_ta.size()[..], &[DRAWN_NUMBERS]].concat()
                 && drawing.drawn_ta3.size()[1] == answers,
-            "as many tokens as noise"
+            "as many tokens as noise",
         );
         let mut argument = arguments::Sample {
             raw: Kernels::raw(raw),
@@ -446,13 +451,13 @@ impl Kernels {
     }
 
     fn of_dtype(&self, tensors: &[&Tensor]) {
-        assert!(tensors.iter().all(|x| x.kind() == self.kind), "tensors of the model's dtype");
+        require(tensors.iter().all(|x| x.kind() == self.kind), "tensors of the model's dtype");
     }
 }
 
 impl OwnRows {
     fn fits(&self, answers: i64, dim: i64) {
         let size = self.k_arg.size();
-        assert!(size[0] == answers && size[3] == dim && self.v_arg.size() == size, "rows of these answers");
+        require(size[0] == answers && size[3] == dim && self.v_arg.size() == size, "rows of these answers");
     }
 }

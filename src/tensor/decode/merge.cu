@@ -29,7 +29,8 @@ __device__ inline void merge_parts(const Merge& all) {
 #pragma unroll
   for (int warp = 0; warp < kMergeThreads / 32; ++warp) most = fmaxf(most, most_of[warp]);
   for (int part = threadIdx.x; part < parts; part += kMergeThreads) {
-    weights[part] = most == nothing() ? 0.0f : expf(weights[part] - most);
+    // A part without keys weighs nothing; a NaN stays.
+    weights[part] = weights[part] == nothing() ? 0.0f : expf(weights[part] - most);
   }
   __syncthreads();
   float whole = 0.0f, sum = 0.0f;
@@ -44,7 +45,7 @@ __device__ inline void merge_parts(const Merge& all) {
     whole += weights[part];
     sum = fmaf(weights[part], __ldcg(from + part * step), sum);
   }
-  const float merged = whole > 0.0f ? sum / whole : 0.0f;
+  const float merged = whole == 0.0f ? 0.0f : sum / whole;
   if (d < HEAD) {
     const int64 to = static_cast<int64>(line) * HEAD + d;
     if (all.whole_an != nullptr) {
@@ -53,7 +54,7 @@ __device__ inline void merge_parts(const Merge& all) {
       all.out_ahd[to] = merged;
     }
   }
-  if (all.whole_an == nullptr && d == 0) all.lse_ah[line] = whole > 0.0f ? most + logf(whole) : nothing();
+  if (all.whole_an == nullptr && d == 0) all.lse_ah[line] = whole == 0.0f ? nothing() : most + logf(whole);
 }
 
 extern "C" __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ Merge all) {

@@ -39,6 +39,8 @@ const SOURCE: &str = concat!(
 pub const ANSWERS_MAX: i64 = 64;
 /// Head widths that there are kernels for.
 const HEAD_DIMS: [i64; 5] = [64, 80, 96, 128, 256];
+/// Bytes of shared memory that a block may need.
+const SHARED_MIN: i64 = 232_448;
 /// Widest row that is normed.
 const WIDTH_MAX: i64 = 8_192;
 /// Highest rank of an adapter.
@@ -64,6 +66,7 @@ unsafe extern "C" {
     fn longstraw_decode_device(
         processors: *mut c_int,
         clusters: *mut c_int,
+        shared: *mut c_int,
         message: *mut c_char,
         capacity: usize,
     ) -> c_int;
@@ -165,6 +168,26 @@ pub fn covers(kind: Kind, sizes: &Sizes) -> bool {
         && [width, ffn_width].iter().all(|size| size % 8 == 0)
 }
 
+/// Multiprocessors of this process's GPU, whether its blocks form clusters, and bytes of shared memory that one may have.
+fn device_sizes() -> Result<(Processors, bool, i64), Error> {
+    let (mut processors, mut clusters, mut shared) = (0, 0, 0);
+    // SAFETY: places for three numbers.
+    call("asking for the multiprocessors", |message, capacity| unsafe {
+        longstraw_decode_device(&raw mut processors, &raw mut clusters, &raw mut shared, message, capacity)
+    })?;
+    Ok((Processors(i64::from(processors)), clusters != 0, i64::from(shared)))
+}
+
+fn refused(message: String) -> Error {
+    Error::Torch { operation: "compiling a decode step", message }
+}
+
+/// Whether this process's GPU has as much shared memory as the kernels for this dtype ask for.
+#[must_use]
+pub fn device_suffices(kind: Kind) -> bool {
+    kind == Kind::Float || device_sizes().is_ok_and(|(.., shared)| shared >= SHARED_MIN)
+}
+
 fn pointer(x: &Tensor) -> Pointer {
     x.data_ptr()
 }
@@ -190,21 +213,21 @@ impl Kernels {
     /// When NVRTC or the driver is not found or refuses, or there are none for this dtype and width.
     pub fn load(kind: Kind, head_dim: i64) -> Result<Kernels, Error> {
         let Some(dtype) = dtype_number(kind).filter(|_| HEAD_DIMS.contains(&head_dim)) else {
-            let message = format!("no kernels for {kind:?} and heads of {head_dim}");
-            return Err(Error::Torch { operation: "compiling a decode step", message });
+            return Err(refused(format!("no kernels for {kind:?} and heads of {head_dim}")));
         };
+        if !device_suffices(kind) {
+            return Err(refused(format!(
+                "they need {SHARED_MIN} bytes of shared memory a block, which this GPU has not"
+            )));
+        }
         let source = CString::new(SOURCE).unwrap_or_default();
         // SAFETY: a terminated string that outlives the call, and plain numbers.
         call("compiling a decode step", |message, capacity| unsafe {
             longstraw_decode_load(source.as_ptr(), dtype, count(head_dim), message, capacity)
         })?;
-        let (mut processors, mut clusters) = (0, 0);
-        // SAFETY: places for two numbers.
-        call("asking for the multiprocessors", |message, capacity| unsafe {
-            longstraw_decode_device(&raw mut processors, &raw mut clusters, message, capacity)
-        })?;
+        let (processors, clusters, _) = device_sizes()?;
         let launcher = Launcher::new(dtype, count(head_dim));
-        Ok(Kernels { launcher, kind, processors: Processors(i64::from(processors)), clusters: clusters != 0 })
+        Ok(Kernels { launcher, kind, processors, clusters })
     }
 
     /// How many multiprocessors the device has.

@@ -62,7 +62,7 @@ pub struct Shares {
 }
 
 impl Shares {
-    /// All parts.
+    /// Parts of both kinds together.
     #[must_use]
     pub fn all(self) -> i64 {
         self.prompt + self.own
@@ -75,7 +75,7 @@ impl Shares {
 pub struct AttendSizes {
     /// Query heads that share a key head.
     pub heads_each: i64,
-    /// Key heads.
+    /// Key heads of the layer.
     pub groups: i64,
     pub head_dim: i64,
     /// On this rank.

@@ -32,7 +32,7 @@ const LAYERS_MAX: usize = 16;
 pub struct Layer<'a> {
     /// W, [outputs, inputs].
     pub weight_oi: &'a Tensor,
-    /// [outputs]
+    /// Bias of the layer, [outputs].
     pub bias_o: Option<&'a Tensor>,
     /// A [rank, inputs] and B [outputs, rank] of its adapter.
     pub pair: Option<[&'a Tensor; 2]>,

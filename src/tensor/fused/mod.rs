@@ -356,7 +356,7 @@ pub fn merge_into(out_thd: &mut Tensor, lse_th: &mut Tensor, new_out_thd: &Tenso
 pub struct AdamTensors<'a> {
     /// What is trained.
     pub weights: &'a [&'a Tensor],
-    /// Its gradient.
+    /// Gradient of each of them.
     pub gradients: &'a [Tensor],
     /// Running mean of the gradient.
     pub means: &'a [Tensor],
