@@ -54,6 +54,11 @@ pub(super) fn at_least_one(text: &str) -> Result<u64, String> {
     text.parse().ok().filter(|&count: &u64| count > 0).ok_or_else(|| "should be a number of at least 1".into())
 }
 
+/// A number of at least 2.
+pub(super) fn at_least_two(text: &str) -> Result<u64, String> {
+    text.parse().ok().filter(|&count: &u64| count > 1).ok_or_else(|| "should be a number of at least 2".into())
+}
+
 /// A finite number above 0.
 pub(super) fn rate(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0).ok_or_else(|| "should be above 0".into())

@@ -18,7 +18,7 @@ use longstraw::world::devices;
 use longstraw::world::exchange;
 use tch::Device;
 
-use super::arguments::{at_least_one, device, dtype, gradient, length, residency, start};
+use super::arguments::{at_least_one, at_least_two, device, dtype, gradient, length, residency, start};
 use super::output::print_report;
 use super::start::start_world;
 
@@ -102,7 +102,7 @@ pub(super) struct BenchFlags {
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     inputs_every: u64,
     /// Sample this many tokens of every answer instead: milliseconds a token, bytes read, share of the memory's rate
-    #[arg(long, value_name = "TOKENS", value_parser = at_least_one)]
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_two)]
     draw: Option<u64>,
     /// Layers, the first ones, whose pages lie on the device while tokens are sampled (default: all)
     #[arg(long, value_name = "LAYERS", requires = "draw")]

@@ -200,6 +200,7 @@ fn open_model(loaded: &Loaded, world: &World, spec: Spec, device: Device) -> Res
     // Each rank forms them with its own machine's power function.
     world.require_equal("the rotary frequencies (digest)", &spec.rotary_digest(accumulation(kind)))?;
     let decoder = spec.decoder(weights.clone(), kind);
+    devices::agree_on_kernels(world, kind);
     let kernel = decoder.attention_name();
     world.require_equal("the attention kernel", kernel)?;
     tracing::info!("attention kernel: {kernel}");

@@ -241,7 +241,7 @@ impl Session {
         let mut notes = self.loaded.notes();
         notes.extend(self.plan.chooses_rows.then(|| {
             let rows = self.config().memory.micro_block;
-            format!("memory.micro_block: {rows} rows, the most of this model's that the device and the lengths allow")
+            format!("memory.micro_block: {rows} rows, chosen for this device and these lengths")
         }));
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));

@@ -6,13 +6,13 @@
 
 use std::path::{Path, PathBuf};
 
-use tch::Device;
+use tch::{Device, Kind};
 
 use crate::config::DeviceChoice as Wanted;
 use crate::runtime::failure::{Classified, Exit, Failure};
 use crate::runtime::units::{Bytes, from_index};
 use crate::tensor::boundary::measured;
-use crate::tensor::gpu;
+use crate::tensor::{fused, gpu};
 use crate::world::World;
 
 /// Why ranks get no devices.
@@ -127,4 +127,16 @@ pub fn libraries() -> PathBuf {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let cpu = maps.split_whitespace().find(|word| word.ends_with("/libtorch_cpu.so"));
     cpu.and_then(|path| Path::new(path).parent()).map(Path::to_path_buf).unwrap_or_default()
+}
+
+/// Elementwise kernels are used on all ranks or on none, since their roundings are not those of operators: adapters that every rank
+/// holds would drift apart. Every rank takes part once it has made its decoder.
+pub fn agree_on_kernels(world: &World, kind: Kind) {
+    let used = world.all.gather_numbers(u64::from(fused::is_used(kind)));
+    if fused::is_used(kind) && used.contains(&0) {
+        fused::forgo();
+        tracing::warn!(
+            "another rank cannot use the compiled elementwise kernels; libtorch's operators are used on all"
+        );
+    }
 }

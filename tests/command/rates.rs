@@ -61,7 +61,7 @@ fn rates_that_bench_has_written_are_read_by_plan_and_named_in_its_text() {
     let file = room.read_json("rates.json");
     assert_eq!(
         (&file["version"], &file["dtype"], &file["layers"]),
-        (&json!(1), &json!("float32"), &json!(["attention, heads of 8"]))
+        (&json!(2), &json!("float32"), &json!(["attention, heads of 8"]))
     );
     let points = file["updates"].as_array().unwrap();
     let place = |point: &Value| (point["gradient"].clone(), point["layers"].clone(), point["prompt"].clone());
@@ -117,7 +117,7 @@ fn lawful() -> Value {
     }
     let draw = |prompt: u64, seconds: f64, bytes: f64| json!({ "layers": 36, "prompt": prompt, "answers": 8, "token_seconds": seconds, "token_bytes": bytes });
     json!({
-        "version": 1, "device": "a test", "commit": "unknown", "dtype": "bfloat16", "layers": ["attention, heads of 128"],
+        "version": 2, "layer_parameters": 192_937_984, "device": "a test", "commit": "unknown", "dtype": "bfloat16", "layers": ["attention, heads of 128"],
         "micro_block": 2048, "answer": 1024, "attention_kept": true,
         "copies": { "host_in": 5000.0, "host_out": 4000.0, "device": 4300.0 }, "launch_us": 5.0, "products": [], "attention": [],
         "updates": updates,
@@ -184,17 +184,25 @@ fn rates_of_another_version_dtype_or_model_are_refused_with_a_sentence() {
     refused(
         &|rates| rates["version"] = json!(7),
         2,
-        &["rates.json: version 7 of measured rates, and this build reads version 1"],
+        &["rates.json: version 7 of measured rates, and this build reads version 2"],
     );
     refused(&|rates| rates["dtype"] = json!("float32"), 2, &["measured in float32, and model.dtype is bfloat16"]);
     let other = json!(["attention, heads of 64"]);
     let words = ["has no layers with attention, heads of 128, only with attention, heads of 64"];
     refused(&|rates| rates["layers"] = other.clone(), 2, &words);
+    let words = ["widest layer has 7 parameters in its projections, and this one's has 192937984"];
+    refused(&|rates| rates["layer_parameters"] = json!(7), 2, &words);
+    for (place, value) in [("capture_seconds", -5.0), ("answer_seconds", 0.0)] {
+        refused(&|rates| rates["updates"][0][place] = json!(value), 2, &["which no machine measures"]);
+    }
+    refused(&|rates| rates["draws"][0]["token_seconds"] = json!(0.0), 2, &["which no machine measures"]);
     refused(&|rates| rates["updates"] = json!([]), 2, &["no updates of gradient"]);
     refused(&|rates| rates["speed"] = json!(1), 2, &["unknown field `speed`", "bench MODEL --rates FILE"]);
     let said = plan(&room(), "qwen3-8b", &["--rates", "absent.json"]);
     said.refused(2, &["absent.json: No such file"]);
     plan(&room(), "qwen3-8b", &["--rates", "rates.json", "--rate-host", "50"]).ended(2, &["--rate-host"]);
+    let last = small().run(&["bench", "model", "--device", "cpu", "--rates", "rates.json", "--gradient", "last=9"]);
+    last.refused(2, &["leave last=9 out"]);
     let several = small().ranks(2, &["bench", "model", "--device", "cpu", "--rates", "rates.json"]);
     several.refused(2, &["--rates measures what one rank does: run it on 1 rank, not 2"]);
 }

@@ -254,7 +254,7 @@ pub(crate) fn adam(_world: &World, device: Device) -> Vec<Value> {
     let squares: Vec<Tensor> = draw().iter().map(Tensor::square).collect();
     let numbers = AdamNumbers {
         betas: [0.9, 0.999],
-        corrections: [0.271, 0.002_997],
+        corrections: [0.271, 1.0 - 0.999],
         eps: 1e-8,
         kept: 0.9999,
         learning_rate: 0.01,

@@ -1,8 +1,9 @@
 //! One new row of each answer of a group through a dense decoder, by the kernels of [`crate::tensor::decode`].
 //!
-//! What it computes is what [`Decoder::project`], [`super::mixer::Mixer::decode`] and [`Decoder::finish`] compute, with sums in
-//! float32 where those round to the model's dtype between product, bias and adapter. All buffers keep their addresses, so that
-//! the launches of a token can be recorded once and repeated.
+//! What it computes is what [`Decoder::project`], [`super::mixer::Mixer::decode`] and [`Decoder::finish`] compute on a GPU, but
+//! that product, bias and adapter are one float32 sum, rounded once. All buffers keep their addresses, so that the launches of a
+//! token can be recorded once and repeated. Ranks hold the same bits where their GPUs have as many multiprocessors, over which
+//! sums are split; the first rank draws for all in any case.
 //!
 //! The keys and values of the answers' own rows lie here: row j of every answer on rank j mod R, as in
 //! [`super::answers::AnswerState`].
@@ -136,6 +137,7 @@ impl<'a> TokenStep<'a> {
     }
 
     fn make_buffers(&mut self, answers: i64) {
+        self.held = None;
         let joints = self.layers.iter().flat_map(LayerParts::joints).chain([&self.head]);
         let raw = joints.map(|joint| joint.raw_elements(self.kernels.processors(), answers)).max().unwrap_or(0);
         let parts = self.spec.window.iter().map(|window| self.shares(*window).all()).max().unwrap_or(0);

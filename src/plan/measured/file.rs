@@ -13,7 +13,7 @@ use crate::runtime::saved::save_whole;
 use crate::runtime::units::Tokens;
 
 /// Version of the file. Another one is refused.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Why a file of rates is refused.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +41,12 @@ pub enum Error {
     )]
     Layers { file: PathBuf, missing: String, there: Vec<String> },
     #[error(
+        "{}: measured on a model whose widest layer has {found} parameters in its projections, and this one's has {wanted}; measure \
+         this model, or leave --rates out",
+        file.display()
+    )]
+    Model { file: PathBuf, found: u64, wanted: u64 },
+    #[error(
         "{}: no updates of gradient {gradient} at two prompts were measured; measure again with `bench --gradient {gradient}`",
         file.display()
     )]
@@ -67,6 +73,8 @@ pub struct Measurements {
     pub dtype: String,
     /// Kinds of layers, as [`layer_kinds`] names them.
     pub layers: Vec<String>,
+    /// Parameters of the widest layer, as its projections have them: tells models of one kind apart.
+    pub layer_parameters: u64,
     /// Rows of a segment.
     pub micro_block: Tokens,
     /// Tokens of an answer.
@@ -192,6 +200,13 @@ pub fn layer_kinds(layers: &[Layer]) -> Vec<String> {
     kinds
 }
 
+/// Parameters of the widest layer's projections.
+#[must_use]
+pub fn layer_parameters(layers: &[Layer]) -> u64 {
+    let of = |layer: &Layer| layer.projections.iter().map(|projection| projection.inputs * projection.outputs).sum();
+    layers.iter().map(of).max().unwrap_or(0)
+}
+
 impl Measurements {
     /// Reads the file.
     ///
@@ -205,7 +220,32 @@ impl Measurements {
         if found != u64::from(VERSION) {
             return Err(Error::Version { file: file.to_owned(), found });
         }
-        serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))
+        let read: Measurements = serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))?;
+        if let Some(what) = read.impossible() {
+            return Err(unreadable(format!("has {what}, which no machine measures")));
+        }
+        Ok(read)
+    }
+
+    /// A value that no measurement gives.
+    fn impossible(&self) -> Option<&'static str> {
+        let takes_time = |seconds: f64| seconds.is_finite() && seconds > 0.0;
+        let may_take_time = |seconds: f64| seconds.is_finite() && seconds >= 0.0;
+        let update = |point: &UpdatePoint| {
+            let forward = [point.capture_seconds, point.score_seconds, point.answer_seconds];
+            let sizes = point.layers > 0 && point.prompt.0 > 0;
+            sizes && forward.into_iter().all(takes_time) && may_take_time(point.tail_seconds)
+        };
+        let draw =
+            |point: &DrawPoint| point.layers > 0 && takes_time(point.token_seconds) && takes_time(point.token_bytes);
+        let copies = [self.copies.host_in, self.copies.host_out, self.copies.device, self.launch_us];
+        if !self.updates.iter().all(update) {
+            return Some("an update without layers, positions or seconds");
+        }
+        if !self.draws.iter().all(draw) {
+            return Some("a sampled token without layers, bytes or seconds");
+        }
+        (!copies.into_iter().all(may_take_time)).then_some("a negative rate")
     }
 
     /// Writes the file.

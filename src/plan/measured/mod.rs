@@ -12,7 +12,7 @@ mod rates;
 
 pub use file::{
     AttentionRate, Copies, DrawPoint, Error, MeasuredGradient, Measurements, ProductRate, UpdatePoint, VERSION,
-    layer_kinds,
+    layer_kinds, layer_parameters,
 };
 pub(super) use phases::phase_seconds;
 pub use rates::MeasuredRates;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::file::{Error, MeasuredGradient, Measurements, layer_kinds};
+use super::file::{Error, MeasuredGradient, Measurements, layer_kinds, layer_parameters};
 use super::fit::{self, Drawing, UpdateFit};
 use crate::config::Dtype;
 use crate::model::shape::Shape;
@@ -42,6 +42,10 @@ impl MeasuredRates {
         }
         if let Some(missing) = layer_kinds(&shape.layers).into_iter().find(|kind| !measured.layers.contains(kind)) {
             return Err(Error::Layers { file: file.to_owned(), missing, there: measured.layers.clone() });
+        }
+        let (found, wanted) = (measured.layer_parameters, layer_parameters(&shape.layers));
+        if found != wanted {
+            return Err(Error::Model { file: file.to_owned(), found, wanted });
         }
         let prompts: Vec<String> = fit::prompts(&measured.updates).iter().map(ToString::to_string).collect();
         Ok(MeasuredRates {

@@ -17,7 +17,9 @@ use super::{Drawn, Rollout, SampledAnswer, Stream};
 use crate::model::token::{self, TokenStep};
 use crate::runtime::failure::Failure;
 use crate::runtime::liveness::Tracker;
+use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{LayerIndex, Rank, as_dim, from_index};
+use crate::tensor::boundary::storage_bytes;
 use crate::tensor::decode::{DRAWN_NUMBERS, Drawing, Graph};
 use crate::tensor::gpu::{self, Event};
 
@@ -35,6 +37,12 @@ pub(super) fn begin<'a>(rollout: &Rollout<'a>) -> Option<TokenStep<'a>> {
         tracing::warn!("answers are drawn by single operations, several times slower: {error}");
         None
     });
+    if step.is_none() && token::covers(rollout.pass.decoder) {
+        tracing::warn!(
+            "answers are drawn by single operations, several times slower: the kernels take 64 answers of a group and \
+                        adapters of rank 256 at most"
+        );
+    }
     let axis = rollout.pass.cp_group.axis;
     let able = axis.all_gather(&[u8::from(step.is_some())], &vec![1; axis.size()]);
     step.filter(|_| able.iter().all(|&able| able == 1))
@@ -44,6 +52,8 @@ pub(super) fn begin<'a>(rollout: &Rollout<'a>) -> Option<TokenStep<'a>> {
 struct Flight<'a> {
     step: TokenStep<'a>,
     drawing: Drawing,
+    /// Bytes of it in the ledger.
+    held: Held,
     /// Answer of each row; those that have ended stay until rows are taken out.
     rows: Vec<usize>,
     /// [tokens, rows, 3] in memory of the host.
@@ -58,6 +68,15 @@ struct Flight<'a> {
     read: usize,
 }
 
+impl Drop for Flight<'_> {
+    /// Tokens that nobody reads any more must end before their buffers are freed, also after a failure.
+    fn drop(&mut self) {
+        if let Err(error) = gpu::synchronize(self.drawing.tokens_a.device()) {
+            tracing::warn!("tokens that were being drawn: {error}");
+        }
+    }
+}
+
 impl<'a> Rollout<'a> {
     /// All further tokens; `tokens` are the first ones, of the answers that go on.
     pub(super) fn all_fused(
@@ -67,13 +86,13 @@ impl<'a> Rollout<'a> {
         tracker: &Tracker,
     ) -> Result<(Vec<SampledAnswer>, Option<Drawn>), Failure> {
         let rows = self.live.clone();
-        let drawing = self.drawing(&rows);
+        let (drawing, held) = self.drawing(&rows);
         drawing.tokens_a.shallow_clone().copy_(&Tensor::from_slice(tokens));
         let read_ta3 = gpu::pinned_like(&drawing.drawn_ta3)?;
         // Beside other ranks or pages that come and go there is more in a token than kernels of the step.
         let records = self.pass.cp_group.axis.size() == 1 && self.staged.len() == self.pass.decoder.layers();
         let (open, graph) = (VecDeque::new(), None);
-        let mut flight = Flight { step, drawing, rows, read_ta3, graph, records, open, started: 1, read: 1 };
+        let mut flight = Flight { step, drawing, held, rows, read_ta3, graph, records, open, started: 1, read: 1 };
         let ahead = if self.pass.cp_group.axis.size() == 1 { AHEAD } else { 1 };
         while !self.live.is_empty() {
             let crowded = 2 * self.live.len() <= flight.rows.len();
@@ -87,13 +106,12 @@ impl<'a> Rollout<'a> {
             }
             self.read(&mut flight)?;
         }
-        // Tokens that nobody needs any more must end before their buffers are freed.
-        gpu::synchronize(self.pass.decoder.device())?;
+        drop(flight);
         Ok((self.sampled, self.drawn))
     }
 
     /// Noise and room for what is drawn for these rows.
-    fn drawing(&self, rows: &[usize]) -> Drawing {
+    fn drawing(&self, rows: &[usize]) -> (Drawing, Held) {
         let device = self.pass.decoder.device();
         let sampled = self.request.answers.saturating_sub(self.request.greedy);
         let longest = self.request.longest.index();
@@ -109,7 +127,10 @@ impl<'a> Rollout<'a> {
         let shape = [longest, rows.len()].map(|size| as_dim(from_index(size)));
         let roots_ta = Tensor::from_slice(&roots).view(shape).to_device(device);
         let drawn = Tensor::zeros([shape[0], shape[1], DRAWN_NUMBERS], (Kind::Double, device));
-        Drawing::new(roots_ta, Tensor::from_slice(&greedy).to_device(device), drawn, self.pass.decoder.vocabulary())
+        let greedy_a = Tensor::from_slice(&greedy).to_device(device);
+        let drawing = Drawing::new(roots_ta, greedy_a, drawn, self.pass.decoder.vocabulary());
+        let bytes = drawing.tensors().map(storage_bytes).sum();
+        (drawing, self.pass.cp_group.ledger.hold(Purpose::Answers, MemorySpace::Device, bytes))
     }
 
     /// Starts one more token of every row.
@@ -191,7 +212,7 @@ impl<'a> Rollout<'a> {
         let kept = Tensor::from_slice(&places).to_device(self.pass.decoder.device());
         flight.rows.clone_from(&self.live);
         let tokens_a = flight.drawing.tokens_a.index_select(0, &kept);
-        flight.drawing = self.drawing(&flight.rows);
+        (flight.drawing, flight.held) = self.drawing(&flight.rows);
         flight.drawing.tokens_a.shallow_clone().copy_(&tokens_a);
         flight.read_ta3 = gpu::pinned_like(&flight.drawing.drawn_ta3)?;
         flight.step.keep(&kept);

@@ -58,7 +58,7 @@ struct Embed {
 struct Norm {
   const void* weight_w;  // null: none
   float eps;
-  int one_plus;  // whether the factor is 1 + weight, in float32; else weight, after the normed row was rounded to T
+  int one_plus;  // whether the factor is 1 + weight; else weight
 };
 
 // y = sums + bias + adapter, rounded to T; x = x + norm_out(y); h = norm(x). Without raw sums (null) x stays.
@@ -74,7 +74,8 @@ struct Residual {
   int width;
 };
 
-// Queries, keys and values of the raw sums: bias and adapter added, rounded to T; queries and keys normed by head; rotated
+// Queries, keys and values of the raw sums: bias and adapter added, rounded to T; queries and keys normed by head and rotated,
+// rounded once
 // (half split: the first rotary/2 dimensions with the next rotary/2). Queries go to q_ahd, keys and values to row
 // `(row − first) / step` of the answers' own planes, where `row mod step = first`.
 struct Heads {
@@ -136,7 +137,8 @@ struct Merge {
   int answers, heads;
 };
 
-// h = activation(gate) · up of the raw sums with bias-free adapters, each rounded to T as the library's operators round.
+// h = activation(gate) · up; gate and up are the raw sums with their adapters, rounded to T. What comes of them is rounded once,
+// as the kernels of the score pass round (tensor/fused).
 struct Activate {
   Raw raw;
   int columns[2];

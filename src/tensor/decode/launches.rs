@@ -144,7 +144,7 @@ pub struct Drawing {
     pub greedy_a: Tensor,
     /// What the answers read next, [answers] int64.
     pub tokens_a: Tensor,
-    /// Id as bits of an int64, log-probability, entropy: [tokens, answers, 3] float64, in memory that host and device reach.
+    /// Id as bits of an int64, log-probability, entropy: [tokens, answers, 3] float64.
     pub drawn_ta3: Tensor,
     logits_av: Tensor,
     parts: Tensor,
@@ -167,6 +167,14 @@ impl Drawing {
             greedy_a,
             drawn_ta3,
         }
+    }
+}
+
+impl Drawing {
+    /// Every tensor of it.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let Drawing { roots_ta, greedy_a, tokens_a, drawn_ta3, logits_av, parts, best } = self;
+        [roots_ta, greedy_a, tokens_a, drawn_ta3, logits_av, parts, best].into_iter()
     }
 }
 
@@ -441,8 +449,7 @@ impl Kernels {
             vocabulary: count(vocabulary),
             chunks: count(chunks_of(vocabulary)),
         };
-        let Drawing { roots_ta, greedy_a, tokens_a, drawn_ta3, logits_av, parts, best } = drawing;
-        let tensors = [&raw.0, roots_ta, greedy_a, tokens_a, drawn_ta3, logits_av, parts, best, at];
+        let tensors: Vec<&Tensor> = drawing.tensors().chain([&raw.0, at]).collect();
         self.start(c"sample_scan", &shapes::scan(answers, chunks_of(vocabulary)), &mut argument, &tensors)?;
         if choice.top_k > 0 || choice.top_p < 1.0 {
             self.start(c"sample_restricted", &shapes::rows_of_1024(answers), &mut argument, &tensors)?;

@@ -17,10 +17,9 @@ extern "C" __global__ void __launch_bounds__(kEmbedThreads) embed(const __grid_c
 
 // --- norms -------------------------------------------------------------------------------------------------------
 
-// A normed value times the weight: `root` is 1 / √(mean of squares + eps).
+// A normed value times the weight, not rounded yet: `root` is 1 / √(mean of squares + eps).
 __device__ inline float normed(const Norm& norm, float weight, float x, float root) {
-  if (norm.one_plus) return rounded(x * root * (1.0f + weight));
-  return rounded(rounded(x * root) * weight);
+  return x * root * (norm.one_plus ? 1.0f + weight : weight);
 }
 
 // --- residual: a row by the blocks of a cluster ------------------------------------------------------------------
@@ -143,7 +142,7 @@ extern "C" __global__ void ROW_CLUSTER __launch_bounds__(kRowThreads) residual(c
     const int column = start + i * kRowThreads;
     if (column >= end) break;
     if (adds) {
-      if (norms_out) y[i] = normed(all.norm_out, wide(in(all.norm_out.weight_w)[column]), y[i], root);
+      if (norms_out) y[i] = rounded(normed(all.norm_out, wide(in(all.norm_out.weight_w)[column]), y[i], root));
       x[i] = rounded(x[i] + y[i]);
     }
     squares = fmaf(x[i], x[i], squares);
@@ -178,13 +177,13 @@ __device__ inline Turn turn_of(const Heads& all, int d, float position) {
   return {rounded(__fmul_rn(cosine, all.gain)), rounded(__fmul_rn(sine, all.gain))};
 }
 
-// Dimension d of a row in shared memory, rotated.
+// Dimension d of a row in shared memory, rotated and not rounded yet.
 __device__ inline float rotated(const Heads& all, const float* row, int d, const Turn& turn) {
   const int pairs = all.rotary / 2;
   if (d >= 2 * pairs) return row[d];
-  const float straight = rounded(__fmul_rn(row[d], turn.cosine));
-  if (d < pairs) return rounded(straight - rounded(__fmul_rn(row[d + pairs], turn.sine)));
-  return rounded(straight + rounded(__fmul_rn(row[d - pairs], turn.sine)));
+  const float straight = __fmul_rn(row[d], turn.cosine);
+  if (d < pairs) return straight - __fmul_rn(row[d + pairs], turn.sine);
+  return straight + __fmul_rn(row[d - pairs], turn.sine);
 }
 
 // Warps count the query heads, then the key heads, then the value heads of the first answer, then of the next.
@@ -322,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(kActivateThreads) activate(const __
       if (adapter.rank > 0) parts[which] += adapted(adapter, column, ups[which], low[i][which]);
       parts[which] = rounded(parts[which]);
     }
-    const float h = rounded(activated(parts[0], all.gelu != 0)) * parts[1];
+    const float h = activated(parts[0], all.gelu != 0) * parts[1];
     out(all.h_af)[static_cast<int64>(first + i) * all.width + column] = narrow(h);
   }
 }

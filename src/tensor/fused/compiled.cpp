@@ -423,7 +423,8 @@ int longstraw_fused_adam(at::Tensor** weights, at::Tensor** gradients, at::Tenso
         most = std::max<int64_t>(most, weights[first + i]->numel());
       }
       argument.beta_1 = number(0), argument.beta_2 = number(1), argument.rest_1 = number(2), argument.rest_2 = number(3);
-      argument.first = number(4), argument.second = number(5), argument.eps = number(6), argument.decay = number(7);
+      // As libtorch divides by a number: both are float32 before.
+      argument.first = 1.0f / number(4), argument.second = 1.0f / number(5), argument.eps = number(6), argument.decay = number(7);
       argument.rate = number(8);
       start_raw(kAdam, blocks_of(most), static_cast<int64_t>(several), kThreads, &argument);
     }

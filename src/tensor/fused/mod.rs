@@ -143,6 +143,11 @@ pub fn prepare(device: Device, kind: Kind) {
     allow(false);
 }
 
+/// Operators are used from here on, for another rank cannot use the kernels.
+pub fn forgo() {
+    allow(false);
+}
+
 /// Whether the kernels for models in `kind` are used.
 #[must_use]
 pub fn is_used(kind: Kind) -> bool {
@@ -396,7 +401,7 @@ pub fn adam_step(tensors: &AdamTensors, numbers: &AdamNumbers) -> bool {
     let weights: Vec<_> = weights.iter().copied().map(raw).collect();
     let (gradients, means, squares) = (pointers(gradients), pointers(means), pointers(squares));
     let AdamNumbers { betas: [beta_1, beta_2], corrections: [first, second], eps, kept, learning_rate } = *numbers;
-    let list = [beta_1, beta_2, 1.0 - beta_1, 1.0 - beta_2, 1.0 / first, 1.0 / second, eps, kept, learning_rate];
+    let list = [beta_1, beta_2, 1.0 - beta_1, 1.0 - beta_2, first, second, eps, kept, learning_rate];
     // SAFETY: four arrays of as many live float32 tensors without gaps, pairwise of one size, and nine numbers.
     done(call("a step of AdamW", |message, capacity| unsafe {
         longstraw_fused_adam(

@@ -4,12 +4,13 @@
 use tch::{Device, Kind, Tensor};
 
 use super::rates::median;
-use super::{Bench, COMMIT, Run, kernels};
+use super::{Bench, COMMIT, Error, Run, kernels};
 use crate::config::Gradient;
 use crate::model::shape::{Layer, Mix, Shape};
 use crate::plan::Amount;
 use crate::plan::measured::{
     AttentionRate, Copies, DrawPoint, MeasuredGradient, Measurements, ProductRate, UpdatePoint, VERSION, layer_kinds,
+    layer_parameters,
 };
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Tokens, as_dim, float, from_index};
@@ -47,6 +48,9 @@ impl Bench<'_> {
     /// Measures everything, the quickest first.
     pub(super) fn measured(&self) -> Result<Measurements, Failure> {
         let options = self.options;
+        if let Some(&gradient) = options.gradients.iter().find(|gradient| matches!(gradient, Gradient::Last(_))) {
+            return Err(Error::RatesGradient { gradient }.into());
+        }
         let shape = Shape::of(&self.spec);
         let longest = options.prompt.min(PROMPT_MAX);
         let pages = (longest.0 / PROMPTS_APART).div_ceil(options.page_size.0);
@@ -73,6 +77,7 @@ impl Bench<'_> {
             commit: COMMIT.to_owned(),
             dtype: dtype_name(options.kind).to_owned(),
             layers: layer_kinds(&shape.layers),
+            layer_parameters: layer_parameters(&shape.layers),
             micro_block: options.micro_block,
             answer: options.answer,
             attention_kept: options.keeping.attention,
@@ -93,8 +98,7 @@ impl Bench<'_> {
     fn updates(&self, shape: &Shape, prompts: [Tokens; 2], gradient: Gradient) -> Result<Vec<UpdatePoint>, Failure> {
         let gradient_of = match gradient {
             Gradient::Exact => MeasuredGradient::Exact,
-            // A longer tail than one row is another update; the plan counts its rows as an answer's.
-            _ => MeasuredGradient::Response,
+            Gradient::Response | Gradient::Last(_) => MeasuredGradient::Response,
         };
         let mut points = Vec::new();
         for layers in depths(kernels::warm_layers(&self.spec), self.spec.layers) {

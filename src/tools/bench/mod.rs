@@ -42,6 +42,7 @@ use crate::tools::parity::distance::Distance;
 use crate::tools::parity::dtype_name;
 use crate::tools::parity::random::RandomAdapters;
 use crate::world::World;
+use crate::world::devices;
 use crate::world::exchange;
 use kernels::Kernels;
 use rates::Rates;
@@ -57,6 +58,14 @@ pub enum Error {
     Ranks {
         /// Ranks that were started.
         ranks: usize,
+    },
+    /// Only two gradient modes have rates.
+    #[error(
+        "--rates measures updates of gradient exact and response, from which a plan follows every N: leave {gradient} out"
+    )]
+    RatesGradient {
+        /// The mode that was asked for.
+        gradient: Gradient,
     },
     /// Rates are those of one rank.
     #[error("--rates measures what one rank does: run it on 1 rank, not {ranks}")]
@@ -222,6 +231,7 @@ impl<'a> Bench<'a> {
         let weights = Rc::new(weights);
         let rates = world.agree(Rates::measure(&spec, options.kind, options.prompt, options.device))?;
         let decoder = spec.decoder(weights.clone(), options.kind);
+        devices::agree_on_kernels(world, options.kind);
         let kernels = Kernels::agreed(&*decoder, world)?;
         let short = spec.first_layers(kernels::warm_layers(&spec)).decoder(weights.clone(), options.kind);
         let acc = accumulation(options.kind);
