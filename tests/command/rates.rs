@@ -201,7 +201,7 @@ fn rates_of_another_version_dtype_or_model_are_refused_with_a_sentence() {
     let said = plan(&room(), "qwen3-8b", &["--rates", "absent.json"]);
     said.refused(2, &["absent.json: No such file"]);
     plan(&room(), "qwen3-8b", &["--rates", "rates.json", "--rate-host", "50"]).ended(2, &["--rate-host"]);
-    let last = small().run(&["bench", "model", "--device", "cpu", "--rates", "rates.json", "--gradient", "last=9"]);
+    let last = bench(&small(), &["--rates", "rates.json", "--gradient", "last=9"]);
     last.refused(2, &["leave last=9 out"]);
     let several = small().ranks(2, &["bench", "model", "--device", "cpu", "--rates", "rates.json"]);
     several.refused(2, &["--rates measures what one rank does: run it on 1 rank, not 2"]);
