@@ -35,11 +35,11 @@ fn shapes() -> Vec<Value> {
             "sliding_attention": { "rope_type": "default", "rope_theta": 1e4 }
         } });
     vec![
-        sized("qwen3", [4, 2, 128], &json!({ "tie_word_embeddings": false })),
-        sized("qwen2", [6, 2, 64], &json!({})),
+        sized("gemma3_text", [4, 2, 256], &gemma),
         sized("llama", [4, 1, 80], &json!({ "rope_scaling": rope })),
         sized("mistral", [2, 2, 64], &json!({ "sliding_window": 9 })),
-        sized("gemma3_text", [4, 2, 256], &gemma),
+        sized("qwen2", [6, 2, 64], &json!({})),
+        sized("qwen3", [4, 2, 128], &json!({ "tie_word_embeddings": false })),
     ]
 }
 
