@@ -209,7 +209,9 @@ impl<'a> TokenStep<'a> {
     /// When the driver refuses; so it is below.
     pub fn begin(&self, tokens_a: &Tensor) -> Result<(), Error> {
         let Buffers { x_aw, h_aw, .. } = &self.buffers;
-        let scale = self.spec.scaled_embeddings.then(|| float(self.spec.width).sqrt());
+        // Rounded to the model's dtype, as the decoder has it.
+        let root = || Tensor::from(float(self.spec.width).sqrt()).to_kind(self.pass.decoder.kind()).double_value(&[]);
+        let scale = self.spec.scaled_embeddings.then(root);
         self.kernels.embed(tokens_a, &self.embedding_vw, x_aw, scale)?;
         let norm = self.norm(&self.layers[0].input_norm_w);
         self.kernels.residual(&Residual { sums: None, x_aw, h_aw, norm_out: None, norm })

@@ -23,6 +23,8 @@ const STEPS_MAX: i64 = 64;
 const SPLITS_MAX: i64 = 8;
 /// Outputs of a tile of a product.
 const OUTPUTS: i64 = 16;
+/// Parts that can be merged.
+const PARTS_MAX: i64 = 1_024;
 /// Keys of a stage of attention.
 const KEYS: i64 = 64;
 /// Stages of attention that are in shared memory.
@@ -94,7 +96,8 @@ pub fn shares(processors: Processors, sizes: &AttendSizes) -> Shares {
     let (prompt_rows, room) = (seen(prompt_rows), seen(room));
     let most = 2 * processors.0 / (row_blocks(TILE, heads_each, head_dim) * groups);
     let prompt = if prompt_rows >= LONG_ROWS { most } else { (most * 3 / 4).min(ceil(prompt_rows, 2 * KEYS)) };
-    Shares { prompt: prompt.max(1), own: ceil(room, 4 * KEYS).max(1) }
+    let prompt = prompt.clamp(1, PARTS_MAX / 2);
+    Shares { prompt, own: ceil(room, 4 * KEYS).clamp(1, PARTS_MAX - prompt) }
 }
 
 /// Most rows of queries that one block takes.
