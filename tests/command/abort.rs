@@ -61,8 +61,8 @@ fn a_rank_killed_in_capture_ends_the_job() {
 }
 
 #[test]
-fn a_rank_killed_in_replay_ends_the_job() {
-    killed_at(&slow(512, 2048), "replay, layer 1", "replay, layer");
+fn a_rank_killed_on_the_answers_way_down_ends_the_job() {
+    killed_at(&slow(512, 2048), "sweep, layer 2", "sweep, layer");
 }
 
 /// A room in which each rank has its own folder and copy of the model, and a script that starts it

@@ -87,7 +87,7 @@ fn hits(seed: u64, signals: usize) -> String {
             // Only rank 0 writes when a checkpoint is saved, so only it can be met there.
             let rank = if phase == "save" { 0 } else { draws.below(RANKS) };
             let signal = if draws.below(2) == 0 { libc::SIGKILL } else { libc::SIGSTOP };
-            let count = 1 + draws.below(if ["finalize", "update", "save"].contains(&phase) { 2 } else { 9 });
+            let count = 1 + draws.below(if ["replay", "finalize", "update", "save"].contains(&phase) { 2 } else { 9 });
             let run_dir = format!("run_{number}_{aim}");
             let Hit { line, seconds, resumed } = hit(&room, &run_dir, (rank, signal), (phase, count));
             assert_eq!(passed(&room, &run_dir), whole, "{phase}, rank {rank}, signal {signal}");

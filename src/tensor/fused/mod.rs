@@ -11,6 +11,7 @@ mod trial;
 
 use std::ffi::{CString, c_char, c_int};
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::{Device, Kind, Tensor};
 
@@ -123,7 +124,7 @@ pub struct Scale<'a> {
 /// # Panics
 /// When memory for the trial runs out: the result would differ between ranks.
 pub fn prepare(device: Device, kind: Kind) {
-    if !device.is_cuda() || dtype(kind).is_none_or(usable) {
+    if !device.is_cuda() || dtype(kind).is_none_or(usable) || FORGONE.load(Ordering::Relaxed) {
         return;
     }
     let tried = load(kind).and_then(|()| {
@@ -143,8 +144,12 @@ pub fn prepare(device: Device, kind: Kind) {
     allow(false);
 }
 
-/// Operators are used from here on, for another rank cannot use the kernels.
+/// Whether operators are used whatever is prepared later.
+static FORGONE: AtomicBool = AtomicBool::new(false);
+
+/// Operators are used until this process ends, for another rank cannot use the kernels.
 pub fn forgo() {
+    FORGONE.store(true, Ordering::Relaxed);
     allow(false);
 }
 
