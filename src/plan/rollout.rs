@@ -203,7 +203,7 @@ impl Sizes<'_> {
         };
         let raw = self.shape.most(outputs) + 3 * self.config.lora.rank;
         // An answer's own rows are cut into parts of 256.
-        let own_parts = self.config.sampled_len().0.div_ceil(256);
+        let own_parts = self.config.sampled_len().0.div_ceil(self.config.cp_size(self.ranks)).div_ceil(256);
         let parts = |layer: &Layer| match layer.mix {
             Mix::Grouped { query_heads, kv_heads, head_dim, .. } => {
                 ((2 * MULTIPROCESSORS).div_ceil(kv_heads.max(1)).max(2) + own_parts) * query_heads * (head_dim + 1)

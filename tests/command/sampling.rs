@@ -48,8 +48,8 @@ fn memory_of_a_rank_while_it_samples_is_the_arithmetic_of_the_config() {
         ("answers' keys and values", 8 * 1024 * (STATE + STATE / 36)),
         ("logits", 8 * vocabulary * (2 + 2 * 4 + 48)),
         ("partial outputs", 8 * 8 * (32 * 128 + 32) * 4),
-        // The graph; raw logits, logits, attention in 33 parts, and four numbers of each token.
-        ("decode step", (64 << 20) + 8 * ((2 * vocabulary + 33 * 32 * 129) * 4 + 8192 * 32)),
+        // The graph; raw logits, logits, attention in 33 parts of the prompt and 4 of 1,024 own rows, and four numbers of each token.
+        ("decode step", (64 << 20) + 8 * ((2 * vocabulary + (33 + 4) * 32 * 129) * 4 + 8192 * 32)),
         // Residual, norm and what leaves them; the feed-forward's three; queries, keys and values, output.
         ("token rows", 8 * (4 * 4096 + 3 * 12_288 + 4096 + 2048 + 4096) * 2),
     ] {
