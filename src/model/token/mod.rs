@@ -10,7 +10,7 @@
 
 mod parts;
 
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use self::parts::{Buffers, Joint, LayerParts, Rotating};
 use super::decoder::{Decoder, Dense};
@@ -324,11 +324,5 @@ impl<'a> TokenStep<'a> {
         let top_k = i64::try_from(top_k).unwrap_or(i64::MAX);
         let choice = Choice { cap: self.spec.logit_cap, temperature: head.temperature, top_p, top_k };
         self.kernels.sample(&raw, &choice, drawing, &self.buffers.at)
-    }
-
-    /// Dtype and device of the rows.
-    #[must_use]
-    pub fn options(&self) -> (Kind, Device) {
-        (self.pass.decoder.kind(), self.pass.decoder.device())
     }
 }

@@ -308,7 +308,7 @@ impl Kernels {
         self.start(c"heads", &shape, &mut argument, &tensors)
     }
 
-    /// Partial attention.
+    /// Attention of every part by itself, with its log-sum-exp.
     ///
     /// # Errors
     /// As [`Kernels::embed`].
