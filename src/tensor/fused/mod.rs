@@ -241,7 +241,7 @@ pub fn gated(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor
     }
 }
 
-/// silu(z) · x in the accumulation dtype, rounded once to the dtype of `x`.
+/// silu(z) · x in the accumulation dtype, rounded once to the dtype of `z`; x may be in the accumulation dtype.
 ///
 /// # Panics
 /// When memory runs out, or the GPU refuses.

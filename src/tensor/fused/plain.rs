@@ -44,10 +44,10 @@ pub fn gated(gate_tf: &Tensor, up_tf: &Tensor, activation: Activation) -> Tensor
     active_tf * up_tf
 }
 
-/// silu(z) · x in the accumulation dtype, rounded once to the dtype of `x`.
+/// silu(z) · x in the accumulation dtype, rounded once to the dtype of `z`.
 pub fn silu_gated(z: &Tensor, x: &Tensor) -> Tensor {
-    let acc = accumulation(x.kind());
-    (x.to_kind(acc) * z.to_kind(acc).silu()).to_kind(x.kind())
+    let acc = accumulation(z.kind());
+    (x.to_kind(acc) * z.to_kind(acc).silu()).to_kind(z.kind())
 }
 
 /// Rotates pairs (j, j + n) of the first 2n dimensions of each head; the rest pass unchanged.
