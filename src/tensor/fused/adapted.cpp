@@ -144,7 +144,7 @@ struct Adapted : Function<Adapted> {
     }
     variable_list found = {dx};
     if (down.defined()) {
-      const variable_list of_pairs = pull_pairs(saved, gradients, ranks, context->saved_data["scale"].toDouble(), add);
+      const variable_list of_pairs = backward_pairs(saved, gradients, ranks, context->saved_data["scale"].toDouble(), add);
       found.insert(found.end(), of_pairs.begin(), of_pairs.end());
     }
     found[0] = dx;
@@ -154,7 +154,7 @@ struct Adapted : Function<Adapted> {
 
   // Gradients of all A and B in float32; adds what goes through them to the gradient of the input.
   template <typename Add>
-  static variable_list pull_pairs(const variable_list& saved, const variable_list& gradients,
+  static variable_list backward_pairs(const variable_list& saved, const variable_list& gradients,
                                   const std::vector<int64_t>& ranks, double scale, const Add& add) {
     const at::Tensor &x = saved[0], &low = saved[1], &down = saved[2];
     const size_t layers = ranks.size();

@@ -21,6 +21,7 @@ use crate::runtime::failure::out_of_memory;
 use crate::runtime::terminal::say;
 
 pub use adapted::{Layer, adapted};
+use trial::Refusal;
 
 const SOURCE: &str =
     concat!(include_str!("numbers.cu"), include_str!("rows.cu"), include_str!("sums.cu"), include_str!("products.cu"));
@@ -127,19 +128,19 @@ pub fn prepare(device: Device, kind: Kind) {
     if !device.is_cuda() || dtype(kind).is_none_or(usable) || FORGONE.load(Ordering::Relaxed) {
         return;
     }
-    let tried = load(kind).and_then(|()| {
+    let tried = load(kind).map_err(Refusal::from).and_then(|()| {
         allow(true);
-        trial::agrees(device, kind)
+        trial::passes(device, kind)
     });
     match tried {
-        Ok(true) => return,
-        Ok(false) => {
-            say("warning: the compiled elementwise kernels are wrong on this GPU; libtorch's operators are used");
+        Ok(()) => return,
+        Err(Refusal::Torch(error)) if out_of_memory(&error.to_string()) => panic!("{error}"),
+        Err(refusal @ Refusal::Torch(_)) => {
+            tracing::warn!("libtorch's operators do elementwise work, since its kernels cannot be used: {refusal}");
         }
-        Err(error) if out_of_memory(&error.to_string()) => panic!("{error}"),
-        Err(error) => {
-            tracing::warn!("libtorch's operators do elementwise work, since its kernels cannot be used: {error}");
-        }
+        Err(refusal @ Refusal::Differs { .. }) => say(&format!(
+            "warning: the compiled elementwise kernels are wrong on this GPU; libtorch's operators are used: {refusal}"
+        )),
     }
     allow(false);
 }

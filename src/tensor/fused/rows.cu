@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(1024) norm_backward(const Norm a) {
   total(squares, along, meeting);
   const float width = static_cast<float>(a.width);
   const float r = rsqrtf(squares / width + a.eps);
-  const float pull = r * r * (along / width);
+  const float mean_product = r * r * (along / width);
 #pragma unroll
   for (int part = 0; part < kHeld; ++part) {
     const int column = (part * blockDim.x + threadIdx.x) * 8;
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(1024) norm_backward(const Norm a) {
     float dx[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      dx[i] = r * (gradient[part][i] * factor(weight, i, a.one_plus) - held[part][i] * pull);
+      dx[i] = r * (gradient[part][i] * factor(weight, i, a.one_plus) - held[part][i] * mean_product);
     }
     if (a.dsum != nullptr) {
       const Eight dsum = load(a.dsum + row * a.dsum_step + column);
@@ -254,11 +254,11 @@ extern "C" __global__ void heads_backward(const Heads a) {
     along = total_of_head(along, a.lanes);
     const float dim = static_cast<float>(a.dim);
     const float r = rsqrtf(squares / dim + a.eps);
-    const float pull = r * r * (along / dim);
+    const float mean_product = r * r * (along / dim);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      dx[i] = r * (dx[i] - first[i] * pull);
-      dy[i] = r * (dy[i] - second[i] * pull);
+      dx[i] = r * (dx[i] - first[i] * mean_product);
+      dy[i] = r * (dy[i] - second[i] * mean_product);
     }
   }
   if (!mine.real) return;

@@ -12,8 +12,23 @@ use crate::tensor::boundary::backward;
 /// Relative error up to which a trial passes: several times what rounding to bfloat16 leaves.
 const TRIAL_ERROR: f64 = 0.02;
 
+/// Why kernels are not used after their trial.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refusal {
+    #[error(transparent)]
+    Torch(#[from] Error),
+    #[error("{operation}: result {result} is {error:.1e} away from what operators give, of {TRIAL_ERROR} allowed")]
+    Differs {
+        operation: String,
+        /// Number among outputs, then gradients of inputs.
+        result: usize,
+        /// ‖found − wanted‖ / ‖wanted‖.
+        error: f64,
+    },
+}
+
 /// Outputs of `work` over leaves with the values of `inputs`, then the leaves' gradients for `gradients` of the outputs.
-pub(super) fn pulled(
+fn with_gradients(
     inputs: &[Tensor],
     gradients: &[Tensor],
     work: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
@@ -28,7 +43,7 @@ pub(super) fn pulled(
 }
 
 /// ‖found − wanted‖ / ‖wanted‖.
-pub(super) fn relative_error(found: &Tensor, wanted: &Tensor) -> f64 {
+fn relative_error(found: &Tensor, wanted: &Tensor) -> f64 {
     let wanted = wanted.to_kind(Kind::Double);
     ((found.to_kind(Kind::Double) - &wanted).norm() / wanted.norm()).double_value(&[])
 }
@@ -39,40 +54,50 @@ fn waves(shape: &[i64], factor: f64, kind: Kind, device: Device) -> Tensor {
     ((at + 1.0) * factor).sin().view(shape).to_kind(kind)
 }
 
-/// Whether all kernels for `kind` give what operators give in float32, gradients included.
+/// Passes where all kernels for `kind` give what operators give in float32, gradients included.
 ///
 /// # Errors
-/// When the driver refuses.
-pub(super) fn agrees(device: Device, kind: Kind) -> Result<bool, Error> {
-    Ok(rows_agree(device, kind)?
-        && heads_agree(device, kind)?
-        && layers_agree(device, kind)?
-        && sums_agree(device, kind))
+/// When one gives something else, or the driver refuses.
+pub(super) fn passes(device: Device, kind: Kind) -> Result<(), Refusal> {
+    rows_agree(device, kind)?;
+    heads_agree(device, kind)?;
+    layers_agree(device, kind)?;
+    sums_agree(device, kind)
 }
 
 /// Compares `fused` with `plain` on inputs of `kind`.
-fn same(
+fn agree(
+    operation: &str,
     inputs: &[Tensor],
     gradients: &[Tensor],
     fused: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
     plain: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
-) -> Result<bool, Error> {
+) -> Result<(), Refusal> {
     let float = |list: &[Tensor]| list.iter().map(|x| x.to_kind(Kind::Float)).collect::<Vec<_>>();
-    let found = pulled(inputs, gradients, fused)?;
-    let wanted = pulled(&float(inputs), &float(gradients), plain)?;
-    // A value that is not a number fails the comparison.
-    Ok(found.len() == wanted.len()
-        && found.iter().zip(&wanted).all(|(found, wanted)| relative_error(found, wanted) <= TRIAL_ERROR))
+    let found = with_gradients(inputs, gradients, fused)?;
+    let wanted = with_gradients(&float(inputs), &float(gradients), plain)?;
+    near(operation, &found.iter().collect::<Vec<_>>(), &wanted.iter().collect::<Vec<_>>())
 }
 
-fn rows_agree(device: Device, kind: Kind) -> Result<bool, Error> {
+/// A missing result, or one with a value that is not a number, is not near.
+fn near(operation: &str, found: &[&Tensor], wanted: &[&Tensor]) -> Result<(), Refusal> {
+    for (result, wanted) in wanted.iter().enumerate() {
+        let error = found.get(result).map_or(f64::INFINITY, |found| relative_error(found, wanted));
+        let is_near = error <= TRIAL_ERROR;
+        if !is_near {
+            return Err(Refusal::Differs { operation: operation.to_owned(), result, error });
+        }
+    }
+    Ok(())
+}
+
+fn rows_agree(device: Device, kind: Kind) -> Result<(), Refusal> {
     let of = |shape: &[i64], factor: f64| waves(shape, factor, kind, device);
     for activation in [Activation::Silu, Activation::GeluTanh] {
         let inputs = [of(&[3, 37], 1.7), of(&[3, 37], 0.9)];
         let act = |x: &[Tensor]| vec![gated(&x[0], &x[1], activation)];
-        if !same(&inputs, &[of(&[3, 37], 1.3)], act, |x| vec![plain::gated(&x[0], &x[1], activation)])? {
-            return Ok(false);
-        }
+        let plain_act = |x: &[Tensor]| vec![plain::gated(&x[0], &x[1], activation)];
+        agree(&format!("{activation:?} gate"), &inputs, &[of(&[3, 37], 1.3)], act, plain_act)?;
     }
     for (width, one_plus) in [(1_048, false), (1_048, true), (48, false), (48, true)] {
         let weight = of(&[width], 2.3);
@@ -91,16 +116,15 @@ fn rows_agree(device: Device, kind: Kind) -> Result<bool, Error> {
             vec![sum, out]
         };
         let norm = |x: &[Tensor]| vec![normed(&x[0], &scale)];
-        let agree = same(&inputs, &gradients, sum, plain_sum)?
-            && same(&inputs[..1], &gradients[..1], norm, |x| vec![plain::normed(&x[0], &wide)])?;
-        if !agree {
-            return Ok(false);
-        }
+        let plain_norm = |x: &[Tensor]| vec![plain::normed(&x[0], &wide)];
+        let name = format!("rows of {width}, 1 + weight: {one_plus}");
+        agree(&format!("sum and norm of {name}"), &inputs, &gradients, sum, plain_sum)?;
+        agree(&format!("norm of {name}"), &inputs[..1], &gradients[..1], norm, plain_norm)?;
     }
-    Ok(true)
+    Ok(())
 }
 
-fn heads_agree(device: Device, kind: Kind) -> Result<bool, Error> {
+fn heads_agree(device: Device, kind: Kind) -> Result<(), Refusal> {
     let of = |shape: &[i64], factor: f64| waves(shape, factor, kind, device);
     let float = |x: &Tensor| x.to_kind(Kind::Float);
     let list = |(q, k): (Tensor, Tensor)| vec![q, k];
@@ -116,14 +140,12 @@ fn heads_agree(device: Device, kind: Kind) -> Result<bool, Error> {
         let gradients = [of(&[7, 3, dim], 1.3), of(&[7, 2, dim], 0.7)];
         let fused = |x: &[Tensor]| list(turned([&x[0], &x[1]], scales, &cos, &sin));
         let plain = |x: &[Tensor]| list(plain::turned([&x[0], &x[1]], wide_scales, &float(&cos), &float(&sin)));
-        if !same(&inputs, &gradients, fused, plain)? {
-            return Ok(false);
-        }
+        agree(&format!("heads of {dim}, {pairs} pairs, normed: {has_norm}"), &inputs, &gradients, fused, plain)?;
     }
-    Ok(true)
+    Ok(())
 }
 
-fn layers_agree(device: Device, kind: Kind) -> Result<bool, Error> {
+fn layers_agree(device: Device, kind: Kind) -> Result<(), Refusal> {
     // With a mean: sums of waves alone nearly cancel, and what is left is rounding.
     let of = |shape: &[i64], factor: f64, kind: Kind| waves(shape, factor, kind, device) + 0.5;
     let inputs = [
@@ -146,10 +168,10 @@ fn layers_agree(device: Device, kind: Kind) -> Result<bool, Error> {
         let layer = |at: usize| x[0].linear(&weights[at].to_kind(Kind::Float), None::<&Tensor>) + low(at) * scale;
         vec![layer(0), layer(1)]
     };
-    same(&inputs, &gradients, fused, plain)
+    agree("linear layers with adapters", &inputs, &gradients, fused, plain)
 }
 
-fn sums_agree(device: Device, kind: Kind) -> bool {
+fn sums_agree(device: Device, kind: Kind) -> Result<(), Refusal> {
     let of = |shape: &[i64], factor: f64| waves(shape, factor, Kind::Float, device);
     let (mut out, mut lse) = (of(&[5, 3, 24], 1.7), of(&[5, 3], 0.9));
     let (mut plain_out, mut plain_lse) = (out.copy(), lse.copy());
@@ -166,13 +188,8 @@ fn sums_agree(device: Device, kind: Kind) -> bool {
     let wanted = &weight * 0.999 - (&wanted_mean * 10.0) / ((&wanted_square * 100.0).sqrt() + 1e-8) * 0.1;
     let (gradients, means, squares) = ([gradient], [mean], [square]);
     let tensors = AdamTensors { weights: &[&moved], gradients: &gradients, means: &means, squares: &squares };
+    near("merge of attention", &[&out, &lse], &[&plain_out, &plain_lse])?;
     let stepped = adam_step(&tensors, &numbers);
-    let pairs = [
-        (&out, &plain_out),
-        (&lse, &plain_lse),
-        (&moved, &wanted),
-        (&means[0], &wanted_mean),
-        (&squares[0], &wanted_square),
-    ];
-    stepped && pairs.iter().all(|(found, wanted)| relative_error(found, wanted) <= TRIAL_ERROR)
+    let found = [&moved, &means[0], &squares[0]];
+    near("step of AdamW", if stepped { &found } else { &[] }, &[&wanted, &wanted_mean, &wanted_square])
 }
