@@ -41,7 +41,7 @@ pub(super) fn train(flags: ConfigFlags, begin: Begin, json: bool) -> Result<Exit
             }
             let ended = if receipt.stopped { review::Ended::Stopped } else { review::Ended::Finished };
             review(&loaded, &environment, &world, ended);
-            Ok(Exit::Done)
+            Ok(if receipt.stopped_by_alarm { Exit::Alarm } else { Exit::Done })
         }
         Err(failure) => {
             // A run that failed before its first step has no numbers, and the folder may hold an earlier run's files.

@@ -45,6 +45,7 @@ impl RunConfig {
         check.rotary();
         check.saved();
         check.rollout();
+        check.alarm();
         check.rewards();
         check.at_least_one("gate.scale", self.gate.scale, "1 runs the gates at their full lengths");
         check.endpoint();

@@ -41,9 +41,9 @@ pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use rewards::{RewardFn, RewardName, WeightedReward};
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
-    CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GateConfig, GrpoConfig,
-    LoraConfig, MICRO_BLOCK_DEFAULT, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig,
-    RolloutConfig, RunTable,
+    AlarmConfig, CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GateConfig,
+    GrpoConfig, LoraConfig, MICRO_BLOCK_DEFAULT, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig,
+    RewardConfig, RolloutConfig, RunTable,
 };
 
 /// The values that must be equal on all ranks. Their digest is compared at the start and stored in what a run writes.
@@ -63,6 +63,7 @@ pub struct RunConfig {
     pub rollout: RolloutConfig,
     pub reward: RewardConfig,
     pub checkpoint: CheckpointConfig,
+    pub alarm: AlarmConfig,
     pub gate: GateConfig,
     pub endpoint: EndpointConfig,
 }
@@ -122,7 +123,7 @@ impl Loaded {
 
 /// Keys and tables that a resumed run may change: those that change no number of an update but by the order of sums, and
 /// those whose content is compared by digest instead of by name. docs/command.md lists them for users.
-const OPERATIONAL: [&str; 31] = [
+const OPERATIONAL: [&str; 32] = [
     // Compared by what they lead to: digests, groups of an update, the end of the decay.
     "model.path",
     "data.path",
@@ -145,6 +146,7 @@ const OPERATIONAL: [&str; 31] = [
     // What is saved, shown and waited for.
     "run.trace",
     "checkpoint",
+    "alarm",
     "rollout.token_sec_max",
     "rollout.gap_warn",
     "reward.command_sec",

@@ -7,6 +7,9 @@ use super::rewards::RewardName;
 /// The most requests at one time; services allow far fewer.
 const PARALLEL_MAX: u64 = 64;
 
+/// The most updates that an alarm looks back over.
+const ALARM_UPDATES_MAX: u64 = 100_000;
+
 impl Check<'_> {
     pub(super) fn rollout(&mut self) {
         let (run, rollout) = (self.run, &self.run.rollout);
@@ -33,6 +36,45 @@ impl Check<'_> {
         }
         if run.grpo.updates_per_group > 1 {
             self.should("grpo.updates_per_group", &["memory.prompt_no_grad"], "1", why);
+        }
+    }
+
+    pub(super) fn alarm(&mut self) {
+        let alarm = &self.run.alarm;
+        self.at_least_one("alarm.window", alarm.window, "shares are averaged over the last updates");
+        self.at_most("alarm.window", alarm.window, ALARM_UPDATES_MAX, "all of them are remembered");
+        let counts = [
+            ("alarm.reward_flat_warn", Some(alarm.reward_flat_warn)),
+            ("alarm.reward_flat_stop", alarm.reward_flat_stop),
+            ("alarm.zero_gradient_warn", Some(alarm.zero_gradient_warn)),
+            ("alarm.zero_gradient_stop", alarm.zero_gradient_stop),
+        ];
+        for (key, count) in counts {
+            self.at_most(key, count.unwrap_or(0), ALARM_UPDATES_MAX, "all of them are remembered");
+        }
+        let limits = [
+            ("alarm.kl_warn", Some(alarm.kl_warn)),
+            ("alarm.kl_stop", alarm.kl_stop),
+            ("alarm.grad_norm_warn", Some(alarm.grad_norm_warn)),
+            ("alarm.grad_norm_stop", alarm.grad_norm_stop),
+            ("alarm.entropy_low_warn", Some(alarm.entropy_low_warn)),
+            ("alarm.entropy_low_stop", alarm.entropy_low_stop),
+            ("alarm.entropy_high_warn", Some(alarm.entropy_high_warn)),
+            ("alarm.entropy_high_stop", alarm.entropy_high_stop),
+            ("alarm.truncated_warn", Some(alarm.truncated_warn)),
+            ("alarm.truncated_stop", alarm.truncated_stop),
+            ("alarm.equal_rewards_warn", Some(alarm.equal_rewards_warn)),
+            ("alarm.equal_rewards_stop", alarm.equal_rewards_stop),
+            ("alarm.missing_rewards_warn", Some(alarm.missing_rewards_warn)),
+            ("alarm.missing_rewards_stop", alarm.missing_rewards_stop),
+            ("alarm.sampled_gap_stop", alarm.sampled_gap_stop),
+            ("alarm.device_memory_warn", Some(alarm.device_memory_warn)),
+            ("alarm.device_memory_stop", alarm.device_memory_stop),
+        ];
+        for (key, limit) in limits {
+            if let Some(limit) = limit {
+                self.range(key, limit, limit >= 0.0, "at least 0, or inf");
+            }
         }
     }
 

@@ -236,6 +236,46 @@ pub struct CheckpointConfig {
     pub keep: u64,
 }
 
+/// `[alarm]`: what is watched while a run goes on.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct AlarmConfig {
+    /// Updates; checked to be at least 1.
+    pub window: u64,
+    pub kl_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kl_stop: Option<f64>,
+    pub grad_norm_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grad_norm_stop: Option<f64>,
+    pub entropy_low_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub entropy_low_stop: Option<f64>,
+    pub entropy_high_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub entropy_high_stop: Option<f64>,
+    pub truncated_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub truncated_stop: Option<f64>,
+    pub equal_rewards_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub equal_rewards_stop: Option<f64>,
+    pub reward_flat_warn: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reward_flat_stop: Option<u64>,
+    pub missing_rewards_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub missing_rewards_stop: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sampled_gap_stop: Option<f64>,
+    pub device_memory_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_memory_stop: Option<f64>,
+    pub zero_gradient_warn: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub zero_gradient_stop: Option<u64>,
+}
+
 /// `[gate]`: staged validation.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]

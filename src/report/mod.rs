@@ -24,7 +24,7 @@ pub use answers::AnswerLine;
 pub use earlier::{finish_set_aside, set_aside};
 pub use error::Error;
 pub use log::open_log;
-pub use receipt::{AdapterForm, Check, HeldOut, KindBytes, PhaseMemory, Receipt, Seconds, write_receipt};
+pub use receipt::{AdapterForm, AlarmSpan, Check, HeldOut, KindBytes, PhaseMemory, Receipt, Seconds, write_receipt};
 pub use reporter::Reporter;
 pub use run_lock::{RunLock, no_locks};
 pub use step::Step;

@@ -76,6 +76,19 @@ pub struct HeldOut {
     pub prompts: usize,
 }
 
+/// Updates of a run that raised one alarm.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(default)]
+#[expect(missing_docs, reason = "names say everything")]
+pub struct AlarmSpan {
+    pub first_update: u64,
+    pub last_update: u64,
+    /// Updates that raised it.
+    pub updates: u64,
+    /// The watched number in the last of them.
+    pub last_value: f64,
+}
+
 /// Bytes of one kind by rank, in each memory space.
 #[derive(Clone, Debug, Default, Serialize)]
 #[expect(missing_docs, reason = "one field for each memory space")]
@@ -145,6 +158,12 @@ pub struct Receipt {
     /// Whether the run stopped before its end on request, with a checkpoint; absent otherwise.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub stopped: bool,
+    /// Whether it was an alarm of `[alarm]` that stopped the run; absent otherwise.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub stopped_by_alarm: bool,
+    /// Alarms that were raised, by name; absent where there were none.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub alarms: BTreeMap<String, AlarmSpan>,
     /// Time of writing, UTC, RFC 3339.
     pub finished: String,
     /// Commit that the binary was built from.

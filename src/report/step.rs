@@ -62,6 +62,8 @@ pub struct Step {
     pub choices_changed: Option<f64>,
     /// Norm of the adapters' gradient before clipping.
     pub grad_norm: f64,
+    /// Alarms that this update has raised, each with the number that did (`[alarm]`).
+    pub alarms: BTreeMap<String, f64>,
     pub learning_rate: f64,
     /// Prompts of this update, over all ranks.
     pub prompts: Vec<String>,
@@ -140,6 +142,9 @@ impl Step {
         }
         for (part, &mean) in &self.reward_parts {
             put(&format!("reward/parts/{part}"), Some(mean));
+        }
+        for (alarm, &value) in &self.alarms {
+            put(&format!("alarm/{alarm}"), Some(value));
         }
         put("ratio/least", self.ratio.map(|[least, _]| least));
         put("ratio/most", self.ratio.map(|[_, most]| most));

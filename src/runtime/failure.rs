@@ -29,6 +29,8 @@ pub enum Exit {
     Endpoint = 7,
     /// A gate's check did not hold.
     Gate = 8,
+    /// An alarm has ended the run; its state is saved.
+    Alarm = 9,
     /// longstraw itself is wrong.
     Bug = 70,
     /// Stopped after a checkpoint; should be started again.
@@ -36,7 +38,7 @@ pub enum Exit {
 }
 
 impl Exit {
-    const ALL: [Exit; 10] = [
+    const ALL: [Exit; 11] = [
         Exit::Done,
         Exit::Config,
         Exit::Data,
@@ -45,6 +47,7 @@ impl Exit {
         Exit::NotFinite,
         Exit::Endpoint,
         Exit::Gate,
+        Exit::Alarm,
         Exit::Bug,
         Exit::Requeue,
     ];

@@ -33,6 +33,8 @@ pub(super) struct Checkpoints {
     last_save: Instant,
     /// Whether the last save has failed: another attempt would, too.
     failed: bool,
+    /// Whether older checkpoints are removed.
+    trims: bool,
 }
 
 /// Where a run begins.
@@ -77,7 +79,7 @@ impl Checkpoints {
     ) -> Result<Checkpoints, Failure> {
         let store = Store::of(&folder.dir);
         let choice = world.from_root(|| Ok(choose(&store, config, begin)?))?;
-        Ok(Checkpoints { store, choice, saved: None, last_save: Instant::now(), failed: false })
+        Ok(Checkpoints { store, choice, saved: None, last_save: Instant::now(), failed: false, trims: true })
     }
 
     /// Brings the session to where the chosen checkpoint stands; every rank reads and compares. Damaged checkpoints are
@@ -176,7 +178,9 @@ impl Checkpoints {
             world.on_root(|| {
                 self.store.point(updates)?;
                 tracing::info!("saved {}", self.store.place(updates).display());
-                if let Err(error) = self.store.trim(updates, session.config().checkpoint.keep) {
+                if let Some(keep) = self.trims.then_some(session.config().checkpoint.keep)
+                    && let Err(error) = self.store.trim(updates, keep)
+                {
                     reporter.line(&format!("an older checkpoint stays: {error}"));
                 }
                 Ok(())
@@ -188,6 +192,11 @@ impl Checkpoints {
         })?;
         self.failed = false;
         Ok(())
+    }
+
+    /// No checkpoint is removed any more.
+    pub(super) fn keep_all(&mut self) {
+        self.trims = false;
     }
 
     /// Whether a save after a failure could keep what the checkpoints so far lack.

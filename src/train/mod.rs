@@ -1,5 +1,6 @@
 //! Training, in the order of a run: `open`, then the loop in `trainer`, in which `step` makes an update of `groups`.
 
+mod alarms;
 mod answer;
 mod checkpoints;
 mod conventional;

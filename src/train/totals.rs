@@ -1,11 +1,13 @@
 //! What the updates of a run add up to, and the receipt made of it.
 
+use std::collections::BTreeMap;
+
 use super::metrics::largest;
 use super::records::RunRecords;
 use super::round::FrozenGroup;
 use super::session::Session;
 use crate::plan::Place;
-use crate::report::{HeldOut, Receipt, Seconds, Step};
+use crate::report::{AlarmSpan, HeldOut, Receipt, Seconds, Step};
 use crate::runtime::units::{Bytes, Pages, from_index};
 use crate::step::observer::OwnPages;
 use crate::world::World;
@@ -22,6 +24,7 @@ pub(super) struct RunTotals {
     pinning_s: f64,
     /// Largest distance between sampling and scoring, nats; `None` where none was compared.
     sampled_gap: Option<f64>,
+    alarms: BTreeMap<String, AlarmSpan>,
     first: Option<Step>,
     /// `None` before the second update.
     last: Option<Step>,
@@ -37,6 +40,8 @@ pub(super) struct RunEnd {
     /// After the last update.
     pub(super) held_out_after: Option<HeldOut>,
     pub(super) stopped: bool,
+    /// Whether it was an alarm that stopped the run.
+    pub(super) by_alarm: bool,
     pub(super) records: RunRecords,
     /// Pages of the last prompt on this rank.
     pub(super) pages: OwnPages,
@@ -79,6 +84,11 @@ impl RunTotals {
         self.sampled_gap = largest(self.sampled_gap, step.sampled_gap);
         self.updates = step.step;
         let has_gradient = step.grad_norm > 0.0;
+        for (name, &value) in &step.alarms {
+            let first = AlarmSpan { first_update: step.step, ..AlarmSpan::default() };
+            let span = self.alarms.entry(name.clone()).or_insert(first);
+            *span = AlarmSpan { last_update: step.step, updates: span.updates + 1, last_value: value, ..*span };
+        }
         self.updates_with_gradient += u64::from(has_gradient);
         self.updates_trained += u64::from(has_gradient && step.learning_rate > 0.0);
         if self.first.is_none() {
@@ -102,7 +112,7 @@ impl RunTotals {
         let config = session.config();
         let decoder = &session.model.decoder;
         let plan = &session.plan;
-        let RunEnd { held_out_before, held_out_after, stopped, records, pages } = end;
+        let RunEnd { held_out_before, held_out_after, stopped, by_alarm, records, pages } = end;
         let by_rank = |value: u64| world.all.gather_numbers(value);
         let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
         // Only rank 0 has read the updates of an earlier run.
@@ -111,6 +121,8 @@ impl RunTotals {
         Receipt {
             passed: most(self.updates_trained) > 0 && !stopped,
             stopped,
+            stopped_by_alarm: by_alarm,
+            alarms: self.alarms.clone(),
             finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
             // What the run was.
             scale: config.gate.scale,

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::alarms::{Alarms, Expected, Findings};
 use super::checkpoints::{Checkpoints, Start, WholeUpdate};
 use super::evaluate;
 use super::outcome::Outcome;
@@ -16,9 +17,10 @@ use super::stop_policy::StopPolicy;
 use super::totals::{RunEnd, RunTotals};
 use super::update::{self, Update, UpdateContext};
 use crate::config::Loaded;
+use crate::plan::Place;
 use crate::report::{HeldOut, Reporter, Step, set_aside};
 use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::units::Rank;
+use crate::runtime::units::{Rank, from_index};
 use crate::step::observer::Observer;
 use crate::world::World;
 
@@ -41,6 +43,8 @@ enum Ending {
     NotBegun,
     /// A stop was requested before the last update.
     Stopped,
+    /// An alarm has ended the run.
+    Alarmed,
     /// All updates were made; with the evaluation after the last one.
     Finished(Option<HeldOut>),
 }
@@ -57,6 +61,7 @@ pub(super) struct Trainer {
     records: Records,
     observer: Observer,
     stop: StopPolicy,
+    alarms: Alarms,
     pub(super) totals: RunTotals,
     pub(super) held_out_before: Option<HeldOut>,
     pub(super) whole: WholeUpdate,
@@ -79,6 +84,7 @@ impl Trainer {
             records: Records::open(&session, world, reporter.phases())?,
             observer: Observer::new(world.tracker(), session.model.decoder.device()),
             stop: StopPolicy::open(&session.loaded, world),
+            alarms: Alarms::new(&session.config().alarm, &earlier),
             totals: RunTotals::resume(start.updates, is_root.then_some(earlier)),
             held_out_before: start.held_out_before,
             whole: WholeUpdate { cursor: session.data.cursor.clone(), round: Value::Null },
@@ -109,7 +115,12 @@ impl Trainer {
             self.records.begin_update(world, step)?;
             let mut round = self.session.data.take_round(groups);
             match self.update(&mut round, step, world) {
-                Ok(Outcome::Done(update)) => self.log(update, round, world)?,
+                Ok(Outcome::Done(update)) => {
+                    if let Some(why) = self.log(update, round, world)? {
+                        self.reporter.line(&format!("update {step} ends this run, as asked for by {why}"));
+                        return Ok(Ending::Alarmed);
+                    }
+                }
                 Ok(Outcome::Dropped { why }) => {
                     self.reporter.line(&format!("update {step} is {why}"));
                     self.totals.note_group(round.mine.last());
@@ -149,10 +160,13 @@ impl Trainer {
         Outcome::of(update)
     }
 
-    fn log(&mut self, update: Update, round: Round, world: &World) -> Result<(), Failure> {
+    /// Writes and prints what an update came to. Returns why the run ends with it, if an alarm says so.
+    fn log(&mut self, update: Update, round: Round, world: &World) -> Result<Option<String>, Failure> {
         let steps = self.session.config().run.steps;
         let updates_per_group = self.session.config().grpo.updates_per_group;
         let step = Step { memory: self.records.update_memory(), ..update.step };
+        let Findings { raised, lines, stop } = self.judge(&step, &round, world)?;
+        let step = Step { alarms: raised, ..step };
         self.totals.add_update(step.clone(), update.pinning_s, round.mine.last());
         self.session.data.update_made(round, updates_per_group);
         let round = round_state::save(&self.session, world);
@@ -161,7 +175,19 @@ impl Trainer {
         if world.all.rank() != Rank(0) {
             self.reporter.step(&step, steps)?;
         }
-        self.records.flush()
+        lines.iter().for_each(|line| self.reporter.line(line));
+        self.records.flush()?;
+        Ok(stop)
+    }
+
+    /// What rank 0 finds in an update, on every rank.
+    fn judge(&mut self, step: &Step, round: &Round, world: &World) -> Result<Findings, Failure> {
+        let expected = Expected {
+            gap_warn: self.session.gap_warn(),
+            device_bytes: self.session.plan.plan.sum(Place::Device),
+            answers: from_index(round.rewards().len()),
+        };
+        world.from_root(|| Ok(self.alarms.judge(step, &expected)))
     }
 
     fn save(&mut self, world: &World) -> Result<(), Failure> {
@@ -175,7 +201,10 @@ impl Trainer {
         world.tracker().enter(Phase::Save);
         let held_out_after = match ending {
             Ending::NotBegun => None,
-            Ending::Stopped => {
+            Ending::Stopped | Ending::Alarmed => {
+                if matches!(ending, Ending::Alarmed) {
+                    self.checkpoints.keep_all();
+                }
                 if self.options.keeps_progress {
                     self.save(world)?;
                 }
@@ -190,14 +219,16 @@ impl Trainer {
         self.stop.close(world);
         let updates = self.totals.updates;
         let held_out_before = self.held_out_before;
-        let end = RunEnd { held_out_before, held_out_after, stopped, records, pages: self.observer.own_pages() };
+        let by_alarm = matches!(ending, Ending::Alarmed);
+        let pages = self.observer.own_pages();
+        let end = RunEnd { held_out_before, held_out_after, stopped, by_alarm, records, pages };
         let receipt = self.totals.receipt(&self.session, world, end);
         self.records.close(world)?;
         let ended = Ended { stopped, progress: updates > self.start.updates };
         if let Some(note) = self.stop_files.close(world, ended)? {
             self.reporter.line(note);
         }
-        if stopped {
+        if stopped && !by_alarm {
             let steps = self.session.config().run.steps;
             self.reporter.line(&format!(
                 "stopped after update {updates} of {steps}, as requested; go on with `longstraw train --resume` in the same way"

@@ -63,7 +63,6 @@ pub(super) fn update(
         ..metrics.describe(denominator, session.policy.reference.is_some(), session.weighs_by_importance())
     };
     let numbers = describe_groups(session, round, numbers);
-    warn_of_gap(session, reporter, &numbers);
     Ok(Update { step: numbers, pinning_s: spent.pinning })
 }
 
@@ -115,14 +114,4 @@ fn optimize(
     let policy = &mut session.policy;
     observer.host_phase(Phase::Update, || policy.optimizer.update(&mut policy.adapters, gradients, learning_rate));
     world.agree(finalize::check(&policy.adapters, learning_rate))
-}
-
-fn warn_of_gap(session: &Session, reporter: &Reporter, numbers: &Step) {
-    let gap_warn = session.gap_warn();
-    if let Some(gap) = numbers.sampled_gap.filter(|&gap| gap > gap_warn || gap.is_nan()) {
-        reporter.line(&format!(
-            "warning: a token was sampled with a log-probability that lies {gap:.1e} from its score, more than \
-             rollout.gap_warn allows ({gap_warn:.1e}): sampling and scoring do not compute the same policy"
-        ));
-    }
 }

@@ -23,6 +23,7 @@ pub(super) struct Facts {
     pub(super) gate: Option<String>,
     pub(super) passed: bool,
     pub(super) stopped: bool,
+    pub(super) stopped_by_alarm: bool,
     pub(super) forced: bool,
     pub(super) checks: Vec<CheckFacts>,
     pub(super) not_checked: Vec<String>,

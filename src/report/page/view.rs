@@ -70,6 +70,7 @@ impl<'a> View<'a> {
 
 fn state(run: &Run) -> &'static str {
     match &run.receipt {
+        Some(receipt) if receipt.stopped_by_alarm => "stopped by an alarm",
         Some(receipt) if receipt.stopped => "stopped before its end",
         Some(receipt) if receipt.passed => "ended well",
         Some(_) => "ended, not passed",
@@ -97,18 +98,42 @@ fn warnings(run: &Run) -> Vec<String> {
              train --resume` continues from its newest checkpoint"
                 .to_owned(),
         ),
+        Some(receipt) if receipt.stopped_by_alarm => warnings.push(format!(
+            "an alarm has ended the run after update {}: [alarm] in config.resolved.toml has the limits",
+            receipt.steps
+        )),
         Some(receipt) if receipt.stopped => warnings.push(format!(
             "stopped after update {}, as requested; `longstraw train --resume` continues",
             receipt.steps
         )),
         _ => {}
     }
+    warnings.extend(alarms(&run.steps));
     warnings.extend(missing_rewards(&run.steps));
     warnings.extend(equal_rewards(&run.steps));
     warnings.extend(sampling_gap(&run.steps));
     warnings.extend(first_ratio(&run.steps));
     warnings.extend(run.receipt.iter().flat_map(beyond_plan));
     warnings
+}
+
+/// One line for each alarm that was raised.
+fn alarms(steps: &[Step]) -> Vec<String> {
+    let mut raised: BTreeMap<&str, Vec<(u64, f64)>> = BTreeMap::new();
+    for step in steps {
+        for (name, &value) in &step.alarms {
+            raised.entry(name).or_default().push((step.step, value));
+        }
+    }
+    let line = |(name, found): (&str, Vec<(u64, f64)>)| {
+        let [(first, _), .., (last, value)] = found[..] else {
+            let (step, value) = found[0];
+            return format!("alarm {name}: {} in update {step}", short(value));
+        };
+        let updates = found.len();
+        format!("alarm {name}: in {updates} updates from {first} to {last}, {} in the last of them", short(value))
+    };
+    raised.into_iter().map(line).collect()
 }
 
 fn missing_rewards(steps: &[Step]) -> Option<String> {
