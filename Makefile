@@ -35,7 +35,7 @@ run: build model data ## train SmolLM2-135M on this machine, two ranks, no GPU (
 study: build model ## gradient modes against the exact gradient on SmolLM2, by length and projection (tens of minutes on two cores)
 	scripts/mpirun.sh $(RANKS) $(LONGSTRAW) study $(ARGS)
 
-test: test-rust test-mpi ## all tests: unit, command, and MPI at 1, 2, 3 and 8 ranks (sets everything up first)
+test: test-rust test-mpi ## all tests: unit, command, and MPI claims on 1, 2, 3 and 8 ranks (sets everything up first)
 
 deps: ## system packages, and libtorch into .deps/
 	@scripts/setup.sh deps

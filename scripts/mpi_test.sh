@@ -3,6 +3,8 @@
 #
 #   scripts/mpi_test.sh [RANKS...]      (1 2 3 4 8)
 #
+# LONG in tests/ranks.rs says which claims run at some of these sizes only.
+#
 # LIMIT_S bounds each run.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -55,9 +55,14 @@ fn main() {
     let Some(mut world) = claims::start() else { return };
     let device = devices::choose(&world, DeviceChoice::Cuda, true, false);
     let device = device.unwrap_or_else(|failure| panic!("{failure}"));
-    claims::run(CLAIMS, &mut world, |claim, world| {
-        let numbers = claim(world, device);
-        gpu::empty_cache();
-        numbers
-    });
+    claims::run(
+        CLAIMS,
+        &mut world,
+        |_| true,
+        |claim, world| {
+            let numbers = claim(world, device);
+            gpu::empty_cache();
+            numbers
+        },
+    );
 }

@@ -4,6 +4,7 @@ mod arguments;
 mod convert;
 mod data;
 mod measure;
+mod merge;
 mod output;
 mod plan;
 mod report;
@@ -23,6 +24,7 @@ use arguments::{gate_name, gate_names};
 use convert::{ConvertFlags, convert};
 use data::{DataVerb, generate, keychain};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
+use merge::{MergeFlags, merge};
 pub(crate) use output::print_usage;
 use plan::{PlanFlags, plan};
 use report::{ReportFlags, report};
@@ -90,6 +92,8 @@ enum Verb {
     Report(ReportFlags),
     /// Convert a GGUF file, with its tokenizer, to an HF folder
     Convert(ConvertFlags),
+    /// Copy a model's folder with adapters added to its weights, for programs that know no adapters
+    Merge(MergeFlags),
     /// Make data sets for training
     Data {
         #[command(subcommand)]
@@ -102,7 +106,9 @@ impl Verb {
         match self {
             Verb::Train { .. } | Verb::Gate { .. } | Verb::Plan(_) | Verb::Ping { .. } | Verb::Doctor { .. } => true,
             Verb::Data { kind } => matches!(kind, DataVerb::Generate(_)),
-            Verb::Parity(_) | Verb::Bench(_) | Verb::Study(_) | Verb::Report(_) | Verb::Convert(_) => false,
+            Verb::Parity(_) | Verb::Bench(_) | Verb::Study(_) | Verb::Report(_) | Verb::Convert(_) | Verb::Merge(_) => {
+                false
+            }
         }
     }
 }
@@ -136,6 +142,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> anyhow::Result<Exit> {
         Verb::Study(flags) => study(flags)?,
         Verb::Report(flags) => report(&flags).context("writing the report")?,
         Verb::Convert(flags) => convert(&flags).with_context(|| format!("converting {}", flags.source.display()))?,
+        Verb::Merge(flags) => merge(&flags).with_context(|| format!("merging {}", flags.adapter.display()))?,
         Verb::Data { kind: DataVerb::Keychain(flags) } => keychain(flags).context("making the data set")?,
         Verb::Data { kind: DataVerb::Generate(flags) } => generate(config, flags)?,
     };

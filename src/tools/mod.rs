@@ -5,6 +5,7 @@ pub mod convert;
 pub mod doctor;
 pub mod gate;
 pub mod generate;
+pub mod merge;
 pub mod parity;
 pub mod review;
 pub mod study;

@@ -130,8 +130,19 @@ fn adapter_shape(config: &RunConfig, spec: &Spec) -> Result<AdapterShape, Failur
             targets.push(linear.projection.to_owned());
         }
     }
-    let base_model = config.model_path()?.display().to_string();
+    let base_model = base_model(config.model_path()?);
     Ok(AdapterShape { rank: config.lora.rank, alpha: config.lora.alpha, targets, base_model })
+}
+
+/// The name of a base model in a downloaded snapshot of the hub, whose folders are `models--OWNER--NAME/snapshots/COMMIT`; of
+/// any other the absolute path, so that adapters are opened from anywhere on this machine.
+fn base_model(folder: &Path) -> String {
+    let parts: Vec<&str> = folder.iter().filter_map(|part| part.to_str()).collect();
+    let snapshot = parts.windows(2).find(|pair| pair[0].starts_with("models--") && pair[1] == "snapshots");
+    if let Some(pair) = snapshot {
+        return pair[0].trim_start_matches("models--").replacen("--", "/", 1);
+    }
+    std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()).display().to_string()
 }
 
 /// Rows of a micro-block, the same on all ranks: they follow from the configuration and from the smallest device.

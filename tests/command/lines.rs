@@ -24,7 +24,7 @@ fn a_wrong_command_line_is_shown_once_by_several_ranks() {
 fn help_lists_every_verb() {
     let said = Room::new().alone(&["--help"]);
     said.ended(0, &[]);
-    for verb in ["train", "gate", "plan", "parity", "bench", "study", "report", "convert", "data"] {
+    for verb in ["train", "gate", "plan", "parity", "bench", "study", "report", "convert", "merge", "data"] {
         assert!(said.out.contains(&format!("\n  {verb} ")), "{verb}: {said}");
     }
     assert!(Room::new().alone(&["--version"]).out.starts_with("longstraw "));

@@ -26,6 +26,7 @@ mod kills;
 mod launch;
 mod lines;
 mod memory;
+mod merge;
 mod objective;
 mod online;
 mod parity;

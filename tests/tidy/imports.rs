@@ -41,7 +41,7 @@ const TABLE: [(u8, &[&str]); 30] = [
     (6, &["report"]),
     (6, &["plan"]),
     (7, &["train"]),
-    (8, &["tools::convert", "tools::generate", "tools::review"]),
+    (8, &["tools::convert", "tools::generate", "tools::merge", "tools::review"]),
     (8, &["tools::parity", "tools::doctor"]),
     (8, &["tools::gate", "tools::bench", "tools::study"]),
     (8, &["tools"]),

@@ -5,6 +5,7 @@ mod experts;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -139,6 +140,22 @@ impl Checkpoint {
         let shard = &self.shards[place.shard];
         let map = shard.map.as_ref().expect("a shard is released only after its tensors are read");
         &map[shard.data_start + place.range.0..shard.data_start + place.range.1]
+    }
+
+    /// Where a tensor's bytes lie in its file.
+    #[must_use]
+    pub fn span(&self, place: &Place) -> Range<usize> {
+        let start = self.shards[place.shard].data_start;
+        start + place.range.0..start + place.range.1
+    }
+
+    /// All bytes of a shard's file.
+    ///
+    /// # Panics
+    /// When the shard has been released.
+    #[must_use]
+    pub fn file_bytes(&self, shard: usize) -> &[u8] {
+        self.shards[shard].map.as_ref().expect("a shard is released only after its tensors are read")
     }
 
     /// Names and places of the tensors of one shard, in the order of their bytes.

@@ -1,0 +1,57 @@
+//! Why adapters were not merged.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+use crate::model::{adapter_file, shards, spec};
+use crate::runtime::failure::{Classified, Exit};
+use crate::tensor::bytes;
+
+/// Why adapters were not merged. There is no destination then.
+#[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages say what each variant and field means")]
+pub enum Error {
+    #[error("{file}: cannot {action}: {source}")]
+    Io { file: PathBuf, action: &'static str, source: io::Error },
+    #[error("{destination} exists: name a folder that does not")]
+    Exists { destination: PathBuf },
+    #[error("{file} names the base model {named:?}, which is no folder of a model here: give it with --model")]
+    NoBase { file: PathBuf, named: String },
+    #[error("the model has no tensor {name} in a dtype that adapters can be added to")]
+    NoWeight { name: String },
+    #[error(
+        "{name} is in fp8, in which most of what an adapter adds would be rounded away: take a checkpoint in bfloat16"
+    )]
+    Fp8 { name: String },
+    #[error("{name} is not finite in {dtype} once the adapter is added: look at the adapter's values")]
+    NotFinite { name: String, dtype: String },
+    #[error("{name}: {source}")]
+    Tensor { name: String, source: bytes::Error },
+    #[error(transparent)]
+    Spec(#[from] spec::Error),
+    #[error(transparent)]
+    Adapters(#[from] adapter_file::Error),
+    #[error(transparent)]
+    Weights(#[from] shards::Error),
+}
+
+impl Error {
+    /// Adds file and action to an I/O error.
+    pub(super) fn io(file: &Path, action: &'static str) -> impl Fn(io::Error) -> Error {
+        move |source| Error::Io { file: file.to_owned(), action, source }
+    }
+}
+
+impl Classified for Error {
+    fn exit(&self) -> Exit {
+        match self {
+            Error::Exists { .. } | Error::NoBase { .. } => Exit::Config,
+            Error::Spec(error) => error.exit(),
+            Error::Adapters(error) => error.exit(),
+            Error::Weights(error) => error.exit(),
+            _ => Exit::Data,
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! A checkpoint with adapters added to its weights, W + (alpha / rank) · B A, for programs that know no adapters.
+//!
+//! Every file of the model's folder is copied; of the weights only the bytes of adapted layers differ, since names, shapes and
+//! dtypes stay. A sum is computed in float64 and rounded once to the dtype in which the weight is stored.
+
+mod error;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::{BufWriter, Write as _};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use tch::{Device, Kind, Tensor};
+
+pub use self::error::Error;
+use crate::model::adapter_file::{self, CONFIG};
+use crate::model::lora::Adapter;
+use crate::model::shards::{Checkpoint, Place};
+use crate::model::spec::Spec;
+use crate::runtime::units::{Bytes, as_dim, float, from_index};
+use crate::tensor::bytes::{bytes_of, fill_from_bytes};
+use crate::tensor::stored::kind_of;
+
+/// What is merged, and where to.
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
+pub struct Options<'a> {
+    /// A folder with adapters in PEFT's format, or a run directory or checkpoint that has one called `adapter`.
+    pub adapter: &'a Path,
+    /// The base model's folder; absent: what the adapters name.
+    pub model: Option<&'a Path>,
+    /// A folder that does not exist.
+    pub destination: &'a Path,
+}
+
+/// What a merge made.
+#[derive(Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
+pub struct Summary {
+    pub model: PathBuf,
+    /// Weights that adapters were added to.
+    pub layers: usize,
+    pub files: usize,
+    pub bytes: Bytes,
+}
+
+/// Merges adapters into a copy of the model's folder, which appears whole or not at all.
+///
+/// # Errors
+/// When the destination exists, the adapters do not fit the model, adapted weights are in fp8, or a file cannot be read or
+/// written.
+pub fn merge(options: &Options) -> Result<Summary, Error> {
+    let destination = options.destination;
+    if destination.symlink_metadata().is_ok() {
+        return Err(Error::Exists { destination: destination.to_owned() });
+    }
+    let adapter = adapter_folder(options.adapter);
+    let model = match options.model {
+        Some(model) => model.to_owned(),
+        None => base_of(&adapter)?,
+    };
+    let spec = Spec::read(&model, None)?;
+    let (shape, entries) = adapter_file::load(&adapter, &spec, None, Kind::Float, Device::Cpu)?;
+    let checkpoint = Checkpoint::open(&model, &spec)?;
+    let scale = shape.alpha / float(shape.rank);
+    let adapted = adapted_places(&checkpoint, &entries)?;
+    let parent = destination.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    fs::create_dir_all(parent).map_err(Error::io(parent, "create the folder"))?;
+    let failed = Error::io(parent, "create a temporary folder in it");
+    let temporary = tempfile::Builder::new().prefix(".merge-").tempdir_in(parent).map_err(&failed)?;
+    let folder = temporary.path().join("new");
+    fs::create_dir(&folder).map_err(&failed)?;
+    let (mut files, mut bytes) = copy_others(&model, &folder, &checkpoint)?;
+    for (shard, places) in adapted {
+        bytes.0 += write_shard(&checkpoint, shard, &places, scale, &folder)?;
+        files += 1;
+    }
+    fs::rename(&folder, destination).map_err(Error::io(destination, "rename the new folder to it"))?;
+    Ok(Summary { model, layers: entries.len(), files, bytes })
+}
+
+/// The folder of adapters that `given` is, or has.
+fn adapter_folder(given: &Path) -> PathBuf {
+    let inside = given.join("adapter");
+    if !given.join(CONFIG).is_file() && inside.join(CONFIG).is_file() { inside } else { given.to_owned() }
+}
+
+/// The base model's folder, as the adapters name it.
+fn base_of(adapter: &Path) -> Result<PathBuf, Error> {
+    let file = adapter.join(CONFIG);
+    let text = fs::read_to_string(&file).map_err(Error::io(&file, "read it"))?;
+    let config: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+    let named = config["base_model_name_or_path"].as_str().unwrap_or_default().to_owned();
+    if Path::new(&named).join("config.json").is_file() {
+        return Ok(named.into());
+    }
+    Err(Error::NoBase { file, named })
+}
+
+/// Places of one shard that adapters are added to, in the order of their bytes.
+type AdaptedPlaces<'a> = Vec<(Range<usize>, &'a Place, &'a Adapter)>;
+
+/// The adapted places of every shard, those without any included.
+fn adapted_places<'a>(
+    checkpoint: &'a Checkpoint,
+    entries: &'a [Adapter],
+) -> Result<BTreeMap<usize, AdaptedPlaces<'a>>, Error> {
+    let mut places: BTreeMap<usize, AdaptedPlaces> = (0..checkpoint.shards.len()).map(|at| (at, Vec::new())).collect();
+    for adapter in entries {
+        let name = format!("{}.weight", adapter.module);
+        let Some(place) = checkpoint.places.get(&name) else { return Err(Error::NoWeight { name }) };
+        if place.is_fp8() {
+            return Err(Error::Fp8 { name });
+        }
+        places.entry(place.shard).or_default().push((checkpoint.span(place), place, adapter));
+    }
+    places.values_mut().for_each(|places| places.sort_by_key(|(span, ..)| span.start));
+    Ok(places)
+}
+
+/// Copies what is no file of the model's weights; number and bytes of the files. Folders within are left out.
+fn copy_others(model: &Path, folder: &Path, checkpoint: &Checkpoint) -> Result<(usize, Bytes), Error> {
+    let weights: BTreeSet<&str> = checkpoint.shards.iter().map(|shard| shard.name.as_str()).collect();
+    let (mut files, mut bytes) = (0, 0);
+    let failed = Error::io(model, "list it");
+    for entry in fs::read_dir(model).map_err(&failed)? {
+        let entry = entry.map_err(&failed)?;
+        let (from, name) = (entry.path(), entry.file_name());
+        let is_weights = name.to_str().is_some_and(|name| weights.contains(name) || is_other_weights(name));
+        if from.is_file() && !is_weights {
+            bytes += fs::copy(&from, folder.join(&name)).map_err(Error::io(&from, "copy it"))?;
+            files += 1;
+        }
+    }
+    Ok((files, Bytes(bytes)))
+}
+
+/// Weights in other formats beside those that are read would not be those of the merged model.
+fn is_other_weights(name: &str) -> bool {
+    let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
+    matches!(extension, Some("safetensors" | "bin" | "pt" | "pth" | "gguf" | "h5" | "msgpack" | "onnx"))
+        || name.ends_with(".bin.index.json")
+}
+
+/// Writes one file of weights; its bytes.
+fn write_shard(
+    checkpoint: &Checkpoint,
+    shard: usize,
+    places: &AdaptedPlaces,
+    scale: f64,
+    folder: &Path,
+) -> Result<u64, Error> {
+    let file = folder.join(&checkpoint.shards[shard].name);
+    let io = Error::io(&file, "write the weights");
+    let whole = checkpoint.file_bytes(shard);
+    let mut out = BufWriter::new(File::create(&file).map_err(&io)?);
+    let mut written = 0;
+    for (span, place, adapter) in places {
+        out.write_all(&whole[written..span.start]).map_err(&io)?;
+        out.write_all(&merged(checkpoint, place, adapter, scale)?).map_err(&io)?;
+        written = span.end;
+    }
+    out.write_all(&whole[written..]).map_err(&io)?;
+    let out = out.into_inner().map_err(|cause| io(cause.into_error()))?;
+    out.sync_all().map_err(&io)?;
+    Ok(from_index(whole.len()))
+}
+
+/// Bytes of W + scale · B A, in the dtype of W.
+fn merged(checkpoint: &Checkpoint, place: &Place, adapter: &Adapter, scale: f64) -> Result<Vec<u8>, Error> {
+    let name = || format!("{}.weight", adapter.module);
+    let tensor_error = |source| Error::Tensor { name: name(), source };
+    let Some(kind) = kind_of(place.dtype) else { return Err(Error::NoWeight { name: name() }) };
+    let shape: Vec<i64> = place.shape.iter().map(|&size| as_dim(size)).collect();
+    let mut weight = Tensor::empty(shape, (Kind::Double, Device::Cpu));
+    fill_from_bytes(&mut weight, checkpoint.bytes(place), kind).map_err(tensor_error)?;
+    let [a_ri, b_or] = adapter.pair().map(|x| x.detach().to_kind(Kind::Double));
+    let _itself = weight.addmm_(&(b_or * scale), &a_ri);
+    let rounded = weight.to_kind(kind);
+    if rounded.isfinite().all().int64_value(&[]) == 0 {
+        return Err(Error::NotFinite { name: name(), dtype: place.dtype.to_string() });
+    }
+    bytes_of(&rounded).map_err(tensor_error)
+}
