@@ -391,7 +391,7 @@ fn later_sources_override_earlier_ones() {
     let Loaded { run, rank, sources, .. } = load(&files, &variables, &flags).expect("accepted");
     assert_eq!(run.grpo.group_size, 8);
     assert!((run.optimizer.lr - 2e-5).abs() < 1e-12);
-    assert_eq!(run.endpoint.endpoints.chat, "/v2/messages");
+    assert_eq!(run.endpoint.chat_path(), "/v2/messages");
     assert_eq!(run.endpoint.endpoints.models, "/v1/models");
     assert_eq!(run.lora.targets, Some(vec!["q_proj".to_owned(), "v_proj".to_owned()]));
     assert_eq!(run.model.path, Some(PathBuf::from("123")));

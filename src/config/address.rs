@@ -38,6 +38,21 @@ pub(super) fn is_clear(base: &str) -> bool {
     !(host == "localhost" || host.parse::<Ipv4Addr>().is_ok_and(|host| host.is_loopback()))
 }
 
+/// Whether the host of a plain address is of a private network: an address of such a range, or a name without dots.
+pub(super) fn is_private(base: &str) -> bool {
+    let rest = base.strip_prefix("https://").or_else(|| base.strip_prefix("http://")).unwrap_or(base);
+    let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    if let Some((host, _)) = host.strip_prefix('[').and_then(|host| host.split_once(']')) {
+        return host.parse::<Ipv6Addr>().is_ok_and(|host| host.is_unique_local() || host.is_unicast_link_local());
+    }
+    let host = host.rsplit_once(':').map_or(host, |(host, _)| host);
+    match host.parse::<Ipv4Addr>() {
+        Ok(host) => host.is_private() || host.is_link_local(),
+        // A name of digits and colons alone may be another spelling of a public address.
+        Err(_) => !host.contains('.') && host.starts_with(|c: char| c.is_ascii_alphabetic()),
+    }
+}
+
 /// Whether `path` can be appended to a base address.
 pub(super) fn is_path(path: &str) -> bool {
     path.starts_with('/') && !path.contains(|c: char| c.is_whitespace() || c.is_control() || "?#".contains(c))
@@ -91,6 +106,24 @@ mod tests {
             ["http://a.example.com", "http://10.0.0.1:80", "http://127.0.0.1.a.com", "http://[fe80::1]", "http://x"]
         {
             assert!(is_clear(base), "{base}");
+        }
+    }
+
+    #[test]
+    fn a_private_address_is_of_a_private_range_or_a_name_without_dots() {
+        for base in [
+            "http://10.0.0.1:80",
+            "http://192.168.1.9/api",
+            "http://172.31.0.1",
+            "http://judge:8000",
+            "http://[fd00::1]:8",
+        ] {
+            assert!(is_private(base), "{base}");
+        }
+        for base in
+            ["http://172.32.0.1", "http://8.8.8.8", "http://a.example.com", "http://134744072", "http://[2001:db8::1]"]
+        {
+            assert!(!is_private(base), "{base}");
         }
     }
 

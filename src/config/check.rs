@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::address::{self, NoScheme};
-use super::choices::{Aggregation, Gradient, ScaleRewards, Schedule};
+use super::choices::{Aggregation, EndpointStyle, Gradient, ScaleRewards, Schedule};
 use super::problem::{Fault, Problem};
 use super::rewards::RewardName;
 use super::supported::SUPPORTED;
@@ -335,7 +335,7 @@ impl Check<'_> {
             self.base(base);
         }
         for (key, path) in
-            [("endpoint.endpoints.chat", &e.endpoints.chat), ("endpoint.endpoints.models", &e.endpoints.models)]
+            [("endpoint.endpoints.chat", e.chat_path()), ("endpoint.endpoints.models", &e.endpoints.models)]
         {
             if !address::is_path(path) {
                 self.should(
@@ -345,6 +345,14 @@ impl Check<'_> {
                     "it is appended to endpoint.api_base",
                 );
             }
+        }
+        let other = match e.style {
+            EndpointStyle::Messages => "/chat/completions",
+            EndpointStyle::ChatCompletions => "/messages",
+        };
+        if e.chat_path().ends_with(other) {
+            let be = format!("absent, or a path that does not end with {other}");
+            self.should("endpoint.endpoints.chat", &["endpoint.style"], be, "that path is of the other interface");
         }
         self.at_least_one("endpoint.timeout_sec", e.timeout_sec, "a request takes time; 120 is the default");
         self.at_most("endpoint.timeout_sec", e.timeout_sec, TIMEOUT_SEC_MAX, "an answer does not take more than a day");
@@ -382,13 +390,18 @@ impl Check<'_> {
             self.should("endpoint.api_base", &[], "an address https://… without user or password", why);
             return;
         }
-        if address::is_clear(base) {
-            let why = "the key would cross the network in clear; http:// is for a service on this machine";
+        let allowed = self.run.endpoint.allow_http && address::is_private(base);
+        if address::is_clear(base) && !allowed {
+            let why = if address::is_private(base) {
+                "the key would cross the network in clear; endpoint.allow_http = true permits it for a private address"
+            } else {
+                "the key would cross the network in clear; http:// is for a service on this machine"
+            };
             self.should("endpoint.api_base", &[], format!("https://{}", base.trim_start_matches("http://")), why);
             return;
         }
-        let paths = &self.run.endpoint.endpoints;
-        let (clean, twice) = address::cleaned(base, [&paths.chat, &paths.models]);
+        let endpoint = &self.run.endpoint;
+        let (clean, twice) = address::cleaned(base, [endpoint.chat_path(), &endpoint.endpoints.models]);
         let with = ["endpoint.endpoints.chat", "endpoint.endpoints.models"];
         if let Some(path) = twice {
             let why = format!("the path {path} begins with what the address ends with, and would follow it");

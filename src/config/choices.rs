@@ -50,6 +50,16 @@ pub enum Schedule {
     Linear,
 }
 
+/// The interface that a service of models speaks.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EndpointStyle {
+    /// Messages with blocks of content.
+    Messages,
+    /// Chat completions, as most servers of open models speak.
+    ChatCompletions,
+}
+
 /// What to do with a prompt that is longer than the plan's.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]

@@ -30,8 +30,8 @@ use crate::runtime::digest::sha256_hex;
 use crate::runtime::units::{Pages, Tokens};
 
 pub use choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, ImportanceWeights, OptimizerName, ScaleRewards,
-    Schedule, SentTemperature, TooLong, Weights, When,
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights, OptimizerName,
+    ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
@@ -123,7 +123,7 @@ impl Loaded {
 
 /// Keys and tables that a resumed run may change: those that change no number of an update but by the order of sums, and
 /// those whose content is compared by digest instead of by name. docs/command.md lists them for users.
-const OPERATIONAL: [&str; 32] = [
+const OPERATIONAL: [&str; 34] = [
     // Compared by what they lead to: digests, groups of an update, the end of the decay.
     "model.path",
     "data.path",
@@ -152,7 +152,9 @@ const OPERATIONAL: [&str; 32] = [
     "reward.command_sec",
     "reward.judge_parallel",
     "reward.missing_share_max",
+    "endpoint.style",
     "endpoint.api_base",
+    "endpoint.allow_http",
     "endpoint.api_key_env",
     "endpoint.timeout_sec",
     "endpoint.max_retries",

@@ -254,7 +254,9 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         path: "endpoint",
         keys: &[
+            key("style", Kind::Choice(&["messages", "chat_completions"])),
             optional("api_base", Kind::Text),
+            key("allow_http", Kind::Switch),
             key("api_key_env", Kind::Text),
             optional("default_model", Kind::Text),
             key("timeout_sec", Kind::Count),
@@ -262,7 +264,7 @@ pub(super) const TABLES: &[Table] = &[
             key("retry_backoff", Kind::Number),
         ],
     },
-    Table { path: "endpoint.endpoints", keys: &[key("chat", Kind::Text), key("models", Kind::Text)] },
+    Table { path: "endpoint.endpoints", keys: &[optional("chat", Kind::Text), key("models", Kind::Text)] },
     Table {
         path: "endpoint.usage",
         keys: &[

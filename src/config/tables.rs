@@ -11,8 +11,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, ImportanceWeights, OptimizerName, ScaleRewards,
-    Schedule, SentTemperature, TooLong, Weights, When,
+    ActivationCkpt, Aggregation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights, OptimizerName,
+    ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
 use super::rewards::{RewardFn, RewardName, WeightedReward};
 use crate::runtime::units::{Pages, Tokens};
@@ -289,9 +289,12 @@ pub struct GateConfig {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EndpointConfig {
+    pub style: EndpointStyle,
     /// Base address; [`super::RunConfig::api_base`] says how to set it where it is missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_base: Option<String>,
+    /// Whether a private address may be reached by http://.
+    pub allow_http: bool,
     pub api_key_env: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_model: Option<String>,
@@ -302,11 +305,24 @@ pub struct EndpointConfig {
     pub usage: EndpointUsage,
 }
 
+impl EndpointConfig {
+    /// Path of messages under the base address: the one that is set, else that of the interface.
+    #[must_use]
+    pub fn chat_path(&self) -> &str {
+        self.endpoints.chat.as_deref().unwrap_or(match self.style {
+            EndpointStyle::Messages => "/v1/messages",
+            EndpointStyle::ChatCompletions => "/v1/chat/completions",
+        })
+    }
+}
+
 /// `[endpoint.endpoints]`: paths under the base address.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EndpointPaths {
-    pub chat: String,
+    /// Read it through [`EndpointConfig::chat_path`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chat: Option<String>,
     pub models: String,
 }
 

@@ -4,6 +4,7 @@
 //! and nowhere else. Redirects are not followed, since they would receive the key, and the key is removed from all text
 //! of the service before that is repeated.
 
+mod dialect;
 mod error;
 pub mod json;
 pub mod ping;
@@ -13,20 +14,18 @@ mod retry;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use serde_json::{Value, json};
-use ureq::http::{HeaderValue, Response, header};
+use serde_json::Value;
+use ureq::http::{HeaderName, HeaderValue, Response, header};
 use ureq::{Agent, Body, Proxy};
 
 use error::error_type;
 pub use error::{Error, Fault};
 
-use crate::config::{EndpointPaths, Environment, ProxyAddress, RunConfig};
+use crate::config::{EndpointStyle, Environment, ProxyAddress, RunConfig};
 use crate::runtime::failure::Failure;
 use redact::Redactor;
 use retry::{Deadline, RetryPolicy, retry_after};
 
-/// Value of the header `anthropic-version`.
-const INTERFACE_VERSION: &str = "2023-06-01";
 const ANSWER_BYTES_MAX: u64 = 8 << 20;
 /// Maximum number of pages of the list of models.
 const MODEL_PAGES_MAX: u64 = 64;
@@ -86,9 +85,12 @@ pub struct CallerLimits {
 pub struct Endpoint {
     agent: Agent,
     base: String,
-    paths: EndpointPaths,
+    style: EndpointStyle,
+    chat_path: String,
+    models_path: String,
     retry: RetryPolicy,
-    key: HeaderValue,
+    /// Of every request, with the key.
+    headers: Vec<(HeaderName, HeaderValue)>,
     /// Host and port of the proxy on the way to the service.
     proxy: Option<String>,
     /// The variable that the key was read from, for messages.
@@ -120,26 +122,6 @@ struct Model {
     id: String,
 }
 
-/// A reply as the service sends it; only text blocks have a text.
-#[derive(Deserialize)]
-struct Sent {
-    content: Vec<Block>,
-    stop_reason: Option<String>,
-    #[serde(default)]
-    usage: Usage,
-}
-
-#[derive(Deserialize)]
-struct Block {
-    text: Option<String>,
-}
-
-#[derive(Default, Deserialize)]
-struct Usage {
-    input_tokens: Option<u64>,
-    output_tokens: Option<u64>,
-}
-
 impl Endpoint {
     /// The service that `config` names, with the key and the proxy of `environment`. Sends nothing.
     ///
@@ -150,8 +132,7 @@ impl Endpoint {
         let key = environment.api_key(&config.endpoint)?;
         let table = &config.endpoint;
         let bad_key = || crate::config::Error::BadApiKey { variable: table.api_key_env.clone() };
-        let mut header = HeaderValue::from_str(key.expose()).map_err(|_| bad_key())?;
-        header.set_sensitive(true);
+        let headers = dialect::headers(table.style, &key).ok_or_else(bad_key)?;
         let proxy = environment.proxy(&base).map(|proxy| proxy_of(&proxy)).transpose();
         let proxy = proxy.map_err(|fault| Error::before_sending(&base, fault))?;
         let on_the_way = proxy.as_ref().filter(|proxy| base.parse().is_ok_and(|base| !proxy.is_no_proxy(&base)));
@@ -174,9 +155,18 @@ impl Endpoint {
             .proxy(proxy)
             .build()
             .new_agent();
-        let (paths, variable) = (table.endpoints.clone(), table.api_key_env.clone());
-        let redactor = Redactor::new(&key);
-        Ok(Endpoint { agent, base, paths, retry, key: header, proxy: on_the_way, variable, redactor })
+        Ok(Endpoint {
+            agent,
+            base,
+            style: table.style,
+            chat_path: table.chat_path().to_owned(),
+            models_path: table.endpoints.models.clone(),
+            retry,
+            headers,
+            proxy: on_the_way,
+            variable: table.api_key_env.clone(),
+            redactor: Redactor::new(&key),
+        })
     }
 
     /// The same service with the limits of a caller; their time starts now.
@@ -215,9 +205,11 @@ impl Endpoint {
         let mut all = Answered { value: Vec::new(), attempts: 0, took: Duration::ZERO };
         let mut query = String::new();
         for _ in 0..MODEL_PAGES_MAX {
-            let path = &self.paths.models;
+            let path = &self.models_path;
             let request = Request { key: "endpoint.endpoints.models", path, query: &query, body: None };
-            let page: Answered<ModelPage> = self.request(request, "no list of models, `data` with an `id` each")?;
+            let read = |value| serde_json::from_value(value).ok();
+            let wanted = "no list of models, `data` with an `id` each";
+            let page: Answered<ModelPage> = self.request(request, read, wanted)?;
             all.attempts += page.attempts;
             all.took += page.took;
             all.value.extend(page.value.data.iter().map(|model| self.redactor.plain(&model.id)));
@@ -234,34 +226,25 @@ impl Endpoint {
     /// # Errors
     /// When no attempt succeeds.
     pub fn message(&self, message: &Message<'_>) -> Result<Answered<Reply>, Error> {
-        let Message { model, max_tokens, temperature, system, user } = *message;
-        let mut body = json!({
-            "model": model,
-            "max_tokens": max_tokens,
-            "messages": [{ "role": "user", "content": user }],
-        });
-        if let Some(temperature) = temperature {
-            body["temperature"] = temperature.into();
-        }
-        if let Some(system) = system {
-            body["system"] = system.into();
-        }
-        let request = Request { key: "endpoint.endpoints.chat", path: &self.paths.chat, query: "", body: Some(&body) };
-        let sent: Answered<Sent> = self.request(request, "no message, `content` with a `text`").map_err(|error| {
+        let body = dialect::body(self.style, message);
+        let path = &self.chat_path;
+        let request = Request { key: "endpoint.endpoints.chat", path, query: "", body: Some(&body) };
+        let read = |value| serde_json::from_value(value).ok().and_then(|sent| dialect::reply(self.style, sent));
+        let mut answered = self.request(request, read, dialect::wanted(self.style)).map_err(|error| {
             // The service also returns 404 for an unknown model, although the address is right.
-            error.with_model(model)
+            error.with_model(message.model)
         })?;
-        let Answered { value: Sent { content, stop_reason, usage }, attempts, took } = sent;
-        let stop_reason = stop_reason.map(|reason| self.redactor.plain(&reason));
-        let text = content.into_iter().filter_map(|block| block.text).collect();
-        let Usage { input_tokens, output_tokens } = usage;
-        Ok(Answered { value: Reply { text, stop_reason, input_tokens, output_tokens }, attempts, took })
+        let reply: &mut Reply = &mut answered.value;
+        reply.stop_reason = reply.stop_reason.take().map(|reason| self.redactor.plain(&reason));
+        Ok(answered)
     }
 
-    /// Repeats the request until an answer comes, a fault is permanent, or all attempts are made.
-    fn request<T: for<'a> Deserialize<'a>>(
+    /// Repeats the request until an answer comes, a fault is permanent, or all attempts are made. `read` is what the caller
+    /// makes of the JSON, `wanted` what is said where it is something else.
+    fn request<T>(
         &self,
         request: Request<'_>,
+        read: impl Fn(Value) -> Option<T>,
         wanted: &'static str,
     ) -> Result<Answered<T>, Error> {
         let address = format!("{}/{}{}", self.base, request.path.trim_start_matches('/'), request.query);
@@ -269,7 +252,9 @@ impl Endpoint {
         let mut attempts = 0;
         loop {
             attempts += 1;
-            let fault = match self.attempt(&address, request.body, wanted) {
+            let value = self.attempt(&address, request.body);
+            let value = value.and_then(|(value, said)| read(value).ok_or(Fault::OtherJson { wanted, said }));
+            let fault = match value {
                 Ok(value) => return Ok(Answered { value, attempts, took: start.elapsed() }),
                 Err(fault) => fault,
             };
@@ -285,10 +270,8 @@ impl Endpoint {
         }
     }
 
-    fn attempt<T>(&self, address: &str, body: Option<&Value>, wanted: &'static str) -> Result<T, Fault>
-    where
-        T: for<'a> Deserialize<'a>,
-    {
+    /// The JSON of an answer, and how it begins.
+    fn attempt(&self, address: &str, body: Option<&Value>) -> Result<(Value, String), Fault> {
         let mut response = self.send(address, body).map_err(|error| self.transport_fault(&error))?;
         let read = response.body_mut().with_config().limit(ANSWER_BYTES_MAX).read_to_vec();
         if !response.status().is_success() {
@@ -308,22 +291,19 @@ impl Endpoint {
         if let Some(kind) = error_type(&value) {
             return Err(Fault::of_error(kind, status, said(), wait_of(&response), &self.variable));
         }
-        serde_json::from_value(value).map_err(|_| Fault::OtherJson { wanted, said: said() })
+        Ok((value, said()))
     }
 
     fn send(&self, address: &str, body: Option<&Value>) -> Result<Response<Body>, ureq::Error> {
-        const JSON: &str = "application/json";
         let most = Some(self.retry.attempt_timeout());
         match body {
             None => {
                 let get = self.agent.get(address).config().timeout_global(most).build();
-                let get = get.header("x-api-key", &self.key);
-                get.header("anthropic-version", INTERFACE_VERSION).header(header::CONTENT_TYPE, JSON).call()
+                self.headers.iter().fold(get, |get, (name, value)| get.header(name, value)).call()
             }
             Some(body) => {
                 let post = self.agent.post(address).config().timeout_global(most).build();
-                let post = post.header("x-api-key", &self.key);
-                let post = post.header("anthropic-version", INTERFACE_VERSION).header(header::CONTENT_TYPE, JSON);
+                let post = self.headers.iter().fold(post, |post, (name, value)| post.header(name, value));
                 post.send(body.to_string())
             }
         }

@@ -14,6 +14,7 @@ mod alarms;
 mod choices;
 mod convert;
 mod data;
+mod dialects;
 mod doctor;
 mod experts;
 mod faults;

@@ -24,7 +24,6 @@ use crate::tensor::stored::kind_of;
 
 /// What is merged, and where to.
 #[derive(Clone, Copy, Debug)]
-#[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Options<'a> {
     /// A folder with adapters in PEFT's format, or a run directory or checkpoint that has one called `adapter`.
     pub adapter: &'a Path,
