@@ -607,6 +607,7 @@ fn the_digest_changes_with_every_shared_value_and_with_no_other() {
             "/grpo/scale_rewards" => "batch".into(),
             "/grpo/importance" => "token".into(),
             "/run/device" => "cpu".into(),
+            "/endpoint/style" => "chat_completions".into(),
             _ => other_value(leaf),
         };
         assert_ne!(digest_of(&changed), plain, "{pointer}");

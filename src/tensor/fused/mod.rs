@@ -21,7 +21,6 @@ use crate::runtime::failure::out_of_memory;
 use crate::runtime::terminal::say;
 
 pub use adapted::{Layer, adapted};
-use trial::Refusal;
 
 const SOURCE: &str =
     concat!(include_str!("numbers.cu"), include_str!("rows.cu"), include_str!("sums.cu"), include_str!("products.cu"));
@@ -128,17 +127,17 @@ pub fn prepare(device: Device, kind: Kind) {
     if !device.is_cuda() || dtype(kind).is_none_or(usable) || FORGONE.load(Ordering::Relaxed) {
         return;
     }
-    let tried = load(kind).map_err(Refusal::from).and_then(|()| {
+    let tried = load(kind).map_err(trial::Refusal::from).and_then(|()| {
         allow(true);
         trial::passes(device, kind)
     });
     match tried {
         Ok(()) => return,
-        Err(Refusal::Torch(error)) if out_of_memory(&error.to_string()) => panic!("{error}"),
-        Err(refusal @ Refusal::Torch(_)) => {
+        Err(trial::Refusal::Torch(error)) if out_of_memory(&error.to_string()) => panic!("{error}"),
+        Err(refusal @ trial::Refusal::Torch(_)) => {
             tracing::warn!("libtorch's operators do elementwise work, since its kernels cannot be used: {refusal}");
         }
-        Err(refusal @ Refusal::Differs { .. }) => say(&format!(
+        Err(refusal @ trial::Refusal::Differs { .. }) => say(&format!(
             "warning: the compiled elementwise kernels are wrong on this GPU; libtorch's operators are used: {refusal}"
         )),
     }
