@@ -5,6 +5,7 @@
 //!
 //! ```text
 //!   <run directory>/latest                          the name of the newest checkpoint that all ranks agreed on
+//!   <run directory>/best                            the name of the best one, with `checkpoint.keep_best`
 //!   <run directory>/checkpoints/step_N/
 //!     state.json                                    counts, data position, digests of what must be the same again
 //!     masters.safetensors                           masters and both moments in their own dtype: the run goes on from these
@@ -20,8 +21,8 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
 pub use error::Error;
-pub use state::{Difference, State};
-pub use store::{Newest, Saved, Store};
+pub use state::{Difference, State, value_differences};
+pub use store::{Newest, Saved, Store, is_checkpoint, read_folder, state_of};
 
 use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::lora::{Adapter, Adapters};

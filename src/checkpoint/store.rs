@@ -28,6 +28,9 @@ const MASTERS: &str = "masters.safetensors";
 const LISTED: [&str; 3] = [MASTERS, VALUES, CONFIG];
 const FOLDER: &str = "checkpoints";
 const LATEST: &str = "latest";
+const BEST: &str = "best";
+/// Name of `best` while it is written.
+const BEST_PARTIAL: &str = ".best.partial";
 /// Name of `latest` while it is written; one rank that writes alone appends its own suffix.
 const LATEST_PARTIAL: &str = ".latest.partial";
 /// First parts of the tensors' names; a dot and the adapter's name follow.
@@ -150,7 +153,7 @@ impl Store {
             if !self.place(updates).exists() {
                 return settled;
             }
-            self.point_from(&format!("{LATEST_PARTIAL}_{own}"), updates)
+            self.point_from(LATEST, &format!("{LATEST_PARTIAL}_{own}"), updates)
         });
         let _ = fs::remove_dir_all(&partial);
         written
@@ -168,12 +171,20 @@ impl Store {
     /// # Errors
     /// When `latest` cannot be replaced; it then names the checkpoint before.
     pub fn point(&self, updates: u64) -> Result<(), Error> {
-        self.point_from(LATEST_PARTIAL, updates)
+        self.point_from(LATEST, LATEST_PARTIAL, updates)
     }
 
-    /// As [`Store::point`]; `partial` is the file's name while it is written.
-    fn point_from(&self, partial: &str, updates: u64) -> Result<(), Error> {
-        let file = self.run_dir.join(LATEST);
+    /// Makes `best` name the checkpoint after `updates` updates.
+    ///
+    /// # Errors
+    /// When `best` cannot be replaced.
+    pub fn point_best(&self, updates: u64) -> Result<(), Error> {
+        self.point_from(BEST, BEST_PARTIAL, updates)
+    }
+
+    /// Makes the file `name` name a checkpoint; `partial` is the file's name while it is written.
+    fn point_from(&self, name: &str, partial: &str, updates: u64) -> Result<(), Error> {
+        let file = self.run_dir.join(name);
         let partial = self.run_dir.join(partial);
         let written = durable(&partial, format!("{FOLDER}/step_{updates}\n").as_bytes())
             .and_then(|()| fs::rename(&partial, &file))
@@ -187,16 +198,19 @@ impl Store {
 
     /// Removes what is older than `keep` checkpoints that are whole as far as [`Store::looks_whole`] sees: the one after
     /// `updates` updates, which `latest` names, and the nearest such ones before it. What lies between them stays, and so do
-    /// later ones.
+    /// later ones and the one after `best` updates.
     ///
     /// # Errors
     /// When one cannot be removed.
-    pub fn trim(&self, updates: u64, keep: u64) -> Result<(), Error> {
+    pub fn trim(&self, updates: u64, keep: u64, best: Option<u64>) -> Result<(), Error> {
         let before = self.all()?.into_iter().filter(|&step| step < updates);
         let mut kept = 1;
         for step in before.rev() {
             if kept < keep {
                 kept += u64::from(self.looks_whole(step));
+                continue;
+            }
+            if best == Some(step) {
                 continue;
             }
             // Renamed first, so that a half removed folder is never taken for a checkpoint.
@@ -289,20 +303,7 @@ impl Store {
     /// # Errors
     /// When a file is not what was written, or does not fit the adapters.
     pub fn read(&self, updates: u64, adapters: &Adapters) -> Result<Saved, Error> {
-        let sealed = self.sealed(updates)?;
-        let file = self.place(updates).join(MASTERS);
-        let map = map_file(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
-        compare(&file, sha256_hex(&map), &sealed.files[MASTERS])?;
-        let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Tensors { file: file.clone(), source })?;
-        let part = |part: &str| {
-            let names = adapters.names().map(|name| format!("{part}.{name}"));
-            names.zip(adapters.tensors()).map(|(name, like)| tensor(&tensors, &file, name, like)).collect()
-        };
-        let [masters, mean, square]: [Result<Vec<Tensor>, Error>; 3] = PARTS.map(part);
-        let Sealed { state, seal, .. } = sealed;
-        let (masters, mean, square) = (masters?, mean?, square?);
-        let moments = Moments { steps: state.optimizer_steps, mean, square };
-        Ok(Saved { masters, moments, digest: seal, state })
+        read_folder(&self.place(updates), adapters)
     }
 
     /// The state after `updates` updates, without tensors.
@@ -310,23 +311,12 @@ impl Store {
     /// # Errors
     /// When `state.json` is not what was written.
     pub fn state(&self, updates: u64) -> Result<State, Error> {
-        Ok(self.sealed(updates)?.state)
+        state_of(&self.place(updates))
     }
 
     /// The state with its digests; the seal is checked, and every file is listed.
     fn sealed(&self, updates: u64) -> Result<Sealed, Error> {
-        let file = self.place(updates).join(STATE);
-        let text = fs::read(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
-        let no_state = |source: serde_json::Error| match source.classify() {
-            Category::Data => Error::Schema { file: file.clone(), source },
-            Category::Io | Category::Syntax | Category::Eof => Error::Torn { file: file.clone(), source },
-        };
-        let sealed: Sealed = serde_json::from_slice(&text).map_err(no_state)?;
-        compare(&file, sealed.digest().map_err(no_state)?, &sealed.seal)?;
-        match LISTED.into_iter().find(|name| !sealed.files.contains_key(*name)) {
-            Some(name) => Err(Error::Unlisted { file, name }),
-            None => Ok(sealed),
-        }
+        sealed_in(&self.place(updates))
     }
 
     /// Renames the checkpoint after `updates` updates, if there is one, to a free name that says why; returns its new path.
@@ -348,11 +338,63 @@ impl Store {
     /// Removes what an interrupted save or removal has left.
     fn sweep(&self) -> Result<(), Error> {
         let folder = self.folder();
-        for (folder, start) in [(&folder, ".step_"), (&self.run_dir, LATEST_PARTIAL)] {
+        let run_dir = &self.run_dir;
+        for (folder, start) in [(&folder, ".step_"), (run_dir, LATEST_PARTIAL), (run_dir, BEST_PARTIAL)] {
             let names = names(folder).map_err(|source| Error::Read { file: folder.clone(), source })?;
             names.iter().filter(|name| name.starts_with(start)).try_for_each(|name| remove(&folder.join(name)))?;
         }
         Ok(())
+    }
+}
+
+/// Whether `folder` holds a checkpoint, and not adapters alone.
+#[must_use]
+pub fn is_checkpoint(folder: &Path) -> bool {
+    folder.join(STATE).is_file()
+}
+
+/// The state of the checkpoint in `folder`, without tensors.
+///
+/// # Errors
+/// When `state.json` is not what was written.
+pub fn state_of(folder: &Path) -> Result<State, Error> {
+    Ok(sealed_in(folder)?.state)
+}
+
+/// Reads the checkpoint in `folder` for a run that has `adapters`, as [`Store::read`] does.
+///
+/// # Errors
+/// As [`Store::read`].
+pub fn read_folder(folder: &Path, adapters: &Adapters) -> Result<Saved, Error> {
+    let sealed = sealed_in(folder)?;
+    let file = folder.join(MASTERS);
+    let map = map_file(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
+    compare(&file, sha256_hex(&map), &sealed.files[MASTERS])?;
+    let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Tensors { file: file.clone(), source })?;
+    let part = |part: &str| {
+        let names = adapters.names().map(|name| format!("{part}.{name}"));
+        names.zip(adapters.tensors()).map(|(name, like)| tensor(&tensors, &file, name, like)).collect()
+    };
+    let [masters, mean, square]: [Result<Vec<Tensor>, Error>; 3] = PARTS.map(part);
+    let Sealed { state, seal, .. } = sealed;
+    let (masters, mean, square) = (masters?, mean?, square?);
+    let moments = Moments { steps: state.optimizer_steps, mean, square };
+    Ok(Saved { masters, moments, digest: seal, state })
+}
+
+/// The state in `folder` with its digests; the seal is checked, and every file is listed.
+fn sealed_in(folder: &Path) -> Result<Sealed, Error> {
+    let file = folder.join(STATE);
+    let text = fs::read(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
+    let no_state = |source: serde_json::Error| match source.classify() {
+        Category::Data => Error::Schema { file: file.clone(), source },
+        Category::Io | Category::Syntax | Category::Eof => Error::Torn { file: file.clone(), source },
+    };
+    let sealed: Sealed = serde_json::from_slice(&text).map_err(no_state)?;
+    compare(&file, sealed.digest().map_err(no_state)?, &sealed.seal)?;
+    match LISTED.into_iter().find(|name| !sealed.files.contains_key(*name)) {
+        Some(name) => Err(Error::Unlisted { file, name }),
+        None => Ok(sealed),
     }
 }
 
@@ -489,6 +531,7 @@ mod tests {
             schedule_steps: None,
             inputs: BTreeMap::new(),
             held_out: serde_json::Value::Null,
+            best: serde_json::Value::Null,
             round: serde_json::Value::Null,
         };
         let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
@@ -533,11 +576,26 @@ mod tests {
         for updates in [1, 2, 4, 8, 16] {
             write(&store, updates, &adapters, &moments(&adapters));
         }
-        store.trim(8, 2).unwrap();
+        store.trim(8, 2, None).unwrap();
         assert_eq!(store.all().unwrap(), [4, 8, 16]);
-        store.trim(16, 1).unwrap();
+        store.trim(16, 1, None).unwrap();
         assert_eq!(store.all().unwrap(), [16]);
         assert_eq!(names(&store.folder()).unwrap(), ["step_16"]);
+    }
+
+    #[test]
+    fn the_best_stays_besides_the_last_ones_until_another_is_better() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
+        for updates in [1, 2, 4, 8, 16] {
+            write(&store, updates, &adapters, &moments(&adapters));
+        }
+        store.trim(16, 2, Some(2)).unwrap();
+        assert_eq!(store.all().unwrap(), [2, 8, 16]);
+        store.trim(16, 2, Some(8)).unwrap();
+        assert_eq!(store.all().unwrap(), [8, 16], "it is one of the last ones");
+        store.point_best(8).unwrap();
+        assert_eq!(fs::read_to_string(folder.path().join("best")).unwrap(), "checkpoints/step_8\n");
     }
 
     #[test]
@@ -554,10 +612,10 @@ mod tests {
                 write(&store, updates, &adapters, &moments(&adapters));
             }
             damage(&store.place(10));
-            store.trim(15, 2).unwrap();
+            store.trim(15, 2, None).unwrap();
             assert_eq!(store.all().unwrap(), [5, 10, 15], "5 is the second that is whole");
             write(&store, 20, &adapters, &moments(&adapters));
-            store.trim(20, 2).unwrap();
+            store.trim(20, 2, None).unwrap();
             assert_eq!(store.all().unwrap(), [15, 20]);
         }
     }

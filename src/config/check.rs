@@ -44,6 +44,7 @@ impl RunConfig {
         check.adapters();
         check.rotary();
         check.saved();
+        check.evaluation();
         check.rollout();
         check.rewards();
         check.at_least_one("gate.scale", self.gate.scale, "1 runs the gates at their full lengths");

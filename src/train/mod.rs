@@ -4,6 +4,7 @@ mod answer;
 mod checkpoints;
 mod conventional;
 mod evaluate;
+mod evaluations;
 mod groups;
 mod inputs;
 mod memory;

@@ -89,6 +89,14 @@ pub(super) fn check_config(config: &RunConfig) -> Result<(), Error> {
     }
 }
 
+/// Refuses sampled answers without a reward of theirs.
+pub(super) fn check_named(config: &RunConfig) -> Result<(), Error> {
+    match config.grpo.reward_fn {
+        None if config.rollout.sample => Err(Error::Unnamed { why: Unnamed::Sampled }),
+        _ => Ok(()),
+    }
+}
+
 /// The reward that the configuration names, else `data` where every answer of the data has one.
 pub(super) fn choose_reward(config: &RunConfig, train: &Dataset) -> Result<RewardFn, Error> {
     check_config(config)?;

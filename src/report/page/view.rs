@@ -33,6 +33,8 @@ pub(super) struct View<'a> {
     seconds: f64,
     pub(super) notes: Vec<String>,
     curves: Vec<Figure>,
+    /// Curves of held-out prompts.
+    evaluations: Vec<Figure>,
     time: Vec<Figure>,
     memory: Vec<Figure>,
     pub(super) gates: &'a [Facts],
@@ -58,6 +60,7 @@ impl<'a> View<'a> {
             seconds: run.steps.iter().map(|step| step.seconds.total).sum(),
             notes: run.notes.iter().cloned().chain(warnings(run)).collect(),
             curves: figures::curves(&run.steps),
+            evaluations: figures::evaluations(&run.evaluations),
             time: figures::time(&run.steps),
             memory: figures::memory(run),
             gates: &run.gates,
