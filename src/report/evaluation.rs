@@ -59,7 +59,7 @@ impl HeldOut {
     }
 
     /// Every measurement with the last parts of its name.
-    fn numbers(&self) -> [(&'static str, Option<f64>); 9] {
+    pub(super) fn numbers(&self) -> [(&'static str, Option<f64>); 9] {
         [
             ("margin", self.margin),
             ("accuracy", self.accuracy),

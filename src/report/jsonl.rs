@@ -5,6 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::evaluation::{Evaluation, EvaluationLine};
@@ -75,6 +76,22 @@ pub(super) fn cut_metrics(file: &mut File, made: Option<u64>, dropped: &Path) ->
             Metrics::Evaluation(evaluation) => kept.evaluations.push(evaluation),
         }
         true
+    })?;
+    Ok(kept)
+}
+
+/// Keeps the leading lines that are whole and that `keep` accepts, and returns them. What is cut off goes to `dropped`.
+pub(super) fn cut_lines<T: DeserializeOwned>(
+    file: &mut File,
+    dropped: &Path,
+    mut keep: impl FnMut(&T) -> bool,
+) -> io::Result<Vec<T>> {
+    let mut kept = Vec::new();
+    cut(file, dropped, |line| {
+        let read = serde_json::from_slice(line).ok().filter(|read: &T| keep(read));
+        let is_kept = read.is_some();
+        kept.extend(read);
+        is_kept
     })?;
     Ok(kept)
 }

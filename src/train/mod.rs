@@ -3,6 +3,7 @@
 mod answer;
 mod checkpoints;
 mod conventional;
+mod eval;
 mod evaluate;
 mod evaluations;
 mod groups;
@@ -29,6 +30,7 @@ mod trainer;
 mod update;
 mod weights;
 
+pub use eval::{EvalEnded, EvalOptions, evaluate};
 pub use run::{Finished, Run, RunOptions};
 pub use run_folder::{Begin, RunFolder};
 pub use session::Session;

@@ -118,7 +118,7 @@ fn link_experts(config: &RunConfig, world: &World, spec: &Spec, device: Device) 
     Ok(())
 }
 
-fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
+pub(super) fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
     let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
     Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
 }
