@@ -14,6 +14,7 @@ mod choices;
 mod convert;
 mod data;
 mod doctor;
+mod eval;
 mod experts;
 mod faults;
 mod fp8;
