@@ -13,6 +13,7 @@
 //! ```
 
 mod error;
+mod reading;
 mod state;
 mod store;
 
@@ -21,8 +22,9 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
 pub use error::Error;
+pub use reading::{Saved, is_checkpoint, read_folder, state_of};
 pub use state::{Difference, State, value_differences};
-pub use store::{Newest, Saved, Store, is_checkpoint, read_folder, state_of};
+pub use store::{Newest, Store};
 
 use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::lora::{Adapter, Adapters};

@@ -8,24 +8,20 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use safetensors::{SafeTensors, serialize_to_file};
-use serde_json::error::Category;
 use sha2::{Digest, Sha256};
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use super::error::Error;
+use super::reading::{LISTED, MASTERS, PARTS, STATE, Saved, compare, read_folder, sealed_in, state_of};
 use super::state::{Sealed, State};
 use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
 use crate::model::lora::Adapters;
 use crate::prompt::handoff::Moments;
-use crate::runtime::digest::{hex, sha256_hex};
-use crate::runtime::units::{Rank, as_index, from_dim, from_index};
-use crate::tensor::bytes::{fill_from_bytes, map_file};
-use crate::tensor::stored::{StoredTensor, kind_of};
+use crate::runtime::digest::hex;
+use crate::runtime::units::{Rank, from_index};
+use crate::tensor::bytes::map_file;
+use crate::tensor::stored::StoredTensor;
 
-const STATE: &str = "state.json";
-const MASTERS: &str = "masters.safetensors";
-/// The files whose digests stand in [`STATE`].
-const LISTED: [&str; 3] = [MASTERS, VALUES, CONFIG];
 const FOLDER: &str = "checkpoints";
 const LATEST: &str = "latest";
 const BEST: &str = "best";
@@ -33,8 +29,6 @@ const BEST: &str = "best";
 const BEST_PARTIAL: &str = ".best.partial";
 /// Name of `latest` while it is written; one rank that writes alone appends its own suffix.
 const LATEST_PARTIAL: &str = ".latest.partial";
-/// First parts of the tensors' names; a dot and the adapter's name follow.
-const PARTS: [&str; 3] = ["master", "mean", "square"];
 
 /// The checkpoints of a run directory. Rank 0 writes, removes and chooses; all ranks read.
 #[derive(Debug)]
@@ -51,18 +45,6 @@ pub struct Newest {
     pub passed_over: Vec<(u64, Error)>,
     /// What `latest` names.
     pub latest: Option<String>,
-}
-
-/// A checkpoint that was read.
-#[derive(Debug)]
-#[expect(missing_docs, reason = "the names and types say everything")]
-pub struct Saved {
-    pub state: State,
-    /// In the adapters' order.
-    pub masters: Vec<Tensor>,
-    pub moments: Moments,
-    /// Digest of the whole checkpoint; compared over ranks, which may have read different files.
-    pub digest: String,
 }
 
 impl Store {
@@ -347,57 +329,6 @@ impl Store {
     }
 }
 
-/// Whether `folder` holds a checkpoint, and not adapters alone.
-#[must_use]
-pub fn is_checkpoint(folder: &Path) -> bool {
-    folder.join(STATE).is_file()
-}
-
-/// The state of the checkpoint in `folder`, without tensors.
-///
-/// # Errors
-/// When `state.json` is not what was written.
-pub fn state_of(folder: &Path) -> Result<State, Error> {
-    Ok(sealed_in(folder)?.state)
-}
-
-/// Reads the checkpoint in `folder` for a run that has `adapters`, as [`Store::read`] does.
-///
-/// # Errors
-/// As [`Store::read`].
-pub fn read_folder(folder: &Path, adapters: &Adapters) -> Result<Saved, Error> {
-    let sealed = sealed_in(folder)?;
-    let file = folder.join(MASTERS);
-    let map = map_file(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
-    compare(&file, sha256_hex(&map), &sealed.files[MASTERS])?;
-    let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Tensors { file: file.clone(), source })?;
-    let part = |part: &str| {
-        let names = adapters.names().map(|name| format!("{part}.{name}"));
-        names.zip(adapters.tensors()).map(|(name, like)| tensor(&tensors, &file, name, like)).collect()
-    };
-    let [masters, mean, square]: [Result<Vec<Tensor>, Error>; 3] = PARTS.map(part);
-    let Sealed { state, seal, .. } = sealed;
-    let (masters, mean, square) = (masters?, mean?, square?);
-    let moments = Moments { steps: state.optimizer_steps, mean, square };
-    Ok(Saved { masters, moments, digest: seal, state })
-}
-
-/// The state in `folder` with its digests; the seal is checked, and every file is listed.
-fn sealed_in(folder: &Path) -> Result<Sealed, Error> {
-    let file = folder.join(STATE);
-    let text = fs::read(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
-    let no_state = |source: serde_json::Error| match source.classify() {
-        Category::Data => Error::Schema { file: file.clone(), source },
-        Category::Io | Category::Syntax | Category::Eof => Error::Torn { file: file.clone(), source },
-    };
-    let sealed: Sealed = serde_json::from_slice(&text).map_err(no_state)?;
-    compare(&file, sealed.digest().map_err(no_state)?, &sealed.seal)?;
-    match LISTED.into_iter().find(|name| !sealed.files.contains_key(*name)) {
-        Some(name) => Err(Error::Unlisted { file, name }),
-        None => Ok(sealed),
-    }
-}
-
 /// Writes all files of a checkpoint into `folder` and brings them to the disk; returns the state's updates.
 fn fill(
     folder: &Path,
@@ -432,29 +363,6 @@ fn fill(
     let written = sealed.map_err(io::Error::from).and_then(|text| durable(&file, &text)).and_then(|()| settle(folder));
     written.map_err(|source| Error::Write { file, source })?;
     Ok(updates)
-}
-
-/// A tensor of the file, which must have the dtype and shape of `like`: nothing is converted.
-fn tensor(tensors: &SafeTensors<'_>, file: &Path, name: String, like: &Tensor) -> Result<Tensor, Error> {
-    let view = tensors.tensor(&name).map_err(|source| Error::Tensors { file: file.to_owned(), source })?;
-    let (found, wanted) = ((kind_of(view.dtype()), view.shape().to_vec()), (Some(like.kind()), sizes(like)));
-    if found != wanted {
-        let words = |(kind, shape): (Option<Kind>, Vec<usize>)| {
-            kind.map_or_else(|| "of a dtype that is not read".to_owned(), |kind| format!("{kind:?} {shape:?}"))
-        };
-        let file = file.to_owned();
-        return Err(Error::Misfit { file, name, found: words(found), wanted: words(wanted) });
-    }
-    let filled = || {
-        let mut tensor = Tensor::f_empty(like.size(), (like.kind(), Device::Cpu))?;
-        fill_from_bytes(&mut tensor, view.data(), like.kind())?;
-        Ok(tensor.f_to_device(like.device())?)
-    };
-    filled().map_err(|source| Error::Bytes { name, source })
-}
-
-fn sizes(tensor: &Tensor) -> Vec<usize> {
-    tensor.size().into_iter().map(|size| as_index(from_dim(size))).collect()
 }
 
 /// A name that is no checkpoint's, for a folder that is being written or removed.
@@ -500,15 +408,10 @@ fn digest_of(file: &Path) -> io::Result<String> {
     Ok(hex(hash))
 }
 
-fn compare(file: &Path, found: String, wanted: &str) -> Result<(), Error> {
-    if found == wanted {
-        return Ok(());
-    }
-    Err(Error::Damaged { file: file.to_owned(), found, wanted: wanted.to_owned() })
-}
-
 #[cfg(test)]
 mod tests {
+    use tch::{Device, Kind};
+
     use super::*;
     use crate::data::GroupOrder;
     use crate::model::lora::Adapter;

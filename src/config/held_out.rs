@@ -135,10 +135,20 @@ impl Check<'_> {
         const WITH: [&str; 5] = ["data.held_out", "rollout.sample", "eval.greedy", "eval.samples", "grpo.group_size"];
         let known = run.best_metrics();
         if !has_sets {
-            self.should(KEY, &WITH, "left out", "there is no data.held_out whose measurements could choose a checkpoint");
+            self.should(
+                KEY,
+                &WITH,
+                "left out",
+                "there is no data.held_out whose measurements could choose a checkpoint",
+            );
         } else if !known.contains(metric) {
             let be = format!("one of {}", known.join(", "));
-            self.should(KEY, &WITH, be, format!("these are the measurements of which more is better (it is {metric:?})"));
+            self.should(
+                KEY,
+                &WITH,
+                be,
+                format!("these are the measurements of which more is better (it is {metric:?})"),
+            );
         }
     }
 }

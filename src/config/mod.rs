@@ -44,8 +44,8 @@ pub use rewards::{RewardFn, RewardName, WeightedReward};
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
     CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, EvalConfig, GateConfig,
-    GrpoConfig, LoraConfig, MICRO_BLOCK_DEFAULT, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardConfig,
-    RolloutConfig, RunTable,
+    GrpoConfig, LoraConfig, MICRO_BLOCK_DEFAULT, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig,
+    RewardConfig, RolloutConfig, RunTable,
 };
 
 /// The values that must be equal on all ranks. Their digest is compared at the start and stored in what a run writes.

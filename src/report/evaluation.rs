@@ -197,7 +197,11 @@ mod tests {
         let one = EvalLine {
             margin: Some(2.0),
             best_is_first: Some(true),
-            answers: vec![answer(false, Some(1.0), 4, false), answer(false, None, 8, true), answer(true, Some(0.5), 2, true)],
+            answers: vec![
+                answer(false, Some(1.0), 4, false),
+                answer(false, None, 8, true),
+                answer(true, Some(0.5), 2, true),
+            ],
             ..EvalLine::default()
         };
         let two = EvalLine { answers: vec![answer(true, Some(0.0), 4, false)], ..EvalLine::default() };
@@ -224,7 +228,11 @@ mod tests {
         let best = values.iter().fold(None, |best, &(step, value)| Best::of(best, metric, &evaluation(step, value)));
         let best = best.unwrap();
         assert_eq!((best.step, best.value, best.checkpoint.as_str()), (4, 0.5, "checkpoints/step_4"));
-        assert_eq!(Best::of(Some(best.clone()), "eval/codes/margin", &evaluation(9, 1.0)), Some(best), "it has no margin");
+        assert_eq!(
+            Best::of(Some(best.clone()), "eval/codes/margin", &evaluation(9, 1.0)),
+            Some(best),
+            "it has no margin"
+        );
     }
 
     #[test]

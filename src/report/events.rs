@@ -54,8 +54,10 @@ impl Events {
         let file = folder.join(format!("{PREFIX}{time:010}.{host}.{}", std::process::id()));
         let out = File::create(&file).map_err(|source| Error::Write { file: file.clone(), source })?;
         let mut events = Events { file, out };
-        let start =
-            [event(now_s(), 0, &bytes(3, b"brain.Event:2")), event(now_s(), made.unwrap_or(0) + 1, &bytes(7, &number(1, START)))];
+        let start = [
+            event(now_s(), 0, &bytes(3, b"brain.Event:2")),
+            event(now_s(), made.unwrap_or(0) + 1, &bytes(7, &number(1, START))),
+        ];
         events.write(&start)?;
         Ok(events)
     }

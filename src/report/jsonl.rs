@@ -171,7 +171,8 @@ mod tests {
     #[track_caller]
     fn assert_metrics(text: &str, made: u64, kept: usize) {
         let expected: String = (1..=kept).map(|step| line(from_index(step))).collect();
-        let left = after(text, |file, dropped| assert_eq!(cut_metrics(file, Some(made), dropped).unwrap().steps.len(), kept));
+        let left =
+            after(text, |file, dropped| assert_eq!(cut_metrics(file, Some(made), dropped).unwrap().steps.len(), kept));
         assert_eq!(left, expected + "next");
     }
 

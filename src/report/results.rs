@@ -108,7 +108,8 @@ impl EvalSummary {
     #[must_use]
     pub fn table(&self) -> String {
         let names: Vec<&String> = self.sets.keys().collect();
-        let mut rows: Vec<(String, Vec<String>)> = vec![(String::new(), names.iter().map(ToString::to_string).collect())];
+        let mut rows: Vec<(String, Vec<String>)> =
+            vec![(String::new(), names.iter().map(ToString::to_string).collect())];
         rows.push(("prompts".to_owned(), self.sets.values().map(|set| set.prompts.to_string()).collect()));
         for (at, (name, _)) in HeldOut::default().numbers().into_iter().enumerate() {
             let values: Vec<Option<f64>> = self.sets.values().map(|set| set.numbers()[at].1).collect();

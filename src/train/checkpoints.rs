@@ -209,8 +209,7 @@ impl Checkpoints {
         if policy.adapters.is_spread() {
             return Err(checkpoint::Error::Spread { ranks: world.ep.size() }.into());
         }
-        let state =
-            State { cursor: whole.cursor.clone(), ..state(session, world, evaluated, whole.round.clone()) };
+        let state = State { cursor: whole.cursor.clone(), ..state(session, world, evaluated, whole.round.clone()) };
         if let Err(error) = reporter.settle() {
             reporter.line(&format!("{error}; the checkpoint is written all the same"));
         }

@@ -87,7 +87,8 @@ pub enum EvalEnded {
 /// evaluation.
 pub fn evaluate(loaded: &Loaded, options: &EvalOptions, world: &mut World) -> Result<EvalEnded, Failure> {
     let mut loaded = loaded.clone();
-    let name = options.adapters.as_deref().map_or(Some("base".as_ref()), Path::file_name).unwrap_or("adapters".as_ref());
+    let name =
+        options.adapters.as_deref().map_or(Some("base".as_ref()), Path::file_name).unwrap_or("adapters".as_ref());
     let out = options.out.clone().unwrap_or_else(|| loaded.rank.dir.join("eval").join(name));
     loaded.rank.dir.clone_from(&out);
     world.agree(prepare(&mut loaded.run, options))?;
@@ -166,10 +167,14 @@ fn identity(session: &Session, adapters: Option<String>) -> Value {
     let config = session.config();
     let mut of = Map::new();
     let whole = config.resumable();
-    for table in ["context", "model", "data", "rollout", "reward", "endpoint"] {
+    for table in ["context", "model", "rollout", "reward", "endpoint"] {
         of.insert(table.to_owned(), whole[table].clone());
     }
-    of.insert("memory".to_owned(), json!({"micro_block": config.memory.micro_block, "head_block": config.memory.head_block}));
+    of.insert(
+        "memory".to_owned(),
+        json!({"micro_block": config.memory.micro_block, "head_block": config.memory.head_block}),
+    );
+    of.insert("data".to_owned(), json!({"too_long": config.data.too_long}));
     of.insert("grpo".to_owned(), json!({"temperature": config.grpo.temperature, "reward_fn": config.grpo.reward_fn}));
     of.insert("eval".to_owned(), json!({"samples": config.eval_samples(), "greedy": config.eval_greedy()}));
     of.insert("run".to_owned(), json!({"seed": config.run.seed, "deterministic": config.run.deterministic}));

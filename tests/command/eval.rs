@@ -22,7 +22,8 @@ const SETS: &str = "data.held_out={ codes = \"codes.jsonl\", books = \"books.jso
 
 /// Prompts without answers: the policy gives them.
 fn asked(lengths: &[usize]) -> String {
-    let prompts = lengths.iter().map(|&length| json!({"name": format!("of {length}"), "prompt_ids": ids(length, length)}));
+    let prompts =
+        lengths.iter().map(|&length| json!({"name": format!("of {length}"), "prompt_ids": ids(length, length)}));
     lines(&prompts.collect::<Vec<_>>())
 }
 
@@ -55,7 +56,8 @@ fn metrics(room: &Room, run: &str) -> (Vec<Value>, Vec<Value>) {
             evaluation.as_object_mut().unwrap().remove("seconds");
             evaluations.push(evaluation.take());
         } else {
-            ["seconds", "tokens_per_second", "memory"].map(|key| line.as_object_mut().unwrap().remove(key).unwrap());
+            let _ = ["seconds", "tokens_per_second", "memory"]
+                .map(|key| line.as_object_mut().unwrap().remove(key).unwrap());
             steps.push(line);
         }
     }
@@ -131,7 +133,8 @@ fn evaluations_on_the_way_change_no_bit_of_training_and_stand_in_metrics_events_
 fn a_run_that_is_killed_in_an_evaluation_goes_on_to_the_same_curves_and_eval_alone_gives_the_same_numbers() {
     let room = drawing();
     // Each update and each held-out prompt starts the program once on one rank: 5 prompts, 2 updates, 5 prompts.
-    let sets = [SETS, "run.steps=4", "eval.every=2", "eval.samples=1", "checkpoint.keep_best=eval/books/sampled/reward"];
+    let sets =
+        [SETS, "run.steps=4", "eval.every=2", "eval.samples=1", "checkpoint.keep_best=eval/books/sampled/reward"];
     train(&room, "whole", &[], &sets).ended(0, &[]);
     fs::remove_file(room.path().join("calls")).unwrap();
     room.write("kill_at", "9");
@@ -153,23 +156,24 @@ fn a_run_that_is_killed_in_an_evaluation_goes_on_to_the_same_curves_and_eval_alo
     let same = ["--config", "whole/config.resolved.toml", "--json"];
     let said = eval(&room, 2, &[&same[..], &["whole/checkpoints/step_4", "--out", "apart"]].concat(), &[]);
     assert_eq!(said.ended(0, &[]).json()["sets"], expected, "the same ranks give the same bits");
-    // Killed in the fourth prompt; one rank finishes what two began, each with a prompt of its own.
+    // Killed in the last prompt; one rank finishes what two began, each with a prompt of its own.
     let side = ["parallel.cp_size=1"];
     let arguments = [&same[..], &["whole/adapter", "--out", "side"]].concat();
     fs::remove_file(room.path().join("calls")).unwrap();
     room.write("kill_at", "3");
     assert_ne!(eval(&room, 2, &arguments, &side).code, 0);
     let finished = room.read("side/results.jsonl");
-    assert_eq!(finished.lines().count(), 3, "two side by side, then the last one of the set");
+    assert_eq!(finished.lines().count(), 4, "two sets of two prompts side by side");
     let said = eval(&room, 1, &arguments, &side);
-    said.ended(0, &["books: 2 of 2 prompts are finished already", "codes: 1 of 3 prompts are finished already"]);
+    said.ended(0, &["books: 2 of 2 prompts are finished already", "codes: 2 of 3 prompts are finished already"]);
     for set in ["codes", "books"] {
         assert_near(&said.json()["sets"][set], &expected[set]);
     }
     assert!(room.read("side/results.jsonl").starts_with(&finished), "what was finished stays as it was");
     // Other adapters, another set or other settings are another evaluation.
     let arguments = [&same[..2], &["--base", "--out", "side"]].concat();
-    eval(&room, 1, &arguments, &side).refused(2, &["side holds another evaluation: the adapters (digest) was ", "--anew"]);
+    eval(&room, 1, &arguments, &side)
+        .refused(2, &["side holds another evaluation: the adapters (digest) was ", "--anew"]);
     let arguments = [&same[..2], &["whole/adapter", "--out", "side"]].concat();
     let said = eval(&room, 1, &arguments, &["run.seed=3", "data.held_out=codes.jsonl"]);
     said.refused(2, &["run.seed was 0 and is 3", "the held-out data (digest) was absent"]);
@@ -183,7 +187,8 @@ fn a_run_that_is_killed_in_an_evaluation_goes_on_to_the_same_curves_and_eval_alo
 
 /// Held-out answers whose rewards are the other way round than those that are trained: their margin falls.
 fn falling() -> Room {
-    let text = config(&case("qwen3")).replace("lr = 1e-3", "lr = 1e-2").replace("[run]", "held_out = \"other.jsonl\"\n[run]");
+    let text =
+        config(&case("qwen3")).replace("lr = 1e-3", "lr = 1e-2").replace("[run]", "held_out = \"other.jsonl\"\n[run]");
     let records = [record(61, [2, 13, 5]), record(33, [4, 2, 2])];
     let mut other = records.clone();
     for answer in other.iter_mut().flat_map(|record| record["answers"].as_array_mut().unwrap()) {
@@ -199,31 +204,48 @@ fn the_best_checkpoint_stays_besides_the_last_one_and_over_a_resume() {
     let room = falling();
     let metric = "checkpoint.keep_best=eval/held_out/margin";
     let sets = |steps| vec![steps, metric, "eval.every=2", "checkpoint.keep=1"];
-    train(&room, "run", &[], &sets("run.steps=6")).ended(0, &["best checkpoint", "checkpoints/step_2 (eval/held_out/margin "]);
+    train(&room, "run", &[], &sets("run.steps=6"))
+        .ended(0, &["best checkpoint", "checkpoints/step_2 (eval/held_out/margin "]);
     let margin = |at: usize| metrics(&room, "run").1[at]["sets"]["held_out"]["margin"].as_f64().unwrap();
     assert!(margin(1) > margin(2) && margin(2) > margin(3), "it falls, so the first one stays the best");
-    assert_eq!((checkpoints(&room, "run"), room.read("run/best")), (vec!["step_2".into(), "step_6".into()], "checkpoints/step_2\n".into()));
+    assert_eq!(
+        (checkpoints(&room, "run"), room.read("run/best")),
+        (vec!["step_2".into(), "step_6".into()], "checkpoints/step_2\n".into())
+    );
     train(&room, "run", &["--resume"], &sets("run.steps=9")).ended(0, &["step_6: update 7 is next"]);
     assert_eq!(checkpoints(&room, "run"), ["step_2", "step_9"]);
     let best = receipt(&room, "run")["best"].clone();
-    let expected = json!({"metric": "eval/held_out/margin", "value": margin(1), "step": 2, "checkpoint": "checkpoints/step_2"});
+    let expected =
+        json!({"metric": "eval/held_out/margin", "value": margin(1), "step": 2, "checkpoint": "checkpoints/step_2"});
     assert_eq!(best, expected);
     assert_eq!(steps_of(&metrics(&room, "run").1), [0, 2, 4, 6, 8, 9], "that of the earlier end stays");
     // Without the metrics the checkpoint still knows.
     fs::remove_file(room.path().join("run/metrics.jsonl")).unwrap();
     train(&room, "run", &["--resume"], &sets("run.steps=10")).ended(0, &[]);
-    assert_eq!((receipt(&room, "run")["best"].clone(), checkpoints(&room, "run")), (expected, vec!["step_10".into(), "step_2".into()]));
+    assert_eq!(
+        (receipt(&room, "run")["best"].clone(), checkpoints(&room, "run")),
+        (expected, vec!["step_10".into(), "step_2".into()])
+    );
     let said = eval(&room, 2, &["run/checkpoints/step_2", "--json"], &[]);
-    assert!((said.ended(0, &[]).json()["sets"]["held_out"]["margin"].as_f64().unwrap() - best["value"].as_f64().unwrap()).abs() < 1e-12);
+    assert!(
+        (said.ended(0, &[]).json()["sets"]["held_out"]["margin"].as_f64().unwrap() - best["value"].as_f64().unwrap())
+            .abs()
+            < 1e-12
+    );
     assert!(room.path().join("run/eval/step_2/results.jsonl").is_file());
 }
 
 #[test]
 fn contradictions_of_evaluation_are_refused_by_name() {
     let room = falling();
-    let refused = |sets: &[&str], words: &[&str]| drop(train(&room, "run", &[], sets).refused(2, words));
+    let refused = |sets: &[&str], words: &[&str]| {
+        train(&room, "run", &[], sets).refused(2, words);
+    };
     refused(&["checkpoint.keep_best=eval/codes/margin"], &["one of eval/held_out/margin, eval/held_out/accuracy"]);
-    refused(&["eval.samples=2"], &["eval.samples should be left out: answers come with the data where rollout.sample = false"]);
+    refused(
+        &["eval.samples=2"],
+        &["eval.samples should be left out: answers come with the data where rollout.sample = false"],
+    );
     refused(&["data.held_out={ \"a/b\" = \"other.jsonl\" }"], &["data.held_out should be a file, or a table"]);
     let text = room.read("config.toml").replace("held_out = \"other.jsonl\"\n", "");
     room.write("config.toml", &text);
@@ -234,7 +256,8 @@ fn contradictions_of_evaluation_are_refused_by_name() {
     eval(&room, 1, &["--base"], &[]).refused(2, &["data.held_out is not set"]);
     eval(&room, 1, &["--base"], &["data.held_out=equal.jsonl"]).refused(3, &["nothing can be measured on held_out"]);
     room.write("run/metrics.jsonl", "");
-    eval(&room, 1, &["--base", "--out", "run"], &["data.held_out=equal.jsonl"]).refused(2, &["run is a run's directory"]);
+    eval(&room, 1, &["--base", "--out", "run"], &["data.held_out=equal.jsonl"])
+        .refused(2, &["run is a run's directory"]);
     eval(&room, 1, &["absent"], &["data.held_out=equal.jsonl"]).refused(3, &["absent/adapter_config.json"]);
     eval(&room, 1, &[], &[]).ended(2, &["<ADAPTERS>"]);
 }

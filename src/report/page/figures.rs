@@ -51,24 +51,36 @@ pub(super) fn evaluations(evaluations: &[Evaluation]) -> Vec<Figure> {
         curve(title, reading, unit, &series)
     };
     let figures = [
-        figure("Held-out reward", "Mean by set.", "", &[(", sampled", |set| set.reward), (", greedy", |set| set.greedy)]),
+        figure(
+            "Held-out reward",
+            "Mean by set.",
+            "",
+            &[(", sampled", |set| set.reward), (", greedy", |set| set.greedy)],
+        ),
         figure(
             "Held-out margin",
             "How much more probable right answers are than wrong ones.",
             " nats",
             &[("", |set| set.margin)],
         ),
-        figure("Held-out accuracy", "Share of prompts whose best answer is the most probable.", "", &[("", |set| {
-            set.accuracy
-        })]),
-        figure("Held-out answer length", "Mean by set.", " tokens", &[
-            (", sampled", |set| set.tokens),
-            (", greedy", |set| set.greedy_tokens),
-        ]),
-        figure("Held-out answers cut off", "Share of the answers.", "", &[
-            (", sampled", |set| set.truncated_share),
-            (", greedy", |set| set.greedy_truncated_share),
-        ]),
+        figure(
+            "Held-out accuracy",
+            "Share of prompts whose best answer is the most probable.",
+            "",
+            &[("", |set| set.accuracy)],
+        ),
+        figure(
+            "Held-out answer length",
+            "Mean by set.",
+            " tokens",
+            &[(", sampled", |set| set.tokens), (", greedy", |set| set.greedy_tokens)],
+        ),
+        figure(
+            "Held-out answers cut off",
+            "Share of the answers.",
+            "",
+            &[(", sampled", |set| set.truncated_share), (", greedy", |set| set.greedy_truncated_share)],
+        ),
     ];
     figures.into_iter().flatten().collect()
 }
