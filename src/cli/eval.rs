@@ -20,7 +20,7 @@ pub(super) struct EvalFlags {
     /// Evaluate the base model alone
     #[arg(long)]
     base: bool,
-    /// Where the results go (default: eval/NAME in run.dir, with the name of the folder of adapters)
+    /// Where the results go (default: eval/NAME in the directory of the adapters' run, else in run.dir, with the name of their folder)
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Begin anew; results that are there move aside, into earlier/N

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::step::mean;
+use super::averages::mean;
 use crate::runtime::units::{float, from_index};
 
 /// What a set of held-out prompts has shown.
@@ -119,7 +119,7 @@ pub struct Best {
     pub metric: String,
     /// Its value there.
     pub value: f64,
-    /// Updates made.
+    /// Updates that were made before it.
     pub step: u64,
     /// Its folder within the run directory.
     pub checkpoint: String,

@@ -15,9 +15,7 @@ use crate::runtime::units::from_index;
 /// What a line of metrics.jsonl is about.
 #[derive(Debug)]
 pub(super) enum Metrics {
-    /// An update.
     Step(Box<Step>),
-    /// An evaluation.
     Evaluation(Evaluation),
 }
 

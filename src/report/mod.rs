@@ -4,6 +4,7 @@
 //! rewritten, in a file each update is one line.
 
 mod answers;
+mod averages;
 mod earlier;
 mod error;
 mod evaluation;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::evaluations::Progress;
+use super::progress::Progress;
 use super::rate::learning_rate;
 use super::round_state;
 use super::run_folder::{Begin, RunFolder};

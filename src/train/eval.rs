@@ -62,7 +62,7 @@ impl Classified for Error {
 pub struct EvalOptions {
     /// Folder of adapters or of a checkpoint; absent: the base model alone.
     pub adapters: Option<PathBuf>,
-    /// Folder of the results; absent: `eval/NAME` in the run directory, with the name of the adapters' folder.
+    /// Folder of the results; absent: `eval/NAME` in the adapters' run directory, with the name of their folder.
     pub out: Option<PathBuf>,
     /// Whether results that are there are moved aside.
     pub anew: bool,
@@ -87,9 +87,7 @@ pub enum EvalEnded {
 /// evaluation.
 pub fn evaluate(loaded: &Loaded, options: &EvalOptions, world: &mut World) -> Result<EvalEnded, Failure> {
     let mut loaded = loaded.clone();
-    let name =
-        options.adapters.as_deref().map_or(Some("base".as_ref()), Path::file_name).unwrap_or("adapters".as_ref());
-    let out = options.out.clone().unwrap_or_else(|| loaded.rank.dir.join("eval").join(name));
+    let out = options.out.clone().unwrap_or_else(|| default_out(options.adapters.as_deref(), &loaded.rank.dir));
     loaded.rank.dir.clone_from(&out);
     world.agree(prepare(&mut loaded.run, options))?;
     let prepared = Prepared::new(&loaded, world)?;
@@ -122,6 +120,14 @@ pub fn evaluate(loaded: &Loaded, options: &EvalOptions, world: &mut World) -> Re
         stop.close(world);
     }
     ended
+}
+
+/// `eval/NAME` in the directory of the run that has made the adapters, else in `run_dir`.
+fn default_out(adapters: Option<&Path>, run_dir: &Path) -> PathBuf {
+    let is_run = |folder: &&Path| folder.join("config.resolved.toml").is_file();
+    let made = adapters.and_then(|folder| folder.ancestors().skip(1).take(2).find(is_run));
+    let name = adapters.map_or(Some("base".as_ref()), Path::file_name).unwrap_or("adapters".as_ref());
+    made.unwrap_or(run_dir).join("eval").join(name)
 }
 
 /// Sets what evaluation alone asks for: the adapters' own form, and none of training's memory.

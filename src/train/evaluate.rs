@@ -12,6 +12,7 @@ use super::answer::{Answer, AnswerReward};
 use super::outcome::Interruption;
 use super::rewards;
 use super::session::{HeldOutSet, Session};
+use super::signal::has_margin;
 use super::stop_policy::StopPolicy;
 use crate::config::Gradient;
 use crate::data::Group;
@@ -19,9 +20,9 @@ use crate::prompt::handoff::Logprobs;
 use crate::report::{EvalAnswer, EvalLine, HeldOut, Reporter};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::{Rank, Tokens, as_index, float, from_index};
+use crate::step::finalize;
 use crate::step::observer::Observer;
 use crate::step::transaction::{Outcome, Transaction, Verdict};
-use crate::step::{finalize, objective};
 use crate::world::World;
 use crate::world::exchange::sum_number;
 
@@ -37,12 +38,6 @@ pub(super) struct Evaluator<'a> {
 pub(super) fn wanted(session: &Session, set: &HeldOutSet) -> Vec<usize> {
     let draws = session.draws_held_out();
     (0..set.data.len()).filter(|&index| draws || has_margin(set.data.group(index))).collect()
-}
-
-/// Whether a group has a better and a worse answer; an answer without a reward is neither.
-pub(super) fn has_margin(group: &Group) -> bool {
-    let rewards: Vec<Option<f64>> = group.answers.iter().map(|answer| answer.reward).collect();
-    objective::spread(&rewards).is_some()
 }
 
 impl Evaluator<'_> {

@@ -6,7 +6,7 @@ use std::path::Path;
 use tch::{Device, Kind};
 
 use super::session::HeldOutSet;
-use super::{evaluations, rewards, signal};
+use super::{progress, rewards, signal};
 use crate::config::{HeldOutFiles, Loaded, RewardFn, RewardName, RunConfig};
 use crate::data::{Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, end_ids, find_or_make};
 use crate::model::spec::Spec;
@@ -72,7 +72,7 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
     config.grpo.reward_fn = Some(reward_fn.clone());
     if work == Work::Train {
         world.agree(signal::check_data(&config, &train).map_err(Failure::from))?;
-        world.agree(evaluations::check_best(&config, &held_out).map_err(Failure::from))?;
+        world.agree(progress::check_best(&config, &held_out).map_err(Failure::from))?;
     }
     let mut inputs = Inputs {
         train_digest: train.digest().to_owned(),

@@ -12,6 +12,7 @@ mod memory;
 mod metrics;
 mod open;
 mod outcome;
+mod progress;
 mod rate;
 mod records;
 mod rescue;

@@ -6,9 +6,8 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::evaluate::has_margin;
 use super::round::{FrozenGroup, Round};
-use super::signal;
+use super::signal::{self, has_margin};
 use crate::config::{
     Aggregation as Rule, Dtype, GrpoConfig, ImportanceWeights, Loaded, RewardName, RunConfig, ScaleRewards,
 };

@@ -3,8 +3,8 @@
 use serde_json::Value;
 
 use super::checkpoints::{Checkpoints, Start, WholeUpdate};
-use super::evaluations::{self, Progress};
 use super::outcome::Outcome;
+use super::progress::{self, Progress};
 use super::records::Records;
 use super::round::Round;
 use super::round_state;
@@ -99,7 +99,7 @@ impl Trainer {
         let made = self.start.updates;
         if !self.start.resumed {
             let Outcome::Done(()) = self.evaluate(0, world)? else { return Ok(Ending::NotBegun) };
-        } else if made < steps && evaluations::is_due(&self.session, made) {
+        } else if made < steps && progress::is_due(&self.session, made) {
             // An earlier start may have ended in the middle of it.
             let Outcome::Done(()) = self.evaluate(made, world)? else { return Ok(Ending::Stopped) };
         }
@@ -122,7 +122,7 @@ impl Trainer {
                 }
                 Ok(Outcome::NoRewards { failure }) | Err(failure) => return Err(failure),
             }
-            let evaluates = step < steps && evaluations::is_due(&self.session, step);
+            let evaluates = step < steps && progress::is_due(&self.session, step);
             let best = evaluates && self.session.config().checkpoint.keep_best.is_some();
             let is_due = self.options.keeps_progress && self.checkpoints.is_due(self.session.config(), step, world);
             if is_due || (best && self.options.keeps_progress) {

@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 
 use super::plot::{About, Bars, Column, Figure, Series, bars, lines, stacks};
 use super::read::{Facts, Run};
+use crate::report::averages::ends;
 use crate::report::evaluation::{Evaluation, HeldOut};
 use crate::report::receipt::Seconds;
-use crate::report::step::{Step, ends};
+use crate::report::step::Step;
 use crate::runtime::units::float;
 
 /// Up to this many ranks each has its own bar; of more, the least and the most are drawn.

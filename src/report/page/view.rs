@@ -8,7 +8,8 @@ use super::figures;
 use super::numbers::{count, short};
 use super::plot::{Figure, neighbours};
 use super::read::{Extremes, Facts, Run};
-use crate::report::step::{Step, mean};
+use crate::report::averages::mean;
+use crate::report::step::Step;
 use crate::runtime::units::Bytes;
 
 /// Most rows in the table of numbers.
