@@ -117,6 +117,8 @@ impl RunConfig {
 
 impl Check<'_> {
     pub(super) fn evaluation(&mut self) {
+        const KEY: &str = "checkpoint.keep_best";
+        const WITH: [&str; 5] = ["data.held_out", "rollout.sample", "eval.greedy", "eval.samples", "grpo.group_size"];
         let (run, eval) = (self.run, &self.run.eval);
         let has_sets = run.data.held_out.is_some();
         if eval.every > 0 && !has_sets {
@@ -131,8 +133,6 @@ impl Check<'_> {
             }
         }
         let Some(metric) = &run.checkpoint.keep_best else { return };
-        const KEY: &str = "checkpoint.keep_best";
-        const WITH: [&str; 5] = ["data.held_out", "rollout.sample", "eval.greedy", "eval.samples", "grpo.group_size"];
         let known = run.best_metrics();
         if !has_sets {
             self.should(

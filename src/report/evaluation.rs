@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     fn answer(greedy: bool, reward: Option<f64>, tokens: u64, truncated: bool) -> EvalAnswer {
-        EvalAnswer { greedy, reward, tokens, truncated, ..EvalAnswer::default() }
+        EvalAnswer { greedy, tokens, truncated, reward, ..EvalAnswer::default() }
     }
 
     fn evaluation(step: u64, greedy: f64) -> Evaluation {

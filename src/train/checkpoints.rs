@@ -107,7 +107,7 @@ impl Checkpoints {
             format!("latest names {named}, which is not there as it was: the newest whole checkpoint is taken")
         }));
         notes.push(format!("going on from {}: update {} is next", place.display(), updates + 1));
-        Ok(Start { updates, resumed: true, evaluated: Progress::restore(held_out, best), notes })
+        Ok(Start { updates, resumed: true, evaluated: Progress::restore(&held_out, best), notes })
     }
 
     /// Renames the checkpoints that are passed over, so that no later save or removal meets them; one line for each.

@@ -106,10 +106,10 @@ pub fn evaluate(loaded: &Loaded, options: &EvalOptions, world: &mut World) -> Re
     let about = EvalSummary {
         adapters: options.adapters.clone(),
         commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown").to_owned(),
-        of: identity(&session, options.adapters.as_ref().map(|_| adapters)),
+        of: identity(&session, options.adapters.as_ref().map(|_| adapters.as_str())),
         ..EvalSummary::default()
     };
-    let opened = world.on_root(|| Ok(open_results(&out, &about)?))?;
+    let opened = world.on_root(|| open_results(&out, &about))?;
     let (results, finished) = opened.unzip();
     let finished = world.from_root(|| Ok(finished.unwrap_or_default()))?;
     let stop = StopPolicy::open(&session.loaded, world);
@@ -169,7 +169,7 @@ fn restore_masters(session: &mut Session, options: &EvalOptions, world: &World) 
 }
 
 /// Everything that the numbers follow from. `adapters`: their digest, absent for the base model alone.
-fn identity(session: &Session, adapters: Option<String>) -> Value {
+fn identity(session: &Session, adapters: Option<&str>) -> Value {
     let config = session.config();
     let mut of = Map::new();
     let whole = config.resumable();
@@ -187,7 +187,7 @@ fn identity(session: &Session, adapters: Option<String>) -> Value {
     let own = ["the data", "the starting adapters"];
     let inputs = session.input_digests.iter().filter(|(name, _)| !own.contains(&name.as_str()));
     of.extend(inputs.map(|(name, digest)| (format!("{name} (digest)"), json!(digest))));
-    of.insert("the adapters (digest)".to_owned(), json!(adapters.as_deref().unwrap_or("none: the base model alone")));
+    of.insert("the adapters (digest)".to_owned(), json!(adapters.unwrap_or("none: the base model alone")));
     Value::Object(of)
 }
 

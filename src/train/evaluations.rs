@@ -17,12 +17,12 @@ use crate::world::World;
 impl Trainer {
     /// Goes on with the earlier start's evaluations, which rank 0 has read. `best` names the best checkpoint again, where a kill
     /// has kept it from that.
-    pub(super) fn resume_evaluations(&mut self, earlier: Vec<Evaluation>, world: &World) -> Result<(), Failure> {
+    pub(super) fn resume_evaluations(&mut self, earlier: &[Evaluation], world: &World) -> Result<(), Failure> {
         let told = world.from_root(|| {
             let there = |step: u64| self.checkpoints.has(step);
             let steps: Vec<u64> = earlier.iter().map(|evaluation| evaluation.step).collect();
             let saved = self.evaluated.best.iter().map(|best| best.step);
-            Ok((steps.into_iter().chain(saved).filter(|&step| there(step)).collect::<Vec<u64>>(), earlier.clone()))
+            Ok((steps.into_iter().chain(saved).filter(|&step| there(step)).collect::<Vec<u64>>(), earlier.to_vec()))
         });
         let (there, earlier) = told?;
         let metric = self.session.config().checkpoint.keep_best.clone();

@@ -52,7 +52,7 @@ pub(super) struct Progress {
 
 impl Progress {
     /// What a checkpoint holds of it. Earlier versions wrote the only set without a name.
-    pub(super) fn restore(before: Value, best: Value) -> Progress {
+    pub(super) fn restore(before: &Value, best: Value) -> Progress {
         let only = || serde_json::from_value::<Option<HeldOut>>(before.clone()).ok().flatten();
         let named = serde_json::from_value::<BTreeMap<String, HeldOut>>(before.clone()).ok();
         let before = named.or_else(|| only().map(|set| [("held_out".to_owned(), set)].into())).unwrap_or_default();
@@ -103,11 +103,11 @@ mod tests {
     #[test]
     fn a_checkpoint_of_an_earlier_version_holds_the_only_set_without_a_name() {
         let old = json!({"margin": 0.5, "accuracy": 1.0, "reward": null, "greedy": null, "missing": 0, "prompts": 3});
-        let progress = Progress::restore(old, Value::Null);
+        let progress = Progress::restore(&old, Value::Null);
         assert_eq!(progress.before["held_out"].margin, Some(0.5));
-        assert!(Progress::restore(Value::Null, Value::Null).before.is_empty());
+        assert!(Progress::restore(&Value::Null, Value::Null).before.is_empty());
         let sets = json!(evaluation(0, 0.25).sets);
-        assert_eq!(Progress::restore(sets, Value::Null).before["held_out"].greedy, Some(0.25));
+        assert_eq!(Progress::restore(&sets, Value::Null).before["held_out"].greedy, Some(0.25));
     }
 
     #[test]

@@ -90,7 +90,7 @@ impl Trainer {
             start,
             reporter,
         };
-        trainer.resume_evaluations(earlier.evaluations, world)?;
+        trainer.resume_evaluations(&earlier.evaluations, world)?;
         Ok(trainer)
     }
 
@@ -174,9 +174,8 @@ impl Trainer {
         let records = self.records.gather(&self.session, world);
         world.tracker().enter(Phase::Save);
         match ending {
-            Ending::NotBegun => {}
             Ending::Stopped if self.options.keeps_progress => self.save(world)?,
-            Ending::Stopped => {}
+            Ending::NotBegun | Ending::Stopped => {}
             Ending::Finished => Checkpoints::export_adapters(&self.session, world)?,
         }
         let stopped = !matches!(ending, Ending::Finished);

@@ -158,7 +158,7 @@ fn a_run_that_is_killed_in_an_evaluation_goes_on_to_the_same_curves_and_eval_alo
     assert_eq!(said.ended(0, &[]).json()["sets"], expected, "the same ranks give the same bits");
     // Killed in the last prompt; one rank finishes what two began, each with a prompt of its own.
     let side = ["parallel.cp_size=1"];
-    let arguments = [&same[..], &["whole/adapter", "--out", "side"]].concat();
+    let arguments = [&same[..], &["whole/checkpoints/step_4", "--out", "side"]].concat();
     fs::remove_file(room.path().join("calls")).unwrap();
     room.write("kill_at", "3");
     assert_ne!(eval(&room, 2, &arguments, &side).code, 0);

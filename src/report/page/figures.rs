@@ -35,14 +35,17 @@ pub(super) fn curves(steps: &[Step]) -> Vec<Figure> {
     [rewards(steps), policy(steps), answers(steps)].into_iter().flatten().flatten().collect()
 }
 
+/// A number of a held-out set.
+type Measure = fn(&HeldOut) -> Option<f64>;
+
 /// Measurements on held-out prompts over updates: a line for each set, and for sampled and greedy answers.
 pub(super) fn evaluations(evaluations: &[Evaluation]) -> Vec<Figure> {
     if evaluations.len() < 2 {
         return Vec::new();
     }
     let names: BTreeSet<&String> = evaluations.iter().flat_map(|evaluation| evaluation.sets.keys()).collect();
-    let figure = |title: &str, reading: &str, unit, lines: &[(&str, fn(&HeldOut) -> Option<f64>)]| {
-        let one = |set: &String, words: &str, number: fn(&HeldOut) -> Option<f64>| Series {
+    let figure = |title: &str, reading: &str, unit, lines: &[(&str, Measure)]| {
+        let one = |set: &String, words: &str, number: Measure| Series {
             name: format!("{set}{words}"),
             points: evaluations.iter().filter_map(|at| Some((float(at.step), number(at.sets.get(set)?)?))).collect(),
             band: Vec::new(),
