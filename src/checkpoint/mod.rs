@@ -5,6 +5,7 @@
 //!
 //! ```text
 //!   <run directory>/latest                          the name of the newest checkpoint that all ranks agreed on
+//!   <run directory>/best                            the name of the best one, with `checkpoint.keep_best`
 //!   <run directory>/checkpoints/step_N/
 //!     state.json                                    counts, data position, digests of what must be the same again
 //!     masters.safetensors                           masters and both moments in their own dtype: the run goes on from these
@@ -12,6 +13,7 @@
 //! ```
 
 mod error;
+mod reading;
 mod state;
 mod store;
 
@@ -20,8 +22,9 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
 pub use error::Error;
-pub use state::{Difference, State};
-pub use store::{Newest, Saved, Store};
+pub use reading::{Saved, is_checkpoint, read_folder, state_of};
+pub use state::{Difference, State, value_differences};
+pub use store::{Newest, Store};
 
 use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::lora::{Adapter, Adapters};

@@ -34,8 +34,12 @@ pub struct State {
     pub schedule_steps: Option<u64>,
     /// Digests of the run's inputs: the model, the data, the starting adapters.
     pub inputs: BTreeMap<String, String>,
-    /// The held-out evaluation before the first update, as in the receipt.
+    /// The held-out evaluation before the first update: each set as in the receipt, by its name. Earlier versions wrote the only
+    /// set without a name.
     pub held_out: Value,
+    /// The best checkpoint so far (`checkpoint.keep_best`), as in the receipt; null without one.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub best: Value,
     /// Answers and scores that further updates are made of (`grpo.updates_per_group`); null between rounds.
     #[serde(default)]
     pub round: Value,
@@ -103,6 +107,17 @@ fn different(saved: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -
         .collect()
 }
 
+/// What differs between two nested values, by dotted keys.
+#[must_use]
+pub fn value_differences(saved: &Value, now: &Value) -> Vec<Difference> {
+    let texts = |value: &Value| {
+        let mut texts = BTreeMap::new();
+        leaves(value, "", &mut texts);
+        texts
+    };
+    different(&texts(saved), &texts(now))
+}
+
 /// Every value by its dotted key.
 fn leaves(value: &Value, path: &str, found: &mut BTreeMap<String, String>) {
     match value {
@@ -160,6 +175,7 @@ mod tests {
             schedule_steps: Some(9),
             inputs: [("the model".to_owned(), "m".to_owned())].into(),
             held_out: Value::Null,
+            best: Value::Null,
             round: Value::Null,
         }
     }

@@ -8,30 +8,27 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use safetensors::{SafeTensors, serialize_to_file};
-use serde_json::error::Category;
 use sha2::{Digest, Sha256};
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use super::error::Error;
+use super::reading::{LISTED, MASTERS, PARTS, STATE, Saved, compare, read_folder, sealed_in, state_of};
 use super::state::{Sealed, State};
 use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
 use crate::model::lora::Adapters;
 use crate::prompt::handoff::Moments;
-use crate::runtime::digest::{hex, sha256_hex};
-use crate::runtime::units::{Rank, as_index, from_dim, from_index};
-use crate::tensor::bytes::{fill_from_bytes, map_file};
-use crate::tensor::stored::{StoredTensor, kind_of};
+use crate::runtime::digest::hex;
+use crate::runtime::units::{Rank, from_index};
+use crate::tensor::bytes::map_file;
+use crate::tensor::stored::StoredTensor;
 
-const STATE: &str = "state.json";
-const MASTERS: &str = "masters.safetensors";
-/// The files whose digests stand in [`STATE`].
-const LISTED: [&str; 3] = [MASTERS, VALUES, CONFIG];
 const FOLDER: &str = "checkpoints";
 const LATEST: &str = "latest";
+const BEST: &str = "best";
+/// Name of `best` while it is written.
+const BEST_PARTIAL: &str = ".best.partial";
 /// Name of `latest` while it is written; one rank that writes alone appends its own suffix.
 const LATEST_PARTIAL: &str = ".latest.partial";
-/// First parts of the tensors' names; a dot and the adapter's name follow.
-const PARTS: [&str; 3] = ["master", "mean", "square"];
 
 /// The checkpoints of a run directory. Rank 0 writes, removes and chooses; all ranks read.
 #[derive(Debug)]
@@ -48,18 +45,6 @@ pub struct Newest {
     pub passed_over: Vec<(u64, Error)>,
     /// What `latest` names.
     pub latest: Option<String>,
-}
-
-/// A checkpoint that was read.
-#[derive(Debug)]
-#[expect(missing_docs, reason = "the names and types say everything")]
-pub struct Saved {
-    pub state: State,
-    /// In the adapters' order.
-    pub masters: Vec<Tensor>,
-    pub moments: Moments,
-    /// Digest of the whole checkpoint; compared over ranks, which may have read different files.
-    pub digest: String,
 }
 
 impl Store {
@@ -150,7 +135,7 @@ impl Store {
             if !self.place(updates).exists() {
                 return settled;
             }
-            self.point_from(&format!("{LATEST_PARTIAL}_{own}"), updates)
+            self.point_from(LATEST, &format!("{LATEST_PARTIAL}_{own}"), updates)
         });
         let _ = fs::remove_dir_all(&partial);
         written
@@ -168,12 +153,20 @@ impl Store {
     /// # Errors
     /// When `latest` cannot be replaced; it then names the checkpoint before.
     pub fn point(&self, updates: u64) -> Result<(), Error> {
-        self.point_from(LATEST_PARTIAL, updates)
+        self.point_from(LATEST, LATEST_PARTIAL, updates)
     }
 
-    /// As [`Store::point`]; `partial` is the file's name while it is written.
-    fn point_from(&self, partial: &str, updates: u64) -> Result<(), Error> {
-        let file = self.run_dir.join(LATEST);
+    /// Makes `best` name the checkpoint after `updates` updates.
+    ///
+    /// # Errors
+    /// When `best` cannot be replaced.
+    pub fn point_best(&self, updates: u64) -> Result<(), Error> {
+        self.point_from(BEST, BEST_PARTIAL, updates)
+    }
+
+    /// Makes the file `name` name a checkpoint; `partial` is the file's name while it is written.
+    fn point_from(&self, name: &str, partial: &str, updates: u64) -> Result<(), Error> {
+        let file = self.run_dir.join(name);
         let partial = self.run_dir.join(partial);
         let written = durable(&partial, format!("{FOLDER}/step_{updates}\n").as_bytes())
             .and_then(|()| fs::rename(&partial, &file))
@@ -187,16 +180,19 @@ impl Store {
 
     /// Removes what is older than `keep` checkpoints that are whole as far as [`Store::looks_whole`] sees: the one after
     /// `updates` updates, which `latest` names, and the nearest such ones before it. What lies between them stays, and so do
-    /// later ones.
+    /// later ones and the one after `best` updates.
     ///
     /// # Errors
     /// When one cannot be removed.
-    pub fn trim(&self, updates: u64, keep: u64) -> Result<(), Error> {
+    pub fn trim(&self, updates: u64, keep: u64, best: Option<u64>) -> Result<(), Error> {
         let before = self.all()?.into_iter().filter(|&step| step < updates);
         let mut kept = 1;
         for step in before.rev() {
             if kept < keep {
                 kept += u64::from(self.looks_whole(step));
+                continue;
+            }
+            if best == Some(step) {
                 continue;
             }
             // Renamed first, so that a half removed folder is never taken for a checkpoint.
@@ -289,20 +285,7 @@ impl Store {
     /// # Errors
     /// When a file is not what was written, or does not fit the adapters.
     pub fn read(&self, updates: u64, adapters: &Adapters) -> Result<Saved, Error> {
-        let sealed = self.sealed(updates)?;
-        let file = self.place(updates).join(MASTERS);
-        let map = map_file(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
-        compare(&file, sha256_hex(&map), &sealed.files[MASTERS])?;
-        let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Tensors { file: file.clone(), source })?;
-        let part = |part: &str| {
-            let names = adapters.names().map(|name| format!("{part}.{name}"));
-            names.zip(adapters.tensors()).map(|(name, like)| tensor(&tensors, &file, name, like)).collect()
-        };
-        let [masters, mean, square]: [Result<Vec<Tensor>, Error>; 3] = PARTS.map(part);
-        let Sealed { state, seal, .. } = sealed;
-        let (masters, mean, square) = (masters?, mean?, square?);
-        let moments = Moments { steps: state.optimizer_steps, mean, square };
-        Ok(Saved { masters, moments, digest: seal, state })
+        read_folder(&self.place(updates), adapters)
     }
 
     /// The state after `updates` updates, without tensors.
@@ -310,23 +293,12 @@ impl Store {
     /// # Errors
     /// When `state.json` is not what was written.
     pub fn state(&self, updates: u64) -> Result<State, Error> {
-        Ok(self.sealed(updates)?.state)
+        state_of(&self.place(updates))
     }
 
     /// The state with its digests; the seal is checked, and every file is listed.
     fn sealed(&self, updates: u64) -> Result<Sealed, Error> {
-        let file = self.place(updates).join(STATE);
-        let text = fs::read(&file).map_err(|source| Error::Read { file: file.clone(), source })?;
-        let no_state = |source: serde_json::Error| match source.classify() {
-            Category::Data => Error::Schema { file: file.clone(), source },
-            Category::Io | Category::Syntax | Category::Eof => Error::Torn { file: file.clone(), source },
-        };
-        let sealed: Sealed = serde_json::from_slice(&text).map_err(no_state)?;
-        compare(&file, sealed.digest().map_err(no_state)?, &sealed.seal)?;
-        match LISTED.into_iter().find(|name| !sealed.files.contains_key(*name)) {
-            Some(name) => Err(Error::Unlisted { file, name }),
-            None => Ok(sealed),
-        }
+        sealed_in(&self.place(updates))
     }
 
     /// Renames the checkpoint after `updates` updates, if there is one, to a free name that says why; returns its new path.
@@ -348,7 +320,8 @@ impl Store {
     /// Removes what an interrupted save or removal has left.
     fn sweep(&self) -> Result<(), Error> {
         let folder = self.folder();
-        for (folder, start) in [(&folder, ".step_"), (&self.run_dir, LATEST_PARTIAL)] {
+        let run_dir = &self.run_dir;
+        for (folder, start) in [(&folder, ".step_"), (run_dir, LATEST_PARTIAL), (run_dir, BEST_PARTIAL)] {
             let names = names(folder).map_err(|source| Error::Read { file: folder.clone(), source })?;
             names.iter().filter(|name| name.starts_with(start)).try_for_each(|name| remove(&folder.join(name)))?;
         }
@@ -390,29 +363,6 @@ fn fill(
     let written = sealed.map_err(io::Error::from).and_then(|text| durable(&file, &text)).and_then(|()| settle(folder));
     written.map_err(|source| Error::Write { file, source })?;
     Ok(updates)
-}
-
-/// A tensor of the file, which must have the dtype and shape of `like`: nothing is converted.
-fn tensor(tensors: &SafeTensors<'_>, file: &Path, name: String, like: &Tensor) -> Result<Tensor, Error> {
-    let view = tensors.tensor(&name).map_err(|source| Error::Tensors { file: file.to_owned(), source })?;
-    let (found, wanted) = ((kind_of(view.dtype()), view.shape().to_vec()), (Some(like.kind()), sizes(like)));
-    if found != wanted {
-        let words = |(kind, shape): (Option<Kind>, Vec<usize>)| {
-            kind.map_or_else(|| "of a dtype that is not read".to_owned(), |kind| format!("{kind:?} {shape:?}"))
-        };
-        let file = file.to_owned();
-        return Err(Error::Misfit { file, name, found: words(found), wanted: words(wanted) });
-    }
-    let filled = || {
-        let mut tensor = Tensor::f_empty(like.size(), (like.kind(), Device::Cpu))?;
-        fill_from_bytes(&mut tensor, view.data(), like.kind())?;
-        Ok(tensor.f_to_device(like.device())?)
-    };
-    filled().map_err(|source| Error::Bytes { name, source })
-}
-
-fn sizes(tensor: &Tensor) -> Vec<usize> {
-    tensor.size().into_iter().map(|size| as_index(from_dim(size))).collect()
 }
 
 /// A name that is no checkpoint's, for a folder that is being written or removed.
@@ -458,15 +408,10 @@ fn digest_of(file: &Path) -> io::Result<String> {
     Ok(hex(hash))
 }
 
-fn compare(file: &Path, found: String, wanted: &str) -> Result<(), Error> {
-    if found == wanted {
-        return Ok(());
-    }
-    Err(Error::Damaged { file: file.to_owned(), found, wanted: wanted.to_owned() })
-}
-
 #[cfg(test)]
 mod tests {
+    use tch::{Device, Kind};
+
     use super::*;
     use crate::data::GroupOrder;
     use crate::model::lora::Adapter;
@@ -489,6 +434,7 @@ mod tests {
             schedule_steps: None,
             inputs: BTreeMap::new(),
             held_out: serde_json::Value::Null,
+            best: serde_json::Value::Null,
             round: serde_json::Value::Null,
         };
         let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
@@ -533,11 +479,26 @@ mod tests {
         for updates in [1, 2, 4, 8, 16] {
             write(&store, updates, &adapters, &moments(&adapters));
         }
-        store.trim(8, 2).unwrap();
+        store.trim(8, 2, None).unwrap();
         assert_eq!(store.all().unwrap(), [4, 8, 16]);
-        store.trim(16, 1).unwrap();
+        store.trim(16, 1, None).unwrap();
         assert_eq!(store.all().unwrap(), [16]);
         assert_eq!(names(&store.folder()).unwrap(), ["step_16"]);
+    }
+
+    #[test]
+    fn the_best_stays_besides_the_last_ones_until_another_is_better() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, adapters) = (Store::of(folder.path()), adapters(Kind::Float));
+        for updates in [1, 2, 4, 8, 16] {
+            write(&store, updates, &adapters, &moments(&adapters));
+        }
+        store.trim(16, 2, Some(2)).unwrap();
+        assert_eq!(store.all().unwrap(), [2, 8, 16]);
+        store.trim(16, 2, Some(8)).unwrap();
+        assert_eq!(store.all().unwrap(), [8, 16], "it is one of the last ones");
+        store.point_best(8).unwrap();
+        assert_eq!(fs::read_to_string(folder.path().join("best")).unwrap(), "checkpoints/step_8\n");
     }
 
     #[test]
@@ -554,10 +515,10 @@ mod tests {
                 write(&store, updates, &adapters, &moments(&adapters));
             }
             damage(&store.place(10));
-            store.trim(15, 2).unwrap();
+            store.trim(15, 2, None).unwrap();
             assert_eq!(store.all().unwrap(), [5, 10, 15], "5 is the second that is whole");
             write(&store, 20, &adapters, &moments(&adapters));
-            store.trim(20, 2).unwrap();
+            store.trim(20, 2, None).unwrap();
             assert_eq!(store.all().unwrap(), [15, 20]);
         }
     }

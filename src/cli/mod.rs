@@ -3,6 +3,7 @@
 mod arguments;
 mod convert;
 mod data;
+mod eval;
 mod measure;
 mod merge;
 mod output;
@@ -23,6 +24,7 @@ pub(crate) use arguments::take_set_flags;
 use arguments::{gate_name, gate_names};
 use convert::{ConvertFlags, convert};
 use data::{DataVerb, generate, keychain};
+use eval::{EvalFlags, eval};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 use merge::{MergeFlags, merge};
 pub(crate) use output::print_usage;
@@ -56,6 +58,8 @@ enum Verb {
         #[arg(long, conflicts_with = "resume")]
         anew: bool,
     },
+    /// Evaluate adapters, a checkpoint or the base model on held-out prompts, without training; goes on where it was stopped
+    Eval(EvalFlags),
     /// A validation run with checks and a receipt; each gate runs after another one has passed
     Gate {
         #[arg(value_name = "NAME", value_parser = gate_name, help = format!("One of {}", gate_names()))]
@@ -104,7 +108,8 @@ enum Verb {
 impl Verb {
     fn reads_configuration(&self) -> bool {
         match self {
-            Verb::Train { .. } | Verb::Gate { .. } | Verb::Plan(_) | Verb::Ping { .. } | Verb::Doctor { .. } => true,
+            Verb::Train { .. } | Verb::Eval(_) | Verb::Gate { .. } => true,
+            Verb::Plan(_) | Verb::Ping { .. } | Verb::Doctor { .. } => true,
             Verb::Data { kind } => matches!(kind, DataVerb::Generate(_)),
             Verb::Parity(_) | Verb::Bench(_) | Verb::Study(_) | Verb::Report(_) | Verb::Convert(_) | Verb::Merge(_) => {
                 false
@@ -132,6 +137,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> anyhow::Result<Exit> {
             };
             train(config, begin, json)?
         }
+        Verb::Eval(flags) => eval(config, flags)?,
         Verb::Gate { gate, json, .. } if gate.is_endpoint() => key_gate(config, &gate, json)?,
         Verb::Gate { gate: chosen, force, json } => gate(config, &chosen, force, json)?,
         Verb::Plan(flags) => plan(config, &flags)?,

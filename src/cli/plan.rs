@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use longstraw::config::{self, Gradient, WithoutFile};
+use longstraw::config::{self, Gradient, HeldOutFiles, WithoutFile};
 use longstraw::data::size_note;
 use longstraw::model::shape::Shape;
 use longstraw::plan::measured::MeasuredRates;
@@ -151,8 +151,9 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
         print_result(&plan.text(config));
     }
     let context = shape.as_ref().and_then(|shape| shape.context_note(config.context.max_seq_len));
-    let sets = [("data.path", &config.data.path), ("data.held_out", &config.data.held_out)];
-    let data = sets.into_iter().filter_map(|(key, path)| size_note(key, path.as_ref()?, config.context.prompt_len));
+    let held_out = config.data.held_out.iter().flat_map(HeldOutFiles::sets).map(|(_, file)| ("data.held_out", file));
+    let sets = config.data.path.iter().map(|path| ("data.path", path.as_path())).chain(held_out);
+    let data = sets.filter_map(|(key, path)| size_note(key, path, config.context.prompt_len));
     for note in loaded.notes().into_iter().chain(context).chain(data) {
         say(&note);
     }

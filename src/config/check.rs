@@ -44,6 +44,7 @@ impl RunConfig {
         check.adapters();
         check.rotary();
         check.saved();
+        check.evaluation();
         check.rollout();
         check.alarm();
         check.rewards();

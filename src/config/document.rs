@@ -24,7 +24,7 @@ const HEAD: &str = "\
 
 In variables and flags a text needs no quotes, and a list of texts is written with commas
 (`--set lora.targets=q_proj,v_proj`). All other values are written as in TOML (`--set 'grpo.gradient={ last = 64 }'`).
-Relative paths start at the working directory. A key whose value is a table (`grpo.gradient`, `model.rope_scaling`) is
+Relative paths start at the working directory. A key whose value is a table (`grpo.gradient`, `data.held_out`, `model.rope_scaling`) is
 replaced as a whole.
 
 Nothing is ignored: an unknown or misplaced key in any source ends the program with exit code 2, and so does a wrong value.

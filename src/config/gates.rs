@@ -19,8 +19,14 @@ const FILES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/gates.rs"));
 
 /// Keys of earlier sources that no gate reads: a gate samples its own prompt and answers, and counts of pages belong to
 /// the length that they were written for.
-pub(super) const LEFT_OUT: [&str; 4] =
-    ["context.cp_pages_per_gpu", "data.path", "data.held_out", "grpo.importance_max"];
+pub(super) const LEFT_OUT: [&str; 6] = [
+    "context.cp_pages_per_gpu",
+    "data.path",
+    "data.held_out",
+    "eval.samples",
+    "checkpoint.keep_best",
+    "grpo.importance_max",
+];
 
 /// What a gate runs.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq)]

@@ -12,6 +12,7 @@ mod choices;
 mod document;
 mod environment;
 mod gates;
+mod held_out;
 mod json;
 mod online;
 mod precedence;
@@ -36,14 +37,15 @@ pub use choices::{
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
 pub use gates::{Gate, Growth, Own, Runs};
+pub use held_out::HeldOutFiles;
 pub use precedence::{DEFAULT_TOML, LAPTOP_TOML, Overrides, WithoutFile, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use rewards::{RewardFn, RewardName, WeightedReward};
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
-    AlarmConfig, CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, GateConfig,
-    GrpoConfig, LoraConfig, MICRO_BLOCK_DEFAULT, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig,
-    RewardConfig, RolloutConfig, RunTable,
+    AlarmConfig, CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, EvalConfig,
+    GateConfig, GrpoConfig, LoraConfig, MICRO_BLOCK_DEFAULT, MemoryConfig, ModelConfig, OptimizerConfig,
+    ParallelConfig, RewardConfig, RolloutConfig, RunTable,
 };
 
 /// The values that must be equal on all ranks. Their digest is compared at the start and stored in what a run writes.
@@ -62,6 +64,7 @@ pub struct RunConfig {
     pub run: RunTable,
     pub rollout: RolloutConfig,
     pub reward: RewardConfig,
+    pub eval: EvalConfig,
     pub checkpoint: CheckpointConfig,
     pub alarm: AlarmConfig,
     pub gate: GateConfig,
@@ -123,7 +126,7 @@ impl Loaded {
 
 /// Keys and tables that a resumed run may change: those that change no number of an update but by the order of sums, and
 /// those whose content is compared by digest instead of by name. docs/command.md lists them for users.
-const OPERATIONAL: [&str; 34] = [
+const OPERATIONAL: [&str; 35] = [
     // Compared by what they lead to: digests, groups of an update, the end of the decay.
     "model.path",
     "data.path",
@@ -145,6 +148,7 @@ const OPERATIONAL: [&str; 34] = [
     "run.direct",
     // What is saved, shown and waited for.
     "run.trace",
+    "eval",
     "checkpoint",
     "alarm",
     "rollout.token_sec_max",

@@ -5,6 +5,7 @@
 
 use figment::value::{Num, Value};
 
+use super::held_out::is_set_name;
 use super::rewards::RewardName;
 use crate::runtime::names::likeness;
 
@@ -33,6 +34,8 @@ pub(super) enum Kind {
     Gradient,
     /// A reward's name, or a list of tables `{ name, weight }`.
     Reward,
+    /// A file, or a table of files by name.
+    Files,
     /// A table whose keys belong to a model, not to longstraw.
     Free,
 }
@@ -168,7 +171,7 @@ pub(super) const TABLES: &[Table] = &[
         path: "data",
         keys: &[
             optional("path", Kind::Text),
-            optional("held_out", Kind::Text),
+            optional("held_out", Kind::Files),
             key("shuffle", Kind::Switch),
             key("too_long", Kind::Choice(&["refuse", "cut_middle", "cut_left"])),
         ],
@@ -220,8 +223,17 @@ pub(super) const TABLES: &[Table] = &[
         ],
     },
     Table {
+        path: "eval",
+        keys: &[key("every", Kind::Count), key("greedy", Kind::Switch), optional("samples", Kind::Count)],
+    },
+    Table {
         path: "checkpoint",
-        keys: &[key("every", Kind::Count), key("every_sec", Kind::Count), key("keep", Kind::Count)],
+        keys: &[
+            key("every", Kind::Count),
+            key("every_sec", Kind::Count),
+            key("keep", Kind::Count),
+            optional("keep_best", Kind::Text),
+        ],
     },
     Table {
         path: "alarm",
@@ -337,6 +349,16 @@ fn is_weighted_reward(value: &Value) -> bool {
     dict.len() == 2 && known && dict.get("weight").is_some_and(is_number)
 }
 
+/// `"a.jsonl"`, or `{ codes = "a.jsonl", books = "b.jsonl" }`.
+fn is_files(value: &Value) -> bool {
+    match value {
+        Value::Dict(_, files) => {
+            !files.is_empty() && files.iter().all(|(name, file)| is_set_name(name) && is_text(file))
+        }
+        value => is_text(value),
+    }
+}
+
 fn is_count(value: &Value) -> bool {
     match value {
         Value::Num(_, Num::F32(_) | Num::F64(_)) => false,
@@ -354,6 +376,7 @@ impl Kind {
             (Kind::Temperature, Value::String(_, text)) => text == "none",
             (Kind::Number | Kind::Temperature, value) => is_number(value),
             (Kind::Text, value) => is_text(value),
+            (Kind::Files, value) => is_files(value),
             (Kind::Choice(words), Value::String(_, text)) => words.contains(&text.as_str()),
             (Kind::Reward, Value::String(_, text)) => RewardName::WORDS.contains(&text.as_str()),
             (Kind::Reward, Value::Array(_, items)) => !items.is_empty() && items.iter().all(is_weighted_reward),
@@ -387,6 +410,7 @@ impl Kind {
             Kind::Temperature => "a number or \"none\"".to_owned(),
             Kind::When => "true, false or \"auto\"".to_owned(),
             Kind::Gradient => "\"exact\", \"response\" or { last = N }".to_owned(),
+            Kind::Files => "a file, or a table { name = file, … } with names of letters, digits, _ and -".to_owned(),
             Kind::Free => "a table".to_owned(),
         }
     }

@@ -185,7 +185,7 @@ impl Gathered {
         let dict = self.table(&source, "", dict);
         let layer = Layer { source, dict };
         for (path, key) in schema::keys() {
-            if matches!(key.kind, Kind::Free | Kind::Gradient) && layer.gives(&path) {
+            if matches!(key.kind, Kind::Free | Kind::Gradient | Kind::Files) && layer.gives(&path) {
                 self.layers.iter_mut().for_each(|earlier| remove(&mut earlier.dict, &path));
             }
         }
@@ -301,6 +301,10 @@ fn value_of(kind: Option<Kind>, text: &str) -> Value {
     match kind {
         Some(Kind::Text | Kind::Choice(_)) => match parsed() {
             Some(value @ Value::String(..)) => value,
+            _ => Value::from(text),
+        },
+        Some(Kind::Files) => match parsed() {
+            Some(value @ (Value::String(..) | Value::Dict(..))) => value,
             _ => Value::from(text),
         },
         Some(Kind::Texts) if !text.starts_with('[') => {

@@ -14,6 +14,7 @@ use super::choices::{
     ActivationCkpt, Aggregation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights, OptimizerName,
     ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
+use super::held_out::HeldOutFiles;
 use super::rewards::{RewardFn, RewardName, WeightedReward};
 use crate::runtime::units::{Pages, Tokens};
 
@@ -167,7 +168,7 @@ pub struct DataConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub held_out: Option<PathBuf>,
+    pub held_out: Option<HeldOutFiles>,
     pub shuffle: bool,
     pub too_long: TooLong,
 }
@@ -226,6 +227,18 @@ pub struct RewardConfig {
     pub missing_share_max: f64,
 }
 
+/// `[eval]`: evaluation on held-out prompts.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvalConfig {
+    /// Updates between two evaluations; 0: before the first and after the last update only.
+    pub every: u64,
+    pub greedy: bool,
+    /// Absent: `grpo.group_size`. Read it through [`super::RunConfig::eval_samples`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub samples: Option<u64>,
+}
+
 /// `[checkpoint]`: saved states.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -234,6 +247,9 @@ pub struct CheckpointConfig {
     /// Seconds after the last save; 0: never by time.
     pub every_sec: u64,
     pub keep: u64,
+    /// Name of a measurement, checked to be one of [`super::RunConfig::best_metrics`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep_best: Option<String>,
 }
 
 /// `[alarm]`: what is watched while a run goes on.

@@ -185,9 +185,11 @@ impl Sizes<'_> {
         sum
     }
 
-    /// Answers that are sampled at one time: a group, and for held-out prompts one that is greedy.
+    /// Answers that are sampled at one time: a group, or those to a held-out prompt.
     fn sampled_answers(&self) -> u64 {
-        self.config.grpo.group_size.saturating_add(u64::from(self.config.data.held_out.is_some()))
+        let config = self.config;
+        let held_out = config.eval_samples().saturating_add(config.eval_greedy());
+        config.grpo.group_size.max(if config.data.held_out.is_some() { held_out } else { 0 })
     }
 
     /// Buffers of fixed addresses and the graph of a decode step, where its kernels compute a token.

@@ -9,13 +9,15 @@ use super::error::Error;
 /// Folder of earlier runs in a run directory; each has a folder of its own there, 1, 2, ….
 const FOLDER: &str = "earlier";
 /// What shows that there was a run: none of these is there, or all are empty, where a run has made no update.
-const PROGRESS: [&str; 4] = ["checkpoints", "metrics.jsonl", "answers.jsonl", "receipt.json"];
+const PROGRESS: [&str; 5] = ["checkpoints", "metrics.jsonl", "answers.jsonl", "receipt.json", "evaluation.json"];
 /// Stands in the folder of an earlier run from before the first move until after the last one.
 const MOVING: &str = ".moving";
 /// First parts of the names of receipts of earlier starts.
 const RECEIPTS: [&str; 2] = ["receipt.step_", "receipt.earlier"];
 /// Everything that is moved, with the receipts of earlier starts.
-const MOVED: [&str; 14] = [
+const MOVED: [&str; 17] = [
+    "results.jsonl",
+    "evaluation.json",
     "answers.dropped.jsonl",
     "metrics.dropped.jsonl",
     "summary.md",
@@ -29,6 +31,7 @@ const MOVED: [&str; 14] = [
     "answers.jsonl",
     "metrics.jsonl",
     "latest",
+    "best",
     "checkpoints",
 ];
 

@@ -12,6 +12,8 @@ pub enum Error {
     Busy { folder: PathBuf, holder: String },
     #[error("cannot write {}: {source}; choose another place with --run-dir", file.display())]
     Write { file: PathBuf, source: std::io::Error },
+    #[error("cannot read {}: {source}; choose another place with --out", file.display())]
+    Read { file: PathBuf, source: std::io::Error },
     #[error(
         "the logs' filter \"{filter}\" is none: {reason}; set LONGSTRAW_LOG to error, warn, info, debug or trace, or to \
          module=level,…"
@@ -22,7 +24,7 @@ pub enum Error {
 impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
-            Error::Write { .. } => Exit::Data,
+            Error::Write { .. } | Error::Read { .. } => Exit::Data,
             Error::Busy { .. } | Error::Filter { .. } => Exit::Config,
         }
     }

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::error::Error;
+use super::evaluation::Evaluation;
 use super::step::Step;
 use crate::runtime::units::from_index;
 
@@ -29,9 +30,9 @@ pub(super) struct Events {
 
 impl Events {
     /// Opens a new file that viewers read after the existing ones. It states that the run starts after its first `made`
-    /// updates, so that a viewer forgets later updates of an interrupted run. A new run (0 made) removes the files of the
+    /// updates, so that a viewer forgets later updates of an interrupted run. A new run (absent) removes the files of the
     /// run before.
-    pub(super) fn open(folder: &Path, made: u64) -> Result<Events, Error> {
+    pub(super) fn open(folder: &Path, made: Option<u64>) -> Result<Events, Error> {
         let folder = folder.join("tensorboard");
         let write = |source| Error::Write { file: folder.clone(), source };
         let mut earlier = Vec::new();
@@ -40,7 +41,7 @@ impl Events {
             let entry = entry.map_err(write)?;
             let name = entry.file_name();
             let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(PREFIX)) else { continue };
-            if made == 0 {
+            if made.is_none() {
                 fs::remove_file(entry.path()).map_err(|source| Error::Write { file: entry.path(), source })?;
             } else {
                 earlier.extend(rest.split('.').next().and_then(|time| time.parse::<u64>().ok()));
@@ -53,16 +54,27 @@ impl Events {
         let file = folder.join(format!("{PREFIX}{time:010}.{host}.{}", std::process::id()));
         let out = File::create(&file).map_err(|source| Error::Write { file: file.clone(), source })?;
         let mut events = Events { file, out };
-        let start =
-            [event(now_s(), 0, &bytes(3, b"brain.Event:2")), event(now_s(), made + 1, &bytes(7, &number(1, START)))];
+        let start = [
+            event(now_s(), 0, &bytes(3, b"brain.Event:2")),
+            event(now_s(), made.unwrap_or(0) + 1, &bytes(7, &number(1, START))),
+        ];
         events.write(&start)?;
         Ok(events)
     }
 
     /// Writes every number of an update.
     pub(super) fn step(&mut self, step: &Step) -> Result<(), Error> {
-        let values: Vec<u8> = step.numbers().iter().flat_map(|(tag, value)| bytes(1, &scalar(tag, *value))).collect();
-        self.write(&[event(now_s(), step.step, &bytes(5, &values))])
+        self.numbers(step.step, &step.numbers())
+    }
+
+    /// Writes every number of an evaluation.
+    pub(super) fn evaluation(&mut self, evaluation: &Evaluation) -> Result<(), Error> {
+        self.numbers(evaluation.step, &evaluation.numbers())
+    }
+
+    fn numbers(&mut self, step: u64, numbers: &[(String, f64)]) -> Result<(), Error> {
+        let values: Vec<u8> = numbers.iter().flat_map(|(tag, value)| bytes(1, &scalar(tag, *value))).collect();
+        self.write(&[event(now_s(), step, &bytes(5, &values))])
     }
 
     fn write(&mut self, events: &[Vec<u8>]) -> Result<(), Error> {
@@ -239,7 +251,7 @@ mod tests {
     #[test]
     fn every_number_of_every_update_comes_back() {
         let room = tempfile::tempdir().unwrap();
-        let mut events = Events::open(room.path(), 0).unwrap();
+        let mut events = Events::open(room.path(), None).unwrap();
         let update = |step: u64| Step {
             step,
             loss: -0.5,
@@ -281,17 +293,17 @@ mod tests {
     #[test]
     fn a_resumed_run_writes_a_later_file_and_a_new_run_removes_all() {
         let room = tempfile::tempdir().unwrap();
-        Events::open(room.path(), 0).unwrap();
+        Events::open(room.path(), None).unwrap();
         fs::write(room.path().join("tensorboard/notes.txt"), "mine").unwrap();
         let later = format!("{PREFIX}9999999998.host.1");
         fs::write(room.path().join("tensorboard").join(&later), "").unwrap();
-        Events::open(room.path(), 4).unwrap();
+        Events::open(room.path(), Some(4)).unwrap();
         let found = files(room.path());
         assert_eq!(found.len(), 4, "{found:?}");
         let last = records(&fs::read(&found[2]).unwrap());
         assert!(found[2].to_str().unwrap().contains(".9999999999."), "{found:?}");
         assert_eq!(last[1][1], (2, Field::Number(5)), "what an interrupted run wrote of update 5 is forgotten");
-        Events::open(room.path(), 0).unwrap();
+        Events::open(room.path(), None).unwrap();
         let found = files(room.path());
         assert!(found.len() == 2 && found[1].ends_with("notes.txt"), "{found:?}");
     }

@@ -5,10 +5,46 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::evaluation::{Evaluation, EvaluationLine};
 use super::step::Step;
 use crate::runtime::units::from_index;
+
+/// What a line of metrics.jsonl is about.
+#[derive(Debug)]
+pub(super) enum Metrics {
+    Step(Box<Step>),
+    Evaluation(Evaluation),
+}
+
+impl Metrics {
+    /// Reads a line; `None` where it is torn, or about neither.
+    pub(super) fn read(line: &[u8]) -> Option<Metrics> {
+        if let Ok(EvaluationLine { evaluation }) = serde_json::from_slice(line) {
+            return Some(Metrics::Evaluation(evaluation));
+        }
+        let step = serde_json::from_slice(line).ok().filter(|step: &Step| step.step > 0)?;
+        Some(Metrics::Step(Box::new(step)))
+    }
+
+    /// Place in the file: an update, then the evaluation after it.
+    fn place(&self) -> (u64, bool) {
+        match self {
+            Metrics::Step(step) => (step.step, false),
+            Metrics::Evaluation(evaluation) => (evaluation.step, true),
+        }
+    }
+}
+
+/// The metrics that an earlier start has left.
+#[derive(Clone, Debug, Default)]
+#[expect(missing_docs, reason = "the names say everything")]
+pub struct EarlierMetrics {
+    pub steps: Vec<Step>,
+    pub evaluations: Vec<Evaluation>,
+}
 
 /// Appends one line for each object.
 pub(super) fn append<T: Serialize>(file: &mut File, objects: &[T]) -> io::Result<()> {
@@ -21,16 +57,39 @@ pub(super) fn append<T: Serialize>(file: &mut File, objects: &[T]) -> io::Result
     file.flush()
 }
 
-/// Cuts metrics to the first `made` updates and returns them. Fewer stay where a line is not of a later update than the
-/// line before. What is cut off goes to `dropped`.
-pub(super) fn cut_metrics(file: &mut File, made: u64, dropped: &Path) -> io::Result<Vec<Step>> {
-    let mut kept: Vec<Step> = Vec::new();
+/// Cuts metrics to the first `made` updates and their evaluations, and returns them; all goes where `made` is absent. Fewer stay where a line is not of a later
+/// update than the line before, or of its evaluation. What is cut off goes to `dropped`.
+pub(super) fn cut_metrics(file: &mut File, made: Option<u64>, dropped: &Path) -> io::Result<EarlierMetrics> {
+    let mut kept = EarlierMetrics::default();
+    let mut last = (0, false);
     cut(file, dropped, |line| {
-        let last = kept.last().map_or(0, |step| step.step);
-        let step = serde_json::from_slice(line).ok().filter(|step: &Step| step.step > last && step.step <= made);
-        let keep = step.is_some();
-        kept.extend(step);
-        keep
+        let Some(metrics) = Metrics::read(line) else { return false };
+        let place = metrics.place();
+        if place <= last || made.is_none_or(|made| place.0 > made) {
+            return false;
+        }
+        last = place;
+        match metrics {
+            Metrics::Step(step) => kept.steps.push(*step),
+            Metrics::Evaluation(evaluation) => kept.evaluations.push(evaluation),
+        }
+        true
+    })?;
+    Ok(kept)
+}
+
+/// Keeps the leading lines that are whole and that `keep` accepts, and returns them. What is cut off goes to `dropped`.
+pub(super) fn cut_lines<T: DeserializeOwned>(
+    file: &mut File,
+    dropped: &Path,
+    mut keep: impl FnMut(&T) -> bool,
+) -> io::Result<Vec<T>> {
+    let mut kept = Vec::new();
+    cut(file, dropped, |line| {
+        let read = serde_json::from_slice(line).ok().filter(|read: &T| keep(read));
+        let is_kept = read.is_some();
+        kept.extend(read);
+        is_kept
     })?;
     Ok(kept)
 }
@@ -110,7 +169,8 @@ mod tests {
     #[track_caller]
     fn assert_metrics(text: &str, made: u64, kept: usize) {
         let expected: String = (1..=kept).map(|step| line(from_index(step))).collect();
-        let left = after(text, |file, dropped| assert_eq!(cut_metrics(file, made, dropped).unwrap().len(), kept));
+        let left =
+            after(text, |file, dropped| assert_eq!(cut_metrics(file, Some(made), dropped).unwrap().steps.len(), kept));
         assert_eq!(left, expected + "next");
     }
 
@@ -129,8 +189,28 @@ mod tests {
     #[track_caller]
     fn assert_metrics_of(steps: &[u64], made: u64, kept: &[u64]) {
         let text = |steps: &[u64]| steps.iter().map(|&step| line(step)).collect::<String>();
-        let left = after(&text(steps), |file, dropped| drop(cut_metrics(file, made, dropped).unwrap()));
+        let left = after(&text(steps), |file, dropped| drop(cut_metrics(file, Some(made), dropped).unwrap()));
         assert_eq!(left, text(kept) + "next");
+    }
+
+    #[test]
+    fn an_evaluation_stays_with_its_update_and_is_read_once() {
+        let evaluation = |step| {
+            let evaluation = Evaluation { step, ..Evaluation::default() };
+            serde_json::to_string(&EvaluationLine { evaluation }).unwrap() + "\n"
+        };
+        let text = [evaluation(0), line(1), line(2), evaluation(2), evaluation(2), line(3), evaluation(3)];
+        for (made, kept) in [(0, 1), (1, 2), (2, 4), (3, 4)] {
+            let left = after(&text.concat(), |file, dropped| {
+                let earlier = cut_metrics(file, Some(made), dropped).unwrap();
+                assert_eq!(earlier.steps.len() + earlier.evaluations.len(), kept);
+            });
+            assert_eq!(left, text[..kept].concat() + "next", "after {made} updates");
+        }
+        let torn = line(1) + evaluation(1).trim_end();
+        assert_eq!(after(&torn, |file, dropped| drop(cut_metrics(file, Some(1), dropped).unwrap())), line(1) + "next");
+        let new = |text: &str| after(text, |file, dropped| drop(cut_metrics(file, None, dropped).unwrap()));
+        assert_eq!(new(&evaluation(0)), "next", "an earlier run's is not this run's");
     }
 
     #[test]

@@ -4,8 +4,10 @@
 //! rewritten, in a file each update is one line.
 
 mod answers;
+mod averages;
 mod earlier;
 mod error;
+mod evaluation;
 mod events;
 mod forecast;
 mod jsonl;
@@ -14,6 +16,7 @@ pub mod page;
 mod progress;
 mod receipt;
 mod reporter;
+mod results;
 mod run_lock;
 mod step;
 mod summary;
@@ -23,9 +26,12 @@ pub use crate::runtime::terminal::{print_result, say};
 pub use answers::AnswerLine;
 pub use earlier::{finish_set_aside, set_aside};
 pub use error::Error;
+pub use evaluation::{Best, EvalAnswer, EvalLine, Evaluation, HeldOut};
+pub use jsonl::EarlierMetrics;
 pub use log::open_log;
-pub use receipt::{AdapterForm, AlarmSpan, Check, HeldOut, KindBytes, PhaseMemory, Receipt, Seconds, write_receipt};
+pub use receipt::{AdapterForm, AlarmSpan, Check, KindBytes, PhaseMemory, Receipt, Seconds, write_receipt};
 pub use reporter::Reporter;
+pub use results::{EvalSummary, Results};
 pub use run_lock::{RunLock, no_locks};
 pub use step::Step;
 pub use summary::checks;

@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::error::Error;
+use super::evaluation::{Best, HeldOut};
 use crate::prompt::handoff::Keeping;
 use crate::runtime::units::{Bytes, Pages, Tokens};
 
@@ -54,26 +55,6 @@ impl Seconds {
         self.update += other.update;
         self.total += other.total;
     }
-}
-
-/// Measurements on held-out prompts.
-#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
-pub struct HeldOut {
-    /// Mean over prompts of the best-rewarded answers' log-probability minus that of the others, in nats; absent where no
-    /// prompt has better and worse answers.
-    pub margin: Option<f64>,
-    /// Share of those prompts whose best-rewarded answer is the most probable.
-    pub accuracy: Option<f64>,
-    /// Mean reward of sampled answers; absent where answers come with the data.
-    pub reward: Option<f64>,
-    /// Mean reward of one greedy answer to each prompt, of the most probable token at each place; absent as `reward`.
-    #[serde(default)]
-    pub greedy: Option<f64>,
-    /// Answers of the policy, sampled and greedy, without a reward.
-    #[serde(default)]
-    pub missing: u64,
-    /// Number of prompts.
-    pub prompts: usize,
 }
 
 /// Updates of a run that raised one alarm.
@@ -259,8 +240,14 @@ pub struct Receipt {
     pub gap_warn: f64,
     /// Norm of the last update's gradient before clipping.
     pub grad_norm: f64,
-    /// Held-out margin before the first and after the last update.
+    /// What held-out prompts have shown before the first and after the last update; null twice where the sets have names.
     pub held_out: [Option<HeldOut>; 2],
+    /// The same by the name of the set, where the sets have names.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub held_out_sets: BTreeMap<String, [Option<HeldOut>; 2]>,
+    /// The best checkpoint that is kept; absent without `checkpoint.keep_best`, or before its first evaluation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub best: Option<Best>,
     /// SHA-256 of the adapters by rank.
     pub adapter_digest: Vec<String>,
 }

@@ -8,8 +8,9 @@ use serde_json::Value;
 
 use super::answers::AnswerLine;
 use super::error::Error;
+use super::evaluation::{Evaluation, EvaluationLine};
 use super::events::Events;
-use super::jsonl;
+use super::jsonl::{self, EarlierMetrics};
 use super::progress::Progress;
 use super::receipt::{Receipt, write_receipt};
 use super::step::Step;
@@ -20,7 +21,9 @@ use crate::runtime::terminal::say;
 /// Reports a run. Rank 0 writes; on other ranks every call does nothing, but each rank's log has the lines.
 pub struct Reporter {
     folder: PathBuf,
-    /// On rank 0.
+    /// Whether this rank prints.
+    first: bool,
+    /// On rank 0 of a run.
     files: Option<Files>,
     progress: Progress,
 }
@@ -34,8 +37,8 @@ struct Files {
 }
 
 impl Files {
-    /// Opens the files, cut to the first `made` updates, and returns the metrics of those.
-    fn open(folder: &Path, config_toml: &str, made: u64) -> Result<(Files, Vec<Step>), Error> {
+    /// Opens the files, cut to the first `made` updates or emptied, and returns the metrics of those.
+    fn open(folder: &Path, config_toml: &str, made: Option<u64>) -> Result<(Files, EarlierMetrics), Error> {
         let write = |file: PathBuf| move |source| Error::Write { file, source };
         fs::create_dir_all(folder).map_err(write(folder.into()))?;
         let file = folder.join("metrics.jsonl");
@@ -73,28 +76,39 @@ fn keep_receipt(folder: &Path) -> io::Result<()> {
 }
 
 /// The answers of an earlier run, if there are some; a run that samples none has no such file.
-fn reopen_answers(file: &Path, made: u64) -> io::Result<Option<File>> {
+fn reopen_answers(file: &Path, made: Option<u64>) -> io::Result<Option<File>> {
     let mut answers = match OpenOptions::new().read(true).write(true).open(file) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         opened => opened?,
     };
-    jsonl::cut_answers(&mut answers, made, &file.with_file_name("answers.dropped.jsonl"))?;
+    jsonl::cut_answers(&mut answers, made.unwrap_or(0), &file.with_file_name("answers.dropped.jsonl"))?;
     Ok(Some(answers))
 }
 
 impl Reporter {
     /// Opens `folder` on rank 0 (`first`), whose [`RunLock`](super::RunLock) this run holds. The receipt of an earlier start is
     /// renamed to `receipt.step_N.json`, since it must not pass for this one's. Metrics and answers are cut to the
-    /// first `made` updates (0 for a new run), and the metrics of those are returned; lines of later updates move to files
-    /// beside.
+    /// first `made` updates (absent for a new run) with their evaluations, and the metrics of those are returned; later lines move to
+    /// files beside.
     ///
     /// # Errors
     /// When the folder cannot be written.
-    pub fn open(folder: &Path, first: bool, config_toml: &str, made: u64) -> Result<(Reporter, Vec<Step>), Error> {
+    pub fn open(
+        folder: &Path,
+        first: bool,
+        config_toml: &str,
+        made: Option<u64>,
+    ) -> Result<(Reporter, EarlierMetrics), Error> {
         let opened = if first { Some(Files::open(folder, config_toml, made)?) } else { None };
         let (files, earlier) = opened.unzip();
         let progress = Progress::begin(first);
-        Ok((Reporter { folder: folder.into(), files, progress }, earlier.unwrap_or_default()))
+        Ok((Reporter { folder: folder.into(), first, files, progress }, earlier.unwrap_or_default()))
+    }
+
+    /// A reporter of work in `folder` that is no run: it prints on rank 0 (`first`) and writes no file but the log.
+    #[must_use]
+    pub fn of_lines(folder: &Path, first: bool) -> Reporter {
+        Reporter { folder: folder.into(), first, files: None, progress: Progress::begin(first) }
     }
 
     /// Prints a line; every rank's log has it too.
@@ -104,7 +118,7 @@ impl Reporter {
     }
 
     fn show(&self, text: &str) {
-        if self.files.is_some() {
+        if self.first {
             self.progress.suspend(|| say(text));
         }
     }
@@ -142,6 +156,22 @@ impl Reporter {
             self.line(&note);
         }
         Ok(())
+    }
+
+    /// Reports an evaluation: a line for each set. The event file comes first, so that a run that is killed in between writes
+    /// the same point there again and loses none.
+    ///
+    /// # Errors
+    /// When metrics.jsonl or the event file cannot be written.
+    pub fn evaluation(&mut self, evaluation: &Evaluation) -> Result<(), Error> {
+        for (set, held_out) in &evaluation.sets {
+            self.line(&format!("  evaluation after update {}, {set}: {}", evaluation.step, held_out.text()));
+        }
+        let Some(files) = &mut self.files else { return Ok(()) };
+        files.events.evaluation(evaluation)?;
+        let line = EvaluationLine { evaluation: evaluation.clone() };
+        let written = jsonl::append(&mut files.metrics, std::slice::from_ref(&line));
+        written.map_err(|source| Error::Write { file: self.folder.join("metrics.jsonl"), source })
     }
 
     /// Appends sampled answers to answers.jsonl, before [`Reporter::step`] of their update.

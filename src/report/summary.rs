@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::evaluation::{Best, HeldOut};
 use super::receipt::{Check, Receipt};
 use super::step::Step;
 
@@ -60,6 +61,25 @@ pub fn checks(receipt: &Receipt) -> String {
     lines.join("\n")
 }
 
+/// Measurements of a set before the first and after the last update.
+fn held_out_rows(set: &str, ends: &[Option<HeldOut>; 2]) -> Vec<(String, String)> {
+    let [Some(before), Some(after)] = ends else { return Vec::new() };
+    let prompts = after.prompts;
+    let row = |what: &str, number: fn(&HeldOut) -> Option<f64>| {
+        let (first, last) = (number(before)?, number(after)?);
+        Some((format!("{set} {what}"), format!("{first:.3} -> {last:.3} on {prompts} prompts")))
+    };
+    let rows = [
+        row("reward, sampled answers", |held_out| held_out.reward),
+        row("reward, greedy answers", |held_out| held_out.greedy),
+        row("margin, right over wrong (nats)", |held_out| held_out.margin),
+        row("accuracy", |held_out| held_out.accuracy),
+        row("tokens, sampled answers", |held_out| held_out.tokens),
+        row("tokens, greedy answers", |held_out| held_out.greedy_tokens),
+    ];
+    rows.into_iter().flatten().collect()
+}
+
 /// The table at the end of a run.
 pub(super) fn table(receipt: &Receipt, folder: &Path) -> String {
     let mut rows: Vec<(String, String)> = Vec::new();
@@ -67,20 +87,11 @@ pub(super) fn table(receipt: &Receipt, folder: &Path) -> String {
     row("gradient", receipt.gradient.clone());
     row("ranks", format!("{} ({} a prompt)", receipt.ranks, receipt.cp_size));
     row("loss, first and last update", format!("{:.6}, {:.6}", receipt.loss_first, receipt.loss));
-    if let [Some(before), Some(after)] = receipt.held_out {
-        let prompts = after.prompts;
-        if let (Some(first), Some(last)) = (before.reward, after.reward) {
-            row("held-out reward, sampled answers", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
-        }
-        if let (Some(first), Some(last)) = (before.greedy, after.greedy) {
-            row("held-out reward, greedy answers", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
-        }
-        if let (Some(first), Some(last)) = (before.margin, after.margin) {
-            row("held-out margin, right over wrong (nats)", format!("{first:.3} -> {last:.3} on {prompts} prompts"));
-        }
-        if let (Some(first), Some(last)) = (before.accuracy, after.accuracy) {
-            row("held-out accuracy", format!("{first:.2} -> {last:.2}"));
-        }
+    rows.extend(held_out_rows("held-out", &receipt.held_out));
+    rows.extend(receipt.held_out_sets.iter().flat_map(|(set, ends)| held_out_rows(&format!("held-out {set}"), ends)));
+    let mut row = |name: &str, value: String| rows.push((name.into(), value));
+    if let Some(Best { metric, value, checkpoint, .. }) = &receipt.best {
+        row("best checkpoint", format!("{checkpoint} ({metric} {value:.4})"));
     }
     let total = ("all updates", receipt.seconds.total);
     // Phases that do not occur in this run have no row.

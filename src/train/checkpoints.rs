@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::progress::Progress;
 use super::rate::learning_rate;
 use super::round_state;
 use super::run_folder::{Begin, RunFolder};
@@ -17,7 +18,7 @@ use super::stop_policy::StopPolicy;
 use crate::checkpoint::{self, State, Store};
 use crate::config::{RunConfig, Schedule};
 use crate::data::GroupOrder;
-use crate::report::{HeldOut, Reporter};
+use crate::report::Reporter;
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::from_index;
 use crate::world::World;
@@ -44,8 +45,8 @@ pub(super) struct Start {
     pub(super) updates: u64,
     /// Whether the run goes on from a checkpoint, which may have no update.
     pub(super) resumed: bool,
-    /// The earlier run's evaluation before its first update.
-    pub(super) held_out_before: Option<HeldOut>,
+    /// What the earlier run's evaluations have shown up to the checkpoint.
+    pub(super) evaluated: Progress,
     /// What a user should know of the start.
     pub(super) notes: Vec<String>,
 }
@@ -94,7 +95,7 @@ impl Checkpoints {
         let read = self.store.read(updates, &session.policy.adapters);
         let saved = world.agree(read.map_err(Failure::from))?;
         world.require_equal("the checkpoint to go on from (digest)", &saved.digest)?;
-        let State { adapter_version, cursor, held_out, round, .. } = saved.state;
+        let State { adapter_version, cursor, held_out, best, round, .. } = saved.state;
         session.policy.adapters.restore(&saved.masters, adapter_version);
         session.policy.optimizer.restore(saved.moments);
         session.data.cursor = cursor;
@@ -108,8 +109,7 @@ impl Checkpoints {
             format!("latest names {named}, which is not there as it was: the newest whole checkpoint is taken")
         }));
         notes.push(format!("going on from {}: update {} is next", place.display(), updates + 1));
-        let held_out_before = serde_json::from_value(held_out).unwrap_or_default();
-        Ok(Start { updates, resumed: true, held_out_before, notes })
+        Ok(Start { updates, resumed: true, evaluated: Progress::restore(&held_out, best), notes })
     }
 
     /// Renames the checkpoints that are passed over, so that no later save or removal meets them; one line for each.
@@ -127,7 +127,7 @@ impl Checkpoints {
     fn check(&self, updates: u64, session: &Session, world: &World) -> Result<Vec<String>, checkpoint::Error> {
         let folder = self.store.place(updates);
         let saved = self.store.state(updates)?;
-        let differences = saved.differences(&state(session, world, None, Value::Null));
+        let differences = saved.differences(&state(session, world, &Progress::default(), Value::Null));
         if !differences.is_empty() {
             return Err(checkpoint::Error::OtherRun { folder, differences });
         }
@@ -155,7 +155,7 @@ impl Checkpoints {
         world: &World,
         reporter: &Reporter,
         stop: &StopPolicy,
-        held_out_before: Option<HeldOut>,
+        evaluated: &Progress,
     ) -> Result<(), Failure> {
         self.failed = true;
         stop.time_save(|| {
@@ -166,7 +166,7 @@ impl Checkpoints {
             let gathered = policy.gathered(world);
             let own = (&policy.adapters, policy.optimizer.moments());
             let (adapters, moments) = gathered.as_ref().map_or(own, |all| (&all.adapters, &all.moments));
-            let state = state(session, world, held_out_before, round_state::save(session, world));
+            let state = state(session, world, evaluated, round_state::save(session, world));
             let updates = state.updates;
             world.on_root(|| {
                 if self.saved == Some(updates) {
@@ -178,8 +178,9 @@ impl Checkpoints {
             world.on_root(|| {
                 self.store.point(updates)?;
                 tracing::info!("saved {}", self.store.place(updates).display());
+                let best = evaluated.best.as_ref().map(|best| best.step);
                 if let Some(keep) = self.trims.then_some(session.config().checkpoint.keep)
-                    && let Err(error) = self.store.trim(updates, keep)
+                    && let Err(error) = self.store.trim(updates, keep, best)
                 {
                     reporter.line(&format!("an older checkpoint stays: {error}"));
                 }
@@ -210,15 +211,14 @@ impl Checkpoints {
         session: &Session,
         world: &World,
         reporter: &Reporter,
-        held_out_before: Option<HeldOut>,
+        evaluated: &Progress,
         whole: &WholeUpdate,
     ) -> Result<(), Failure> {
         let policy = &session.policy;
         if policy.adapters.is_spread() {
             return Err(checkpoint::Error::Spread { ranks: world.ep.size() }.into());
         }
-        let state =
-            State { cursor: whole.cursor.clone(), ..state(session, world, held_out_before, whole.round.clone()) };
+        let state = State { cursor: whole.cursor.clone(), ..state(session, world, evaluated, whole.round.clone()) };
         if let Err(error) = reporter.settle() {
             reporter.line(&format!("{error}; the checkpoint is written all the same"));
         }
@@ -230,6 +230,16 @@ impl Checkpoints {
             policy.optimizer.moments(),
             &policy.shape,
         )?)
+    }
+
+    /// Whether the checkpoint after `updates` updates is there.
+    pub(super) fn has(&self, updates: u64) -> bool {
+        self.store.place(updates).is_dir()
+    }
+
+    /// Makes the file `best` name the checkpoint after `updates` updates. Rank 0 alone calls it.
+    pub(super) fn point_best(&self, updates: u64) -> Result<(), Failure> {
+        Ok(self.store.point_best(updates)?)
     }
 
     /// Writes the adapters into the run directory, for other programs.
@@ -288,7 +298,7 @@ fn decay(folder: PathBuf, saved: &State, config: &RunConfig) -> Result<Vec<Strin
 }
 
 /// Where the session stands, and what it was made of.
-fn state(session: &Session, world: &World, held_out_before: Option<HeldOut>, round: Value) -> State {
+fn state(session: &Session, world: &World, evaluated: &Progress, round: Value) -> State {
     let optimizer_steps = session.policy.optimizer.steps();
     let config = session.config();
     State {
@@ -301,7 +311,8 @@ fn state(session: &Session, world: &World, held_out_before: Option<HeldOut>, rou
         groups_per_update: Some(from_index(session.groups_per_update(world))),
         schedule_steps: Some(config.schedule_steps()),
         inputs: session.input_digests.clone(),
-        held_out: serde_json::json!(held_out_before),
+        held_out: serde_json::json!(evaluated.before),
+        best: serde_json::json!(evaluated.best),
         round,
     }
 }

@@ -1,154 +1,157 @@
 //! Held-out evaluation: how much more probable the right answer is than the wrong ones, and what the policy's own answers
 //! are worth.
+//!
+//! Nothing of it touches what updates are made of: noise follows from the seed and the prompt's index in its set, no tensor
+//! records a gradient, and neither the position in the data nor the optimizer moves. All sets have the same noise, so the
+//! numbers of a set depend on neither its name nor the other sets.
 
+use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::answer::Answer;
+use super::answer::{Answer, AnswerReward};
 use super::outcome::Interruption;
 use super::rewards;
-use super::session::Session;
+use super::session::{HeldOutSet, Session};
+use super::signal::has_margin;
 use super::stop_policy::StopPolicy;
 use crate::config::Gradient;
-use crate::data::{Dataset, Group};
+use crate::data::Group;
 use crate::prompt::handoff::Logprobs;
-use crate::report::{HeldOut, Reporter};
+use crate::report::{EvalAnswer, EvalLine, HeldOut, Reporter};
 use crate::runtime::failure::{Failure, Phase};
-use crate::runtime::units::{Rank, Tokens, float, from_index};
+use crate::runtime::units::{Rank, Tokens, as_index, float, from_index};
+use crate::step::finalize;
 use crate::step::observer::Observer;
 use crate::step::transaction::{Outcome, Transaction, Verdict};
-use crate::step::{finalize, objective};
 use crate::world::World;
 use crate::world::exchange::sum_number;
 
-/// Sums over the prompts of this prompt group of ranks.
-#[derive(Default)]
-struct Sums {
-    /// Sum of margins, nats, and how many right answers are the most probable; on one rank of a prompt.
-    margin: f64,
-    right: f64,
-    /// Of sampled answers; the same on every rank of the world.
-    sampled: Rewards,
-    /// Of greedy answers; the same on every rank of the world.
-    greedy: Rewards,
+/// What an evaluation needs on every rank.
+pub(super) struct Evaluator<'a> {
+    pub(super) session: &'a Session,
+    pub(super) world: &'a World,
+    pub(super) reporter: &'a mut Reporter,
+    pub(super) stop: &'a StopPolicy,
 }
 
-/// Sum of rewards, and answers with and without one.
-#[derive(Default)]
-struct Rewards {
-    sum: f64,
-    rewarded: u64,
-    missing: u64,
+/// Indices of the prompts of a set that can show anything: all where the policy answers, else those with a margin.
+pub(super) fn wanted(session: &Session, set: &HeldOutSet) -> Vec<usize> {
+    let draws = session.draws_held_out();
+    (0..set.data.len()).filter(|&index| draws || has_margin(set.data.group(index))).collect()
 }
 
-impl Rewards {
-    fn add(&mut self, value: Option<f64>) {
-        self.sum += value.unwrap_or_default();
-        self.rewarded += u64::from(value.is_some());
-        self.missing += u64::from(value.is_none());
+impl Evaluator<'_> {
+    /// What a set shows; the same on every rank. `None` without anything to measure.
+    pub(super) fn set(&mut self, set: &HeldOutSet) -> Result<Option<HeldOut>, Interruption> {
+        let wanted = wanted(self.session, set);
+        if wanted.is_empty() {
+            return Ok(None);
+        }
+        let mut lines = Vec::new();
+        self.prompts(set, &wanted, |more| {
+            lines.extend(more);
+            Ok(())
+        })?;
+        let held_out = HeldOut::of(&lines);
+        self.warn_of_missing(&set.name, &held_out);
+        Ok(Some(held_out))
     }
 
-    fn mean(&self) -> Option<f64> {
-        (self.rewarded > 0).then(|| self.sum / float(self.rewarded))
-    }
-}
-
-/// Margin and accuracy over the held-out groups that have better and worse answers, and mean reward of sampled and of greedy answers over
-/// all groups; the same on every rank. `None` without anything to measure.
-pub(super) fn evaluate(
-    session: &Session,
-    world: &World,
-    reporter: &mut Reporter,
-    stop: &StopPolicy,
-) -> Result<Option<HeldOut>, Interruption> {
-    let Some(data) = &session.data.held_out else { return Ok(None) };
-    let with_margin = (0..data.len()).filter(|&index| has_margin(data.group(index))).count();
-    let samples = session.samples();
-    if with_margin < data.len() && !samples {
-        let without = data.len() - with_margin;
-        reporter.line(&format!("{without} of {} held-out prompts have no better and worse answer", data.len()));
-    }
-    let wanted: Vec<usize> = (0..data.len()).filter(|&index| samples || has_margin(data.group(index))).collect();
-    if wanted.is_empty() {
-        return Ok(None);
-    }
-    // Its length is not known beforehand, so a signal drops it; a later run measures again.
-    let sums = stop.droppable(None, || sum_over_prompts(session, world, reporter, stop, data, &wanted))?;
-    let margin = sum_number(&world.all, sums.margin);
-    let right = sum_number(&world.all, sums.right);
-    if !margin.is_finite() {
-        let failure = finalize::Error::Number { what: "held-out margin", value: margin };
-        world.agree(Err(failure.into()))?;
-    }
-    let missing = sums.sampled.missing + sums.greedy.missing;
-    if missing > 0 {
-        let answers = missing + sums.sampled.rewarded + sums.greedy.rewarded;
-        reporter.line(&format!(
-            "warning: {missing} of {answers} held-out answers have no reward; the mean is that of the others, and two such \
-             means are of different answers"
-        ));
-    }
-    let mean = |sum: f64, count: u64| (count > 0).then(|| sum / float(count));
-    Ok(Some(HeldOut {
-        margin: mean(margin, from_index(with_margin)),
-        accuracy: mean(right, from_index(with_margin)),
-        reward: sums.sampled.mean(),
-        greedy: sums.greedy.mean(),
-        missing,
-        prompts: wanted.len(),
-    }))
-}
-
-/// Whether a group has a better and a worse answer; an answer without a reward is neither.
-fn has_margin(group: &Group) -> bool {
-    let rewards: Vec<Option<f64>> = group.answers.iter().map(|answer| answer.reward).collect();
-    objective::spread(&rewards).is_some()
-}
-
-/// The wanted prompts, as many side by side as there are prompt groups of ranks. Every rank comes to every turn, also without
-/// a prompt.
-fn sum_over_prompts(
-    session: &Session,
-    world: &World,
-    reporter: &mut Reporter,
-    stop: &StopPolicy,
-    data: &Dataset,
-    wanted: &[usize],
-) -> Result<Sums, Interruption> {
-    let mut sums = Sums::default();
-    for (turn, side_by_side) in wanted.chunks(world.dp_size).enumerate() {
-        world.tracker().enter(Phase::Evaluate);
-        let count = turn * world.dp_size + side_by_side.len();
-        reporter.now(&format!("held-out prompt {count} of {}", wanted.len()));
-        let own = side_by_side.get(world.dp_index);
-        let answered = own.map_or(Ok(Vec::new()), |&index| evaluate_prompt(session, world, data, index, &mut sums));
-        let answers = stop.settle(world, answered)?;
-        if session.samples() {
-            let groups: Vec<&Group> = side_by_side.iter().map(|&index| data.group(index)).collect();
-            // Scoring has the deadlines of a phase of its own, here as in an update.
-            world.tracker().enter(Phase::Reward);
-            let rewarded = rewards::reward_groups(session, world, stop, &groups, &answers)?;
-            for group in &rewarded {
-                let values = group.values();
-                // The last answer is greedy.
-                let sampled = values.len().saturating_sub(1);
-                values[..sampled].iter().for_each(|&value| sums.sampled.add(value));
-                values[sampled..].iter().for_each(|&value| sums.greedy.add(value));
-            }
+    /// Says where answers have no reward.
+    pub(super) fn warn_of_missing(&self, set: &str, held_out: &HeldOut) {
+        let missing = held_out.missing;
+        if missing > 0 {
+            self.reporter.line(&format!(
+                "warning: {missing} held-out answers of {set} have no reward; the mean is that of the others, and two such means \
+                 are of different answers"
+            ));
         }
     }
-    Ok(sums)
+
+    /// Evaluates the prompts of a set at these indices, as many side by side as there are prompt groups of ranks, and gives
+    /// `keep` what each turn has shown, in the order of `indices`, on every rank. Every rank comes to every turn, also without a
+    /// prompt.
+    pub(super) fn prompts(
+        &mut self,
+        set: &HeldOutSet,
+        indices: &[usize],
+        mut keep: impl FnMut(Vec<EvalLine>) -> Result<(), Failure>,
+    ) -> Result<(), Interruption> {
+        let (session, world, stop) = (self.session, self.world, self.stop);
+        for (turn, side_by_side) in indices.chunks(world.dp_size).enumerate() {
+            world.tracker().enter(Phase::Evaluate);
+            let count = turn * world.dp_size + side_by_side.len();
+            self.reporter.now(&format!("held-out prompt {count} of {} of {}", indices.len(), set.name));
+            let own = side_by_side.get(world.dp_index);
+            let shown = own.map_or(Ok(Shown::default()), |&index| evaluate_prompt(session, world, set, index));
+            let Shown { answers, margin } = stop.settle(world, shown)?;
+            // Every rank of a prompt has the same margin; the first one tells it.
+            let own = (world.cp.rank() == Rank(0)).then_some(Told { margin });
+            let margins = world.gather(&own).into_iter().flatten();
+            let groups: Vec<&Group> = side_by_side.iter().map(|&index| set.data.group(index)).collect();
+            let mut lines: Vec<EvalLine> = side_by_side
+                .iter()
+                .zip(&groups)
+                .zip(margins)
+                .map(|((&index, group), Told { margin })| line_of(set, index, group, margin))
+                .collect();
+            if session.draws_held_out() {
+                // Scoring has the deadlines of a phase of its own, here as in an update.
+                world.tracker().enter(Phase::Reward);
+                let rewarded = rewards::reward_groups(session, world, stop, &groups, &answers)?;
+                for (line, group) in lines.iter_mut().zip(rewarded) {
+                    let sampled = as_index(session.config().eval_samples());
+                    let pairs = group.answers.iter().zip(&group.rewards).enumerate();
+                    line.answers = pairs.map(|(at, (answer, reward))| drawn(at >= sampled, answer, reward)).collect();
+                }
+            }
+            keep(lines)?;
+        }
+        Ok(())
+    }
 }
 
-/// One prompt: adds its margin where it has one, and returns the policy's answers where the policy samples.
-fn evaluate_prompt(
-    session: &Session,
-    world: &World,
-    data: &Dataset,
-    index: usize,
-    sums: &mut Sums,
-) -> Result<Vec<Answer>, Failure> {
-    let group = data.group(index);
-    let prompt_ids = data.prompt_ids(index)?;
+/// What a prompt shows on its ranks.
+#[derive(Default)]
+struct Shown {
+    answers: Vec<Answer>,
+    margin: Option<Margin>,
+}
+
+/// A margin on its way to the other ranks.
+#[derive(Deserialize, Serialize)]
+struct Told {
+    margin: Option<Margin>,
+}
+
+fn line_of(set: &HeldOutSet, index: usize, group: &Group, margin: Option<Margin>) -> EvalLine {
+    EvalLine {
+        set: set.name.clone(),
+        index,
+        prompt: group.name.clone(),
+        margin: margin.map(|margin| margin.nats),
+        best_is_first: margin.map(|margin| margin.best_is_most_probable),
+        answers: Vec::new(),
+    }
+}
+
+fn drawn(greedy: bool, answer: &Answer, reward: &AnswerReward) -> EvalAnswer {
+    EvalAnswer {
+        greedy,
+        text: reward.text.clone(),
+        tokens: answer.tokens(),
+        truncated: answer.truncated,
+        logprob: answer.logprob,
+        reward: reward.value,
+        parts: reward.parts.clone(),
+        failure: reward.missing.as_ref().map(|missing| format!("{}: {}", missing.kind, missing.words)),
+    }
+}
+
+/// One prompt: its margin where it has one, and the policy's answers where the policy gives some.
+fn evaluate_prompt(session: &Session, world: &World, set: &HeldOutSet, index: usize) -> Result<Shown, Failure> {
+    let group = set.data.group(index);
+    let prompt_ids = set.data.prompt_ids(index)?;
     let known = || group.answers.iter().filter_map(|answer| Some((answer, answer.reward?)));
     let ids: Vec<Vec<i64>> = known().map(|(answer, _)| answer.ids.clone()).collect();
     let rewards: Vec<f64> = known().map(|(_, reward)| reward).collect();
@@ -162,16 +165,13 @@ fn evaluate_prompt(
         answers = sampled?.into_iter().map(Answer::sampled).collect();
         Ok::<_, Failure>(if has_margin(group) { Verdict::Score(ids) } else { Verdict::Skip })
     })?;
-    if let Outcome::Scored(scored) = outcome {
-        let logprobs: Vec<f64> = scored.scores.0.iter().map(|own| sum_number(&world.cp, sum_own(own))).collect();
-        let Margin { nats, best_is_most_probable } = margin(&logprobs, &rewards);
-        // Every rank of a prompt has the same numbers; one of them counts.
-        if world.cp.rank() == Rank(0) {
-            sums.margin += nats;
-            sums.right += f64::from(u8::from(best_is_most_probable));
-        }
+    let Outcome::Scored(scored) = outcome else { return Ok(Shown { answers, margin: None }) };
+    let logprobs: Vec<f64> = scored.scores.0.iter().map(|own| sum_number(&world.cp, sum_own(own))).collect();
+    let margin = margin(&logprobs, &rewards);
+    if !margin.nats.is_finite() {
+        return Err(finalize::Error::Number { what: "held-out margin", value: margin.nats }.into());
     }
-    Ok(answers)
+    Ok(Shown { answers, margin: Some(margin) })
 }
 
 /// Log-probability of this rank's tokens of an answer, nats.
@@ -181,7 +181,7 @@ fn sum_own(own: &Logprobs) -> f64 {
 }
 
 /// The lead of the best-rewarded answer.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 struct Margin {
     /// Log-probability of that answer minus the mean of the others'.
     nats: f64,

@@ -5,8 +5,9 @@ use std::path::Path;
 
 use tch::{Device, Kind};
 
-use super::{rewards, signal};
-use crate::config::{Loaded, RewardFn, RunConfig};
+use super::session::HeldOutSet;
+use super::{progress, rewards, signal};
+use crate::config::{HeldOutFiles, Loaded, RewardFn, RewardName, RunConfig};
 use crate::data::{Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, end_ids, find_or_make};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
@@ -19,12 +20,19 @@ use crate::world::World;
 /// The folder of the run directory for what can be made again.
 const CACHE: &str = "cache";
 
+/// What is done with the inputs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Work {
+    Train,
+    /// Evaluation alone: the training data are not read.
+    Evaluate,
+}
+
 pub(super) struct Inputs {
+    /// Empty where nothing is trained.
     pub(super) train: Dataset,
     pub(super) train_digest: String,
-    pub(super) held_out: Option<Dataset>,
-    /// Empty without held-out data.
-    pub(super) held_out_digest: String,
+    pub(super) held_out: Vec<HeldOutSet>,
     /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
     /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
@@ -38,24 +46,36 @@ pub(super) struct Inputs {
 }
 
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
-pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs, Failure> {
+pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> Result<Inputs, Failure> {
     let mut config = loaded.run.clone();
     let limits = limits(&config, spec);
-    let files = world.agree(read_files(&config))?;
+    let files = world.agree(read_files(&config, work))?;
     let open = |path: &Path| open_set(path, &files, &limits, &loaded.rank.dir, world);
-    let (train, held_out) = match &config.data.path {
-        Some(path) => {
-            let held_out = config.data.held_out.as_deref().map(open).transpose()?;
-            (open(path)?, held_out)
-        }
-        None => (random_group(&config, spec), None),
+    let mut held_out = Vec::new();
+    // Without data.path a run has random tokens, and nothing is held out.
+    let sets = config.data.held_out.iter().filter(|_| work == Work::Evaluate || config.data.path.is_some());
+    for (name, file) in sets.clone().flat_map(HeldOutFiles::sets) {
+        let named = sets.clone().any(HeldOutFiles::is_named);
+        let key = if named { format!("data.held_out.{name}") } else { "data.held_out".to_owned() };
+        held_out.push(HeldOutSet { name: name.to_owned(), key, data: open(file)? });
+    }
+    let train = match (work, &config.data.path) {
+        (Work::Evaluate, _) => Dataset::from_groups(Vec::new()),
+        (Work::Train, Some(path)) => open(path)?,
+        (Work::Train, None) => random_group(&config, spec),
     };
-    let reward_fn = world.agree(signal::choose_reward(&config, &train).map_err(Failure::from))?;
+    let reward_fn = match work {
+        Work::Train => world.agree(signal::choose_reward(&config, &train).map_err(Failure::from))?,
+        // Where the policy answers, the configuration names a reward.
+        Work::Evaluate => config.grpo.reward_fn.clone().unwrap_or(RewardFn::only(RewardName::Data)),
+    };
     config.grpo.reward_fn = Some(reward_fn.clone());
-    world.agree(signal::check_data(&config, &train).map_err(Failure::from))?;
+    if work == Work::Train {
+        world.agree(signal::check_data(&config, &train).map_err(Failure::from))?;
+        world.agree(progress::check_best(&config, &held_out).map_err(Failure::from))?;
+    }
     let mut inputs = Inputs {
         train_digest: train.digest().to_owned(),
-        held_out_digest: held_out.as_ref().map(|data| data.digest().to_owned()).unwrap_or_default(),
         reward_fn,
         train,
         held_out,
@@ -65,10 +85,12 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec) -> Result<Inputs
         rubric_digest: None,
     };
     world.require_equal("the data (digest)", &inputs.train_digest)?;
-    world.require_equal("the held-out data (digest)", &inputs.held_out_digest)?;
+    let digests: Vec<String> =
+        inputs.held_out.iter().map(|set| format!("{} {}", set.name, set.data.digest())).collect();
+    world.require_equal("the held-out data (digest)", &digests.join(", "))?;
     inputs.scorer = world.on_root(|| {
         // Held-out answers are scored only where they are sampled.
-        let held_out = inputs.held_out.iter().filter(|_| config.rollout.sample);
+        let held_out = inputs.held_out.iter().map(|set| &set.data).filter(|_| config.rollout.sample);
         let sets: Vec<&Dataset> = [&inputs.train].into_iter().chain(held_out).collect();
         rewards::open_scorer(&config, &sets, inputs.tokenizer.is_some())
     })?;
@@ -98,12 +120,15 @@ struct Files {
 }
 
 /// What data sets are read with; what is wrong with the configuration is said first.
-fn read_files(config: &RunConfig) -> Result<Files, Failure> {
-    signal::check_config(config)?;
+fn read_files(config: &RunConfig, work: Work) -> Result<Files, Failure> {
+    match work {
+        Work::Train => signal::check_config(config)?,
+        Work::Evaluate => signal::check_named(config)?,
+    }
     let sampled = config.rollout.sample;
     let folder = config.model_path()?;
     // Random tokens have no text, so they need no tokenizer.
-    let needs_text = config.data.path.is_some() || sampled;
+    let needs_text = config.data.path.is_some() || config.data.held_out.is_some() || sampled;
     let tokenizer =
         if needs_text && folder.join("tokenizer.json").is_file() { Some(Tokenizer::open(folder)?) } else { None };
     // Answers end with one of them, and what judges a text does not see it.

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use tch::{Device, Kind};
 
-use super::inputs::{self, Inputs};
+use super::inputs::{self, Inputs, Work};
 use super::session::{Model, Policy, RunPlan, Session, TrainingData};
 use super::weights;
 use crate::checkpoint;
@@ -65,14 +65,14 @@ impl Prepared {
 impl Session {
     /// Opens the log and the watchdog in the run directory, which this run has locked, then data, model and policy; all ranks
     /// fail together, with one message.
-    pub(super) fn load(prepared: Prepared, world: &mut World) -> Result<Session, Failure> {
+    pub(super) fn load(prepared: Prepared, world: &mut World, work: Work) -> Result<Session, Failure> {
         let Prepared { loaded, device, spec, shape, plan } = prepared;
         let config = &loaded.run;
         let RankConfig { dir, log, stall_sec, .. } = &loaded.rank;
         world.agree(open_log(dir, world.all.rank(), world.all.size(), log).map_err(Failure::from))?;
         world.watch(dir, *stall_sec)?;
         // What is quick to check comes first: weights may take minutes.
-        let inputs = inputs::read(&loaded, world, &spec)?;
+        let inputs = inputs::read(&loaded, world, &spec, work)?;
         let model = open_model(&loaded, world, spec, device)?;
         let policy = open_policy(config, world, &model.spec, shape, device)?;
         let mut resolved = loaded.clone();
@@ -119,7 +119,7 @@ fn link_experts(config: &RunConfig, world: &World, spec: &Spec, device: Device) 
     Ok(())
 }
 
-fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
+pub(super) fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
     let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
     Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
 }
@@ -269,7 +269,7 @@ fn start_adapters(
 
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
     let Inputs { train, held_out, tokenizer, end_ids, scorer, .. } = inputs;
-    let cursor = GroupOrder::new(config.data.shuffle.then_some(config.run.seed), train.len());
+    let cursor = GroupOrder::new(config.data.shuffle.then_some(config.run.seed), train.len().max(1));
     let reward_is_named = config.grpo.reward_fn.is_some();
     TrainingData { train, held_out, tokenizer, end_ids, reward_is_named, scorer, cursor, round: None }
 }
@@ -279,11 +279,20 @@ fn input_digests(model: &Model, inputs: &Inputs, policy: &Policy, world: &World)
     let digests = [
         ("the model", model.digest.clone()),
         ("the data", inputs.train_digest.clone()),
-        ("the held-out data", inputs.held_out_digest.clone()),
         ("the starting adapters", experts::adapters::digest(&policy.adapters, &world.ep)),
     ];
     let rubric = inputs.rubric_digest.clone().map(|digest| ("the rubric", digest));
-    digests.into_iter().chain(rubric).map(|(name, digest)| (name.to_owned(), digest)).collect()
+    let mut digests: BTreeMap<String, String> =
+        digests.into_iter().chain(rubric).map(|(name, digest)| (name.to_owned(), digest)).collect();
+    if inputs.held_out.is_empty() {
+        digests.insert("the held-out data".to_owned(), String::new());
+    }
+    for set in &inputs.held_out {
+        // One without a name of its own is called as the key is, and has always been written without it.
+        let name = set.key.strip_prefix("data.held_out.").map(|name| format!(" {name}")).unwrap_or_default();
+        digests.insert(format!("the held-out data{name}"), set.data.digest().to_owned());
+    }
+    digests
 }
 
 /// The libtorch name of a configured dtype.

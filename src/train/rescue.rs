@@ -58,7 +58,7 @@ impl Trainer {
         let save = || {
             let run_dir = if first { &self.folder.dir } else { &self.folder.root_dir };
             let (session, reporter) = (&self.session, &self.reporter);
-            Checkpoints::save_alone(run_dir, session, world, reporter, self.held_out_before, &self.whole)
+            Checkpoints::save_alone(run_dir, session, world, reporter, &self.evaluated, &self.whole)
         };
         let limit = match self.session.loaded.rank.stall_sec {
             // The limits that are computed are minutes more.

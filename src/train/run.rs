@@ -5,6 +5,7 @@ use std::fs;
 use serde_json::Value;
 
 use super::checkpoints::{Checkpoints, Start};
+use super::inputs::Work;
 use super::open::Prepared;
 use super::run_folder::{Begin, RunFolder};
 use super::session::Session;
@@ -83,7 +84,7 @@ impl Run {
         let loaded = &prepared.loaded;
         let mut checkpoints = Checkpoints::open(&folder, &loaded.run, options.begin, world)?;
         let stop_files = StopFiles::open(&loaded.rank.dir, world)?;
-        let mut session = Session::load(prepared, world)?;
+        let mut session = Session::load(prepared, world, Work::Train)?;
         let start = match options.begin {
             Begin::Resume => checkpoints.resume(&mut session, world)?,
             Begin::New | Begin::Anew => Start::default(),

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::round::{FrozenGroup, Round};
-use super::signal;
+use super::signal::{self, has_margin};
 use crate::config::{
     Aggregation as Rule, Dtype, GrpoConfig, ImportanceWeights, Loaded, RewardName, RunConfig, ScaleRewards,
 };
@@ -110,7 +110,7 @@ pub(super) struct Gathered {
 /// What the policy learns from, and where the run stands in it.
 pub(super) struct TrainingData {
     pub(super) train: Dataset,
-    pub(super) held_out: Option<Dataset>,
+    pub(super) held_out: Vec<HeldOutSet>,
     /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
     /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
@@ -122,6 +122,14 @@ pub(super) struct TrainingData {
     pub(super) cursor: GroupOrder,
     /// The groups of the current round, between two of its updates.
     pub(super) round: Option<Round>,
+}
+
+/// Prompts that are evaluated and never trained on.
+pub(super) struct HeldOutSet {
+    pub(super) name: String,
+    /// The key that names its file.
+    pub(super) key: String,
+    pub(super) data: Dataset,
 }
 
 /// The plan of this rank, and what all ranks have agreed on.
@@ -233,11 +241,6 @@ impl Session {
              and --resume refuses other data (docs/data.md)"
                 .to_owned()
         });
-        let cuts = |key: &str, data: &Dataset| data.cuts().map(|cuts| format!("{key}: {cuts}"));
-        let kept = |key: &str, data: &Dataset| {
-            let (file, bytes) = data.kept_in()?;
-            Some(format!("{key}: the ranks of a machine read the token ids from {} ({bytes})", file.display()))
-        };
         let mut notes = self.loaded.notes();
         notes.extend(self.plan.chooses_rows.then(|| {
             let rows = self.config().memory.micro_block;
@@ -251,12 +254,23 @@ impl Session {
         notes.extend(self.model.weights.notes().iter().cloned());
         let adapted = self.spec().adapted(self.config().lora.targets.as_deref());
         notes.extend(adapted.ok().and_then(|adapted| adapter_file::readers_note(self.spec(), &adapted)));
-        notes.extend(kept("data.path", &self.data.train));
-        notes.extend(self.data.held_out.as_ref().and_then(|data| kept("data.held_out", data)));
-        notes.extend(cuts("data.path", &self.data.train));
-        notes.extend(self.data.held_out.as_ref().and_then(|data| cuts("data.held_out", data)));
+        notes.extend(file_notes("data.path", &self.data.train));
+        notes.extend(self.held_out_notes());
         notes.extend(endless);
         notes.extend(dated);
+        notes
+    }
+
+    /// What a user should know of the held-out sets.
+    pub(super) fn held_out_notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        for HeldOutSet { key, data, .. } in &self.data.held_out {
+            notes.extend(file_notes(key, data));
+            let without = data.len() - (0..data.len()).filter(|&index| has_margin(data.group(index))).count();
+            if without > 0 && !self.draws_held_out() {
+                notes.push(format!("{key}: {without} of {} prompts have no better and worse answer", data.len()));
+            }
+        }
         notes
     }
 
@@ -341,11 +355,18 @@ impl Session {
         self.sample_request_from(Stream::of_seed(self.config().run.seed).part(group))
     }
 
-    /// [`Session::sample_request`] for the held-out group at `index`, with one more answer, the last, that is greedy.
+    /// Whether the policy answers held-out prompts.
+    pub(super) fn draws_held_out(&self) -> bool {
+        self.samples() && self.config().eval_samples() + self.config().eval_greedy() > 0
+    }
+
+    /// [`Session::sample_request`] for the held-out group at `index`: its sampled answers, and the greedy one last.
     pub(super) fn sample_held_out_request(&self, index: usize) -> Option<SampleRequest<'_>> {
         let stream = Stream::of_seed(self.config().run.seed).part(HELD_OUT_BRANCH);
         let request = self.sample_request_from(stream.part(from_index(index)))?;
-        Some(SampleRequest { answers: request.answers + 1, greedy: 1, choices: DrawnChoices::Drop, ..request })
+        let greedy = as_index(self.config().eval_greedy());
+        let answers = as_index(self.config().eval_samples()) + greedy;
+        (answers > 0).then_some(SampleRequest { answers, greedy, choices: DrawnChoices::Drop, ..request })
     }
 
     /// Whether what is chosen in sampling is used by later passes over the same answers.
@@ -423,4 +444,12 @@ impl Session {
             world.ledger().hold(Purpose::Adapters, MemorySpace::Device, bytes)
         });
     }
+}
+
+/// What a user should know of a data file: where its tokens are, and what was cut.
+fn file_notes(key: &str, data: &Dataset) -> Vec<String> {
+    let kept = data.kept_in().map(|(file, bytes)| {
+        format!("{key}: the ranks of a machine read the token ids from {} ({bytes})", file.display())
+    });
+    kept.into_iter().chain(data.cuts().map(|cuts| format!("{key}: {cuts}"))).collect()
 }

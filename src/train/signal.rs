@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use crate::config::{ImportanceWeights, RewardFn, RewardName, RunConfig, ScaleRewards, WeightedReward};
-use crate::data::Dataset;
+use crate::data::{Dataset, Group};
 use crate::runtime::failure::{Classified, Exit};
 use crate::step::objective;
 
@@ -89,6 +89,14 @@ pub(super) fn check_config(config: &RunConfig) -> Result<(), Error> {
     }
 }
 
+/// Refuses sampled answers without a reward of theirs.
+pub(super) fn check_named(config: &RunConfig) -> Result<(), Error> {
+    match config.grpo.reward_fn {
+        None if config.rollout.sample => Err(Error::Unnamed { why: Unnamed::Sampled }),
+        _ => Ok(()),
+    }
+}
+
 /// The reward that the configuration names, else `data` where every answer of the data has one.
 pub(super) fn choose_reward(config: &RunConfig, train: &Dataset) -> Result<RewardFn, Error> {
     check_config(config)?;
@@ -116,11 +124,7 @@ pub(super) fn check_data(config: &RunConfig, train: &Dataset) -> Result<(), Erro
     if !only_data || grpo.kl_coef > 0.0 {
         return Ok(());
     }
-    let differ = |index: usize| {
-        let rewards: Vec<Option<f64>> = train.group(index).answers.iter().map(|answer| answer.reward).collect();
-        objective::spread(&rewards).is_some()
-    };
-    if (0..train.len()).any(differ) {
+    if (0..train.len()).any(|index| has_margin(train.group(index))) {
         return Ok(());
     }
     Err(Error::EqualRewards { file: file(), groups: train.len() })
@@ -165,6 +169,12 @@ pub(super) fn unused_rewards_line(config: &RunConfig, train: &Dataset) -> Option
             path.display()
         )
     })
+}
+
+/// Whether a group has a better and a worse answer; an answer without a reward is neither.
+pub(super) fn has_margin(group: &Group) -> bool {
+    let rewards: Vec<Option<f64>> = group.answers.iter().map(|answer| answer.reward).collect();
+    objective::spread(&rewards).is_some()
 }
 
 fn advantage_words(config: &RunConfig) -> String {

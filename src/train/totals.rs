@@ -6,8 +6,9 @@ use super::metrics::largest;
 use super::records::RunRecords;
 use super::round::FrozenGroup;
 use super::session::Session;
+use crate::config::HeldOutFiles;
 use crate::plan::Place;
-use crate::report::{AlarmSpan, HeldOut, Receipt, Seconds, Step};
+use crate::report::{AlarmSpan, Best, HeldOut, Receipt, Seconds, Step};
 use crate::runtime::units::{Bytes, Pages, from_index};
 use crate::step::observer::OwnPages;
 use crate::world::World;
@@ -35,10 +36,9 @@ pub(super) struct RunTotals {
 
 /// What the receipt holds besides the totals.
 pub(super) struct RunEnd {
-    /// Before the first update.
-    pub(super) held_out_before: Option<HeldOut>,
-    /// After the last update.
-    pub(super) held_out_after: Option<HeldOut>,
+    /// Each held-out set before the first and after the last update, by its name.
+    pub(super) held_out: BTreeMap<String, [Option<HeldOut>; 2]>,
+    pub(super) best: Option<Best>,
     pub(super) stopped: bool,
     /// Whether it was an alarm that stopped the run.
     pub(super) by_alarm: bool,
@@ -112,7 +112,9 @@ impl RunTotals {
         let config = session.config();
         let decoder = &session.model.decoder;
         let plan = &session.plan;
-        let RunEnd { held_out_before, held_out_after, stopped, by_alarm, records, pages } = end;
+        let RunEnd { mut held_out, best, stopped, by_alarm, records, pages } = end;
+        let names_sets = config.data.held_out.as_ref().is_some_and(HeldOutFiles::is_named);
+        let held_out_only = if names_sets { None } else { held_out.pop_first() };
         let by_rank = |value: u64| world.all.gather_numbers(value);
         let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
         // Only rank 0 has read the updates of an earlier run.
@@ -172,7 +174,9 @@ impl RunTotals {
             sampled_gap: self.sampled_gap,
             rewards: self.rewards,
             advantages: self.advantages,
-            held_out: [held_out_before, held_out_after],
+            held_out: held_out_only.map(|(_, ends)| ends).unwrap_or_default(),
+            held_out_sets: held_out,
+            best,
             lora_b_unmoved: records.unmoved,
             adapter_digest: world.all.gather_texts(&session.policy.digest(world)),
             // The other fields are a gate's.

@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use super::alarms::{Alarms, Expected, Findings};
 use super::checkpoints::{Checkpoints, Start, WholeUpdate};
-use super::evaluate;
 use super::outcome::Outcome;
+use super::progress::{self, Progress};
 use super::records::Records;
 use super::round::Round;
 use super::round_state;
@@ -18,7 +18,7 @@ use super::totals::{RunEnd, RunTotals};
 use super::update::{self, Update, UpdateContext};
 use crate::config::Loaded;
 use crate::plan::Place;
-use crate::report::{HeldOut, Reporter, Step, set_aside};
+use crate::report::{Reporter, Step, set_aside};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::{Rank, from_index};
 use crate::step::observer::Observer;
@@ -45,8 +45,8 @@ enum Ending {
     Stopped,
     /// An alarm has ended the run.
     Alarmed,
-    /// All updates were made; with the evaluation after the last one.
-    Finished(Option<HeldOut>),
+    /// All updates were made, and the evaluation after the last one.
+    Finished,
 }
 
 /// A run between its first update and its end.
@@ -60,10 +60,10 @@ pub(super) struct Trainer {
     pub(super) reporter: Reporter,
     records: Records,
     observer: Observer,
-    stop: StopPolicy,
+    pub(super) stop: StopPolicy,
     alarms: Alarms,
     pub(super) totals: RunTotals,
-    pub(super) held_out_before: Option<HeldOut>,
+    pub(super) evaluated: Progress,
     pub(super) whole: WholeUpdate,
 }
 
@@ -74,19 +74,19 @@ impl Trainer {
         let anew = options.keeps_progress && !start.resumed;
         let aside = world.on_root(|| if anew { Ok(set_aside(&rank.dir)?) } else { Ok(None) })?.flatten();
         let is_root = world.all.rank() == Rank(0);
-        let opened = Reporter::open(&rank.dir, is_root, &config.to_toml(), start.updates);
+        let opened = Reporter::open(&rank.dir, is_root, &config.to_toml(), start.resumed.then_some(start.updates));
         let (reporter, earlier) = world.agree(opened.map_err(Failure::from))?;
         session.notes().iter().chain(&start.notes).for_each(|note| reporter.line(note));
         if let Some(place) = aside {
             reporter.line(&format!("what an earlier run left in {} is now in {}", rank.dir.display(), place.display()));
         }
-        Ok(Trainer {
+        let mut trainer = Trainer {
             records: Records::open(&session, world, reporter.phases())?,
             observer: Observer::new(world.tracker(), session.model.decoder.device()),
             stop: StopPolicy::open(&session.loaded, world),
-            alarms: Alarms::new(&session.config().alarm, &earlier),
-            totals: RunTotals::resume(start.updates, is_root.then_some(earlier)),
-            held_out_before: start.held_out_before,
+            alarms: Alarms::new(&session.config().alarm, &earlier.steps),
+            totals: RunTotals::resume(start.updates, is_root.then_some(earlier.steps)),
+            evaluated: start.evaluated.clone(),
             whole: WholeUpdate { cursor: session.data.cursor.clone(), round: Value::Null },
             session,
             folder,
@@ -95,16 +95,20 @@ impl Trainer {
             options,
             start,
             reporter,
-        })
+        };
+        trainer.resume_evaluations(&earlier.evaluations, world)?;
+        Ok(trainer)
     }
 
     fn train(&mut self, world: &World) -> Result<Ending, Failure> {
-        if !self.start.resumed {
-            let Outcome::Done(measured) = self.evaluate(world)? else { return Ok(Ending::NotBegun) };
-            self.held_out_before = measured;
-        }
         let steps = self.session.config().run.steps;
         let made = self.start.updates;
+        if !self.start.resumed {
+            let Outcome::Done(()) = self.evaluate(0, world)? else { return Ok(Ending::NotBegun) };
+        } else if made < steps && progress::is_due(&self.session, made) {
+            // An earlier start may have ended in the middle of it.
+            let Outcome::Done(()) = self.evaluate(made, world)? else { return Ok(Ending::Stopped) };
+        }
         let left = steps.saturating_sub(made);
         self.reporter.expect(&self.session.prompt_tokens_ahead(world, left), left, steps);
         for step in made + 1..=steps {
@@ -129,26 +133,22 @@ impl Trainer {
                 }
                 Ok(Outcome::NoRewards { failure }) | Err(failure) => return Err(failure),
             }
-            if self.options.keeps_progress && self.checkpoints.is_due(self.session.config(), step, world) {
+            let evaluates = step < steps && progress::is_due(&self.session, step);
+            let best = evaluates && self.session.config().checkpoint.keep_best.is_some();
+            let is_due = self.options.keeps_progress && self.checkpoints.is_due(self.session.config(), step, world);
+            if is_due || (best && self.options.keeps_progress) {
                 self.save(world)?;
+            }
+            if evaluates {
+                let Outcome::Done(()) = self.evaluate(step, world)? else { return Ok(Ending::Stopped) };
             }
         }
         if self.options.keeps_progress {
             // Before the evaluation, which may take long or fail.
             self.save(world)?;
         }
-        let Outcome::Done(held_out_after) = self.evaluate(world)? else { return Ok(Ending::Stopped) };
-        Ok(Ending::Finished(held_out_after))
-    }
-
-    /// Measures on held-out prompts, where there are any. Without rewards there is no evaluation, so the run fails.
-    fn evaluate(&mut self, world: &World) -> Result<Outcome<Option<HeldOut>>, Failure> {
-        let measured = evaluate::evaluate(&self.session, world, &mut self.reporter, &self.stop);
-        let outcome = Outcome::of(measured)?;
-        if let Outcome::Dropped { why } = &outcome {
-            self.reporter.line(&format!("the held-out evaluation is {why}"));
-        }
-        if let Outcome::NoRewards { failure } = outcome { Err(failure) } else { Ok(outcome) }
+        let Outcome::Done(()) = self.evaluate(steps, world)? else { return Ok(Ending::Stopped) };
+        Ok(Ending::Finished)
     }
 
     fn update(&mut self, round: &mut Round, step: u64, world: &World) -> Result<Outcome<Update>, Failure> {
@@ -191,7 +191,7 @@ impl Trainer {
     }
 
     fn save(&mut self, world: &World) -> Result<(), Failure> {
-        self.checkpoints.save(&self.session, world, &self.reporter, &self.stop, self.held_out_before)
+        self.checkpoints.save(&self.session, world, &self.reporter, &self.stop, &self.evaluated)
     }
 
     /// Saves what came out, and makes the receipt.
@@ -199,29 +199,22 @@ impl Trainer {
         // The last save is no part of the updates, so the records end before it.
         let records = self.records.gather(&self.session, world);
         world.tracker().enter(Phase::Save);
-        let held_out_after = match ending {
-            Ending::NotBegun => None,
-            Ending::Stopped | Ending::Alarmed => {
-                if matches!(ending, Ending::Alarmed) {
-                    self.checkpoints.keep_all();
-                }
-                if self.options.keeps_progress {
-                    self.save(world)?;
-                }
-                None
-            }
-            Ending::Finished(held_out_after) => {
-                Checkpoints::export_adapters(&self.session, world)?;
-                held_out_after
-            }
-        };
-        let stopped = !matches!(ending, Ending::Finished(_));
+        if matches!(ending, Ending::Alarmed) {
+            self.checkpoints.keep_all();
+        }
+        match ending {
+            Ending::Stopped | Ending::Alarmed if self.options.keeps_progress => self.save(world)?,
+            Ending::NotBegun | Ending::Stopped | Ending::Alarmed => {}
+            Ending::Finished => Checkpoints::export_adapters(&self.session, world)?,
+        }
+        let stopped = !matches!(ending, Ending::Finished);
+        let by_alarm = matches!(ending, Ending::Alarmed);
         self.stop.close(world);
         let updates = self.totals.updates;
-        let held_out_before = self.held_out_before;
-        let by_alarm = matches!(ending, Ending::Alarmed);
-        let pages = self.observer.own_pages();
-        let end = RunEnd { held_out_before, held_out_after, stopped, by_alarm, records, pages };
+        let after = self.evaluated.last.as_ref().filter(|last| !stopped && last.step == updates);
+        let held_out = self.evaluated.ends(after);
+        let best = self.evaluated.best.take();
+        let end = RunEnd { held_out, best, stopped, by_alarm, records, pages: self.observer.own_pages() };
         let receipt = self.totals.receipt(&self.session, world, end);
         self.records.close(world)?;
         let ended = Ended { stopped, progress: updates > self.start.updates };

@@ -16,6 +16,7 @@ mod convert;
 mod data;
 mod dialects;
 mod doctor;
+mod eval;
 mod experts;
 mod faults;
 mod fp8;

@@ -211,6 +211,7 @@ fn state() -> State {
         schedule_steps: None,
         inputs: std::collections::BTreeMap::new(),
         held_out: Value::Null,
+        best: Value::Null,
         round: Value::Null,
     }
 }

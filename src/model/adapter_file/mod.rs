@@ -89,6 +89,18 @@ pub fn load(
     load_where(|_| true, folder, spec, wanted, kind, device)
 }
 
+/// Rank, alpha and targets of the adapters in `folder`, for the model `spec`.
+///
+/// # Errors
+/// When the config is absent, is no plain LoRA, or does not fit the model.
+pub fn shape_of(folder: &Path, spec: &Spec) -> Result<AdapterShape, Error> {
+    let mut problems = Vec::new();
+    match read_config(folder, spec, &mut problems)? {
+        Some((shape, _)) if problems.is_empty() => Ok(shape),
+        _ => Err(Error::Refused { folder: folder.to_owned(), problems: Problems(problems) }),
+    }
+}
+
 /// As [`load`], the adapters of the linear layers for which `holds`; the whole folder is checked, but values that are not loaded.
 ///
 /// # Errors

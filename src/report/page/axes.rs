@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::numbers::short;
-use crate::report::step::ends;
+use crate::report::averages::ends;
 use crate::runtime::units::{float, from_index};
 
 /// Margins around the plot, in pixels: numbers on the left, numbers and the axis name below.

@@ -4,8 +4,10 @@ use std::collections::BTreeSet;
 
 use super::plot::{About, Bars, Column, Figure, Series, bars, lines, stacks};
 use super::read::{Facts, Run};
+use crate::report::averages::ends;
+use crate::report::evaluation::{Evaluation, HeldOut};
 use crate::report::receipt::Seconds;
-use crate::report::step::{Step, ends};
+use crate::report::step::Step;
 use crate::runtime::units::float;
 
 /// Up to this many ranks each has its own bar; of more, the least and the most are drawn.
@@ -31,6 +33,60 @@ pub(super) fn curve(title: &str, reading: &str, unit: &'static str, series: &[Se
 /// Curves over updates.
 pub(super) fn curves(steps: &[Step]) -> Vec<Figure> {
     [rewards(steps), policy(steps), answers(steps)].into_iter().flatten().flatten().collect()
+}
+
+/// A number of a held-out set.
+type Measure = fn(&HeldOut) -> Option<f64>;
+
+/// Measurements on held-out prompts over updates: a line for each set, and for sampled and greedy answers.
+pub(super) fn evaluations(evaluations: &[Evaluation]) -> Vec<Figure> {
+    if evaluations.len() < 2 {
+        return Vec::new();
+    }
+    let names: BTreeSet<&String> = evaluations.iter().flat_map(|evaluation| evaluation.sets.keys()).collect();
+    let figure = |title: &str, reading: &str, unit, lines: &[(&str, Measure)]| {
+        let one = |set: &String, words: &str, number: Measure| Series {
+            name: format!("{set}{words}"),
+            points: evaluations.iter().filter_map(|at| Some((float(at.step), number(at.sets.get(set)?)?))).collect(),
+            band: Vec::new(),
+        };
+        let series: Vec<Series> =
+            names.iter().flat_map(|set| lines.iter().map(|(words, number)| one(set, words, *number))).collect();
+        curve(title, reading, unit, &series)
+    };
+    let figures = [
+        figure(
+            "Held-out reward",
+            "Mean by set.",
+            "",
+            &[(", sampled", |set| set.reward), (", greedy", |set| set.greedy)],
+        ),
+        figure(
+            "Held-out margin",
+            "How much more probable right answers are than wrong ones.",
+            " nats",
+            &[("", |set| set.margin)],
+        ),
+        figure(
+            "Held-out accuracy",
+            "Share of prompts whose best answer is the most probable.",
+            "",
+            &[("", |set| set.accuracy)],
+        ),
+        figure(
+            "Held-out answer length",
+            "Mean by set.",
+            " tokens",
+            &[(", sampled", |set| set.tokens), (", greedy", |set| set.greedy_tokens)],
+        ),
+        figure(
+            "Held-out answers cut off",
+            "Share of the answers.",
+            "",
+            &[(", sampled", |set| set.truncated_share), (", greedy", |set| set.greedy_truncated_share)],
+        ),
+    ];
+    figures.into_iter().flatten().collect()
 }
 
 fn rewards(steps: &[Step]) -> Vec<Option<Figure>> {

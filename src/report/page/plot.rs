@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::axes::{Axes, Axis, Frame, Tick};
 use super::numbers::short;
-use crate::report::step::{ends, mean};
+use crate::report::averages::{ends, mean};
 use crate::runtime::units::{float, from_index};
 
 /// Colours of the page; further series begin again, with another dash.

@@ -10,7 +10,9 @@ use serde_json::Value;
 
 use super::error::Error;
 use crate::report::answers::AnswerLine;
-use crate::report::receipt::{HeldOut, Seconds};
+use crate::report::evaluation::{Best, Evaluation, HeldOut};
+use crate::report::jsonl::Metrics;
+use crate::report::receipt::Seconds;
 use crate::report::step::Step;
 
 /// Most characters of a check's value on the page.
@@ -54,6 +56,8 @@ pub(super) struct Facts {
     pub(super) loss: f64,
     pub(super) grad_norm: f64,
     pub(super) held_out: [Option<HeldOut>; 2],
+    pub(super) held_out_sets: BTreeMap<String, [Option<HeldOut>; 2]>,
+    pub(super) best: Option<Best>,
 }
 
 impl Facts {
@@ -118,6 +122,8 @@ impl Extremes {
 pub(super) struct Run {
     pub(super) folder: PathBuf,
     pub(super) steps: Vec<Step>,
+    /// In the order of their updates.
+    pub(super) evaluations: Vec<Evaluation>,
     pub(super) receipt: Option<Facts>,
     /// Receipts of its gates, in the order in which gates run.
     pub(super) gates: Vec<Facts>,
@@ -165,9 +171,10 @@ impl Run {
         let lines: Vec<&str> = text.split('\n').collect();
         // Only a torn last line has no line end.
         for (index, line) in lines.iter().enumerate().filter(|(_, line)| !line.is_empty()) {
-            match serde_json::from_str::<Step>(line) {
-                Ok(step) if step.step > 0 => self.steps.push(step),
-                _ => self.notes.push(format!("metrics.jsonl, line {}: torn, or no update, and left out", index + 1)),
+            match Metrics::read(line.as_bytes()) {
+                Some(Metrics::Step(step)) => self.steps.push(*step),
+                Some(Metrics::Evaluation(evaluation)) => self.evaluations.push(evaluation),
+                None => self.notes.push(format!("metrics.jsonl, line {}: torn, or no update, and left out", index + 1)),
             }
         }
         Ok(())

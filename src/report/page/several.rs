@@ -8,7 +8,7 @@ use super::plot::{About, Bars, Dot, Figure, Series, bars, dots};
 use super::read::Facts;
 use super::read::Run;
 use super::view::View;
-use crate::report::receipt::HeldOut;
+use crate::report::evaluation::HeldOut;
 use crate::report::step::Step;
 use crate::runtime::units::float;
 

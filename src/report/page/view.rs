@@ -8,7 +8,8 @@ use super::figures;
 use super::numbers::{count, short};
 use super::plot::{Figure, neighbours};
 use super::read::{Extremes, Facts, Run};
-use crate::report::step::{Step, mean};
+use crate::report::averages::mean;
+use crate::report::step::Step;
 use crate::runtime::units::Bytes;
 
 /// Most rows in the table of numbers.
@@ -33,6 +34,8 @@ pub(super) struct View<'a> {
     seconds: f64,
     pub(super) notes: Vec<String>,
     curves: Vec<Figure>,
+    /// Curves of held-out prompts.
+    evaluations: Vec<Figure>,
     time: Vec<Figure>,
     memory: Vec<Figure>,
     pub(super) gates: &'a [Facts],
@@ -58,6 +61,7 @@ impl<'a> View<'a> {
             seconds: run.steps.iter().map(|step| step.seconds.total).sum(),
             notes: run.notes.iter().cloned().chain(warnings(run)).collect(),
             curves: figures::curves(&run.steps),
+            evaluations: figures::evaluations(&run.evaluations),
             time: figures::time(&run.steps),
             memory: figures::memory(run),
             gates: &run.gates,

@@ -30,7 +30,7 @@ const LIST_MAX: usize = 16;
 const RECEIPT_KEYS: &str = "passed stopped commit gradient dtype device attention_kernel delta_rule direct ranks cp_size positions \
     prompt_len answer_len group_size steps adapter seconds capture_share pinning_seconds \
     peak_device_bytes plan_device_bytes peak_host_bytes plan_host_bytes loss_first loss rewards \
-    ratio_first grad_norm held_out";
+    ratio_first grad_norm held_out held_out_sets best";
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -143,7 +143,10 @@ impl Steps {
         };
         let (mut lines, mut line) = (BufReader::new(opened), Vec::new());
         while lines.read_until(b'\n', &mut line)? > 0 {
-            if let Ok(Value::Object(step)) = serde_json::from_slice(&line) {
+            // A line about an evaluation is no update; the receipt has the first and the last one.
+            if let Ok(Value::Object(step)) = serde_json::from_slice(&line)
+                && !step.contains_key("evaluation")
+            {
                 steps.add(&step);
             }
             line.clear();
