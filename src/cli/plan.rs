@@ -81,11 +81,11 @@ impl RateFlags {
     /// What predictions follow: the machine's own rates, or published ones and those of the flags.
     fn pace(&self, config: &config::RunConfig, shape: &Shape, long_tail: bool) -> Result<Pace, Failure> {
         if let Some(file) = &self.rates {
-            let measured = MeasuredRates::read(file, config.model.dtype, shape)?;
+            let measured = MeasuredRates::read(file, config, shape)?;
             measured.require(long_tail)?;
             return Ok(Pace::Measured(Box::new(measured)));
         }
-        let known = Rates::h200(shape);
+        let known = Rates::h200(config, shape);
         Ok(Pace::Published(Rates {
             matmul: self.rate_matmul.unwrap_or(known.matmul),
             attention_forward: self.rate_attention_forward.unwrap_or(known.attention_forward),
@@ -136,10 +136,11 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
         return gates(config, ranks, shape.as_ref(), &room, plan_flags, pace.as_ref());
     }
     let mut config = config.clone();
-    let gpu = room.device.filter(|_| !room.host_only);
-    config.memory.micro_block = plan::micro_block(&config, ranks, shape.as_ref(), gpu);
+    let rows = plan::planned_rows(&config, ranks, shape.as_ref(), room.device, room.host_only);
+    config.memory.micro_block = rows.rows;
     let config = &config;
     let mut plan = plan::of_shape(config, ranks, shape.as_ref(), &room);
+    plan.micro_block = shape.is_some().then_some(rows);
     if let Some(shape) = &shape
         && let Some(pace) = &pace
     {

@@ -49,7 +49,7 @@ pub use addend::{Addend, Group, Place};
 pub use budget::{Plan, Room};
 pub use drawing::{TokenReads, token_bytes};
 pub use error::Error;
-pub use micro_block::micro_block;
+pub use micro_block::{MicroBlock, RowsBecause, micro_block, planned_rows};
 pub use offload::{context_note, gib, of, of_at_most, of_shape};
 pub use operations::{Amount, delta_row};
 pub use predict::Pace;

@@ -30,7 +30,7 @@ use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{Rank, Tokens, as_index, from_index};
 use crate::step::objective::{self, Aggregation, Importance, Objective, Scaling};
 use crate::step::optimizer::AdamW;
-use crate::step::rollout::{DrawnChoices, SampleRequest, Sampling, Stream};
+use crate::step::rollout::{self, DrawnChoices, SampleRequest, Sampling, Stream};
 use crate::step::transaction::Transaction;
 use crate::tensor::boundary::storage_bytes;
 use crate::world::World;
@@ -220,6 +220,14 @@ impl Session {
         unused.then(|| format!("parallel.ep_size = {ep} has no effect: {} has no experts", spec.model_type))
     }
 
+    /// Where single operations draw although the run is on a GPU: for groups, or for held-out ones with their greedy answer.
+    fn drawing_notes(&self) -> Option<String> {
+        let group = as_index(self.config().grpo.group_size);
+        let by = |answers| rollout::computed_by(&*self.model.decoder, &self.policy.adapters, answers).note();
+        let held_out = || Some(format!("held-out groups: {}", by(group + 1)?));
+        self.samples().then(|| by(group).or_else(|| self.data.held_out.as_ref().and_then(|_| held_out())))?
+    }
+
     /// What a user should know before the first step.
     pub(super) fn notes(&self) -> Vec<String> {
         let endless = self.samples() && self.data.end_ids.is_empty();
@@ -243,6 +251,7 @@ impl Session {
             let rows = self.config().memory.micro_block;
             format!("memory.micro_block: {rows} rows, chosen for this device and these lengths")
         }));
+        notes.extend(self.drawing_notes());
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));

@@ -37,12 +37,6 @@ pub(super) fn begin<'a>(rollout: &Rollout<'a>) -> Option<TokenStep<'a>> {
         tracing::warn!("answers are drawn by single operations, several times slower: {error}");
         None
     });
-    if step.is_none() && token::covers(rollout.pass.decoder) {
-        tracing::warn!(
-            "answers are drawn by single operations, several times slower: the kernels take 64 answers of a group and \
-                        adapters of rank 256 at most"
-        );
-    }
     let axis = rollout.pass.cp_group.axis;
     let able = axis.all_gather(&[u8::from(step.is_some())], &vec![1; axis.size()]);
     step.filter(|_| able.iter().all(|&able| able == 1))
