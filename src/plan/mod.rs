@@ -16,6 +16,8 @@
 //!   seconds              work divided by rates, and the bytes of a sampled token (drawing)
 //!   measured             seconds from what `bench --rates` has measured
 //!   predict              the prediction, by published rates or by measured ones
+//!   split                ranks that share a prompt by prompts side by side: a table, and the fastest that fits
+//!   lengths, forecast    real lengths of the data; hours, requests, tokens and disk of a whole run
 //!   ladder, text         the plan of every gate, and the plan in words
 //! ```
 //!
@@ -27,7 +29,9 @@ mod budget;
 mod delta;
 mod drawing;
 mod error;
+mod forecast;
 pub mod ladder;
+mod lengths;
 pub mod measured;
 mod micro_block;
 mod offload;
@@ -39,6 +43,7 @@ mod rollout;
 pub mod seconds;
 mod sizes;
 mod special;
+mod split;
 mod sum;
 mod text;
 mod weights;
@@ -49,8 +54,11 @@ pub use addend::{Addend, Group, Place};
 pub use budget::{Plan, Room};
 pub use drawing::{TokenReads, token_bytes};
 pub use error::Error;
+pub use forecast::{Counted, Forecast};
+pub use lengths::Lengths;
 pub use micro_block::{MicroBlock, RowsBecause, micro_block, planned_rows};
 pub use offload::{context_note, gib, of, of_at_most, of_shape};
 pub use operations::{Amount, delta_row};
 pub use predict::Pace;
 pub use rollout::Rollout;
+pub use split::{Split, SplitBecause, Splits, choose, is_open, model_folder, shared_out, splits};

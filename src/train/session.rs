@@ -132,6 +132,8 @@ pub(super) struct RunPlan {
     pub(super) direct: bool,
     /// Whether the rows of a micro-block were chosen for the device.
     pub(super) chooses_rows: bool,
+    /// Why so many ranks share a prompt, where the configuration leaves it open.
+    pub(super) split_note: Option<String>,
 }
 
 impl TrainingData {
@@ -247,6 +249,7 @@ impl Session {
             Some(format!("{key}: the ranks of a machine read the token ids from {} ({bytes})", file.display()))
         };
         let mut notes = self.loaded.notes();
+        notes.extend(self.plan.split_note.clone());
         notes.extend(self.plan.chooses_rows.then(|| {
             let rows = self.config().memory.micro_block;
             format!("memory.micro_block: {rows} rows, chosen for this device and these lengths")
