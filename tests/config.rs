@@ -100,7 +100,7 @@ fn without_files_every_verb_but_train_starts_from_the_documented_defaults() {
         load_in(empty.path(), &Environment::default(), &overrides)
     };
     let found = problems(load(WithoutFile::Defaults));
-    assert_eq!(found.len(), 4, "lengths and group size are asked for: {found:?}");
+    assert_eq!(found.len(), 3, "lengths and group size are asked for: {found:?}");
     let part = load(WithoutFile::DefaultsInPart).expect("its verb reads other keys");
     assert_eq!(part.unset.len(), 4, "{:?}", part.unset);
     assert!(part.run.check(Some(3)).is_empty() && !part.is_laptop_run());
@@ -708,7 +708,7 @@ fn a_group_of_one_is_a_note_and_no_refusal() {
 #[test]
 fn the_default_file_gives_every_key_but_the_required_ones() {
     let found = problems(load(&[("config.toml", DEFAULT_TOML)], &[], &[]));
-    assert_eq!(found.len(), 4, "{found:?}");
+    assert_eq!(found.len(), 3, "{found:?}");
     let uncommented: String = DEFAULT_TOML
         .lines()
         .filter(|l| !["constant_divisor", "schedule_steps", "importance_max ="].iter().any(|key| l.contains(key)))

@@ -8,7 +8,7 @@ use longstraw::data::size_note;
 use longstraw::model::shape::Shape;
 use longstraw::plan::measured::MeasuredRates;
 use longstraw::plan::seconds::Rates;
-use longstraw::plan::{self, Counted, Forecast, Lengths, Pace, Plan, Room, SplitBecause, Splits, ladder};
+use longstraw::plan::{self, Advice, Counted, Forecast, Lengths, Pace, Room, SplitBecause, Splits, ladder};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::runtime::units::{Tokens, from_index};
@@ -144,15 +144,24 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
         return gates(config, ranks, shape.as_ref(), &room, plan_flags, pace.as_ref());
     }
     let Some(shape) = shape else {
-        print_plan(&plan::of_shape(config, ranks, None, &room), config, plan_flags.json);
+        let plan = plan::of_shape(config, ranks, None, &room);
+        if plan_flags.json {
+            print_json(&plan);
+        } else {
+            print_result(&plan.text(config));
+        }
         notes(&loaded, config, None, plan_flags.data);
         return Ok(Exit::Done);
     };
     let folder = model.map(plan::model_folder).filter(|_| plan_flags.data);
-    let (config, plan) = whole(config, ranks, &shape, &room, pace.as_ref(), folder)?;
-    print_plan(&plan, &config, plan_flags.json);
+    let (config, advice) = whole(config, ranks, &shape, &room, pace.as_ref(), folder)?;
+    if plan_flags.json {
+        print_json(&advice);
+    } else {
+        print_result(&advice.text(&config));
+    }
     notes(&loaded, &config, Some(&shape), plan_flags.data);
-    plan.refuse(&room)?;
+    advice.plan.refuse(&room)?;
     Ok(Exit::Done)
 }
 
@@ -165,7 +174,7 @@ fn whole(
     room: &Room,
     pace: Option<&Pace>,
     folder: Option<&Path>,
-) -> Result<(RunConfig, Plan), Failure> {
+) -> Result<(RunConfig, Advice), Failure> {
     let mut config = config.clone();
     let open = plan::is_open(&config);
     let lengths = folder.map(|folder| lengths(&config, shape, folder)).transpose()?.unwrap_or_default();
@@ -190,7 +199,6 @@ fn whole(
     config.memory.micro_block = rows.rows;
     let mut plan = plan::of_shape(&config, ranks, Some(shape), room);
     plan.micro_block = Some(rows);
-    plan.splits = splits;
     if let Some(pace) = pace {
         plan.time(&config, shape, pace);
     }
@@ -199,9 +207,8 @@ fn whole(
         update_seconds: of(TRAIN).zip(pace).and_then(|(train, pace)| train.update_seconds(&config, &plan, shape, pace)),
         held_out: of(HELD_OUT).map(|held_out| from_index(held_out.records)),
     };
-    plan.forecast = Some(Forecast::new(&config, &plan, shape, pace, counted));
-    plan.lengths = lengths;
-    Ok((config, plan))
+    let forecast = Forecast::new(&config, &plan, shape, pace, counted);
+    Ok((config, Advice { plan, splits, lengths, forecast }))
 }
 
 /// Real lengths of the data sets, by key.
@@ -217,14 +224,6 @@ fn lengths(config: &RunConfig, shape: &Shape, folder: &Path) -> Result<Vec<(&'st
     let named = sets.into_iter().filter_map(|(key, path)| Some((key, path.as_ref()?)));
     let read = named.map(|(key, path)| Ok((key, Lengths::read(config, shape, path, folder)?)));
     read.collect::<Result<_, longstraw::data::Error>>().map_err(Failure::from)
-}
-
-fn print_plan(plan: &Plan, config: &RunConfig, json: bool) {
-    if json {
-        print_json(plan);
-    } else {
-        print_result(&plan.text(config));
-    }
 }
 
 /// Lines beside the plan.

@@ -4,14 +4,11 @@ use serde::Serialize;
 
 use super::addend::{Addend, Group, Place, total};
 use super::error::Error;
-use super::forecast::Forecast;
-use super::lengths::Lengths;
 use super::micro_block::MicroBlock;
 use super::offload_choice::OffloadChoice;
 use super::predict::{Pace, predict};
 use super::rollout::Rollout;
 use super::seconds::{self, Rates};
-use super::split::Splits;
 use crate::config::RunConfig;
 use crate::model::shape::Shape;
 use crate::prompt::handoff::Keeping;
@@ -42,15 +39,6 @@ pub struct Plan {
     /// How answers are sampled; absent where they come with the data, or where the model is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollout: Option<Rollout>,
-    /// Ways to share the world out; absent where there is one rank, or the model is not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub splits: Option<Splits>,
-    /// Real lengths of the data, by key, where they were read.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub lengths: Vec<(&'static str, Lengths)>,
-    /// The whole run, where somebody has asked for it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub forecast: Option<Forecast>,
     /// The sum of a rank's memory; empty where the model is not known.
     pub addends: Vec<Addend>,
     /// Predicted seconds of a group, if they were requested.

@@ -63,7 +63,7 @@ pub struct Forecast {
 pub struct Counted {
     /// Seconds of an update at the lengths of the data; absent: of the longest prompt.
     pub update_seconds: Option<f64>,
-    /// Held-out prompts.
+    /// Held-out prompts, where their file was read.
     pub held_out: Option<u64>,
 }
 

@@ -18,12 +18,14 @@
 //!   predict              the prediction, by published rates or by measured ones
 //!   split                ranks that share a prompt by prompts side by side: a table, and the fastest that fits
 //!   lengths, forecast    real lengths of the data; hours, requests, tokens and disk of a whole run
+//!   advice               all of these beside the plan
 //!   ladder, text         the plan of every gate, and the plan in words
 //! ```
 //!
 //! What a run measures is a second number, compared with the plan in the receipt; it never comes from the same formula.
 
 mod addend;
+mod advice;
 mod block;
 mod budget;
 mod delta;
@@ -51,6 +53,7 @@ mod work;
 
 pub use crate::runtime::memory::available_memory;
 pub use addend::{Addend, Group, Place};
+pub use advice::Advice;
 pub use budget::{Plan, Room};
 pub use drawing::{TokenReads, token_bytes};
 pub use error::Error;

@@ -52,9 +52,6 @@ fn of_shape_at_most(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room:
             index_sets: choosing.then_some(choice.keeping.index_sets),
             rollout: sizes.as_ref().and_then(|sizes| Rollout::new(sizes)),
             addends: sizes.map(|sizes| sum::addends(&sizes)).unwrap_or_default(),
-            splits: None,
-            lengths: Vec::new(),
-            forecast: None,
             seconds: None,
         }
     };

@@ -3,7 +3,6 @@
 use super::addend::Place;
 use super::budget::Plan;
 use super::seconds::Seconds;
-use super::split::Splits;
 use crate::config::RunConfig;
 use crate::prompt::handoff::Keeping;
 use crate::prompt::pages::Residency;
@@ -28,8 +27,6 @@ impl Plan {
             format!("{} pages, {} pages a rank", self.pages, self.pages_per_rank),
             format!("gradient {}, group of {}", config.grpo.gradient, config.grpo.group_size),
         ];
-        let groups = config.groups_per_update(self.ranks);
-        lines.extend(self.lengths.iter().map(|(key, lengths)| lengths.text(key, groups)));
         if self.addends.is_empty() {
             lines.push(
                 "memory unknown: no model is set; name its folder with --model FOLDER or --set model.path=FOLDER"
@@ -57,9 +54,6 @@ impl Plan {
         }
         lines.push(format!("host memory of all {} ranks: {}", self.ranks, host_bytes(self.ranks)));
         lines.extend(self.seconds.as_ref().map(Seconds::text));
-        lines.extend(self.splits.as_ref().map(Splits::text).filter(|text| !text.is_empty()));
-        let sampled = self.rollout.map(|rollout| rollout.tokens);
-        lines.extend(self.forecast.as_ref().map(|forecast| forecast.text(sampled)));
         lines.join("\n")
     }
 

@@ -32,7 +32,7 @@ fn the_documents_of_sixteen_gpus_are_planned_with_ranks_hours_and_requests() {
         "an update of 16 groups, 128 answers: ",
         "the run of 500 updates: ",
         "judge requests of the run: 64000 for training, and one for each held-out answer",
-        "tokens drawn in the run: up to 65536000",
+        "tokens drawn in the run: up to 131072000",
     ] {
         assert!(said.out.contains(words), "{words}: {said}");
     }
