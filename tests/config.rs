@@ -100,7 +100,7 @@ fn without_files_every_verb_but_train_starts_from_the_documented_defaults() {
         load_in(empty.path(), &Environment::default(), &overrides)
     };
     let found = problems(load(WithoutFile::Defaults));
-    assert_eq!(found.len(), 4, "lengths and group size are asked for: {found:?}");
+    assert_eq!(found.len(), 3, "lengths and group size are asked for: {found:?}");
     let part = load(WithoutFile::DefaultsInPart).expect("its verb reads other keys");
     assert_eq!(part.unset.len(), 4, "{:?}", part.unset);
     assert!(part.run.check(Some(3)).is_empty() && !part.is_laptop_run());
@@ -364,14 +364,25 @@ fn a_misplaced_key_is_refused_with_its_table_as_its_source_spells_it() {
 #[test]
 fn lengths_and_group_size_have_no_defaults() {
     let found = problems(load(&[("config.toml", "[run]\nseed = 1\n")], &[], &[]));
-    assert_eq!(found.len(), 4, "{found:?}");
-    for key in ["context.max_seq_len", "context.prompt_len", "context.answer_len", "grpo.group_size"] {
+    assert_eq!(found.len(), 3, "{found:?}");
+    for key in ["context.prompt_len", "context.answer_len", "grpo.group_size"] {
         assert!(found.iter().any(|p| p.starts_with(&format!("{key} is missing and has no default"))), "{found:?}");
     }
-    assert!(found[0].contains("LONGSTRAW_CONTEXT__MAX_SEQ_LEN") && found[0].contains("--set context.max_seq_len="));
+    assert!(found[0].contains("LONGSTRAW_CONTEXT__PROMPT_LEN") && found[0].contains("--set context.prompt_len="));
     let text = USERS_CONFIG.replace("prompt_len =", "prompt_length =");
     let found = problems(load(&[("config.toml", &text)], &[], &[]));
     assert_eq!(found, ["config.toml: unknown key context.prompt_length; the nearest known one is context.prompt_len"]);
+}
+
+#[test]
+fn the_longest_sequence_follows_from_prompt_and_answer_where_it_is_absent() {
+    let text = "[context]\nprompt_len = 4032\nanswer_len = 64\n[grpo]\ngroup_size = 2\n";
+    let loaded = load(&[("config.toml", text)], &[], &["context.answer_len=128"]).expect("it is whole");
+    assert_eq!(loaded.run.context.max_seq_len.0, 4160);
+    let wrong = problems(load(&[("config.toml", text)], &[], &["context.max_seq_len=9"]));
+    assert!(wrong[0].contains("context.max_seq_len should be 4096"), "{wrong:?}");
+    let half = problems(load(&[("config.toml", "[context]\nprompt_len = 4032\n[grpo]\ngroup_size = 2\n")], &[], &[]));
+    assert!(half.len() == 1 && half[0].starts_with("context.answer_len is missing"), "{half:?}");
 }
 
 #[test]
@@ -698,7 +709,7 @@ fn a_group_of_one_is_a_note_and_no_refusal() {
 #[test]
 fn the_default_file_gives_every_key_but_the_required_ones() {
     let found = problems(load(&[("config.toml", DEFAULT_TOML)], &[], &[]));
-    assert_eq!(found.len(), 4, "{found:?}");
+    assert_eq!(found.len(), 3, "{found:?}");
     let uncommented: String = DEFAULT_TOML
         .lines()
         .filter(|l| {

@@ -29,6 +29,10 @@ pub struct State {
     /// Groups of an update: replicas × `optimizer.grad_accum`. Absent in checkpoints of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub groups_per_update: Option<u64>,
+    /// Ranks that shared a prompt. A run that goes on keeps them where `parallel.cp_size` is absent; sums have their order. Absent in
+    /// checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cp_size: Option<u64>,
     /// Updates after which a decaying learning rate has reached 0. Absent in checkpoints of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub schedule_steps: Option<u64>,
@@ -172,6 +176,7 @@ mod tests {
             config_digest: "c".into(),
             config: json!({"optimizer": {"lr": 0.1, "betas": [0.9, 0.999]}, "lora": {"rank": 4}}),
             groups_per_update: Some(2),
+            cp_size: None,
             schedule_steps: Some(9),
             inputs: [("the model".to_owned(), "m".to_owned())].into(),
             held_out: Value::Null,

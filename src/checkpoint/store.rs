@@ -431,6 +431,7 @@ mod tests {
             config_digest: String::new(),
             config: serde_json::json!({"optimizer": {"eps": 1e-8}}),
             groups_per_update: None,
+            cp_size: None,
             schedule_steps: None,
             inputs: BTreeMap::new(),
             held_out: serde_json::Value::Null,

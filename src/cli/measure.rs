@@ -197,6 +197,12 @@ fn micro_block(flags: &BenchFlags, world: &World, device: Device) -> Result<Toke
     let ranks = from_index(world.all.size());
     let rows = flags.gradient.iter().map(|&gradient| {
         config.grpo.gradient = gradient;
+        if flags.rates.is_some() && gradient == Gradient::Exact {
+            // Both prompts of a fit have tails longer than a micro-block.
+            let shorter = bench::shorter_prompt(Tokens(flags.prompt));
+            config.context.prompt_len = shorter;
+            config.context.max_seq_len = Tokens(shorter.0.saturating_add(flags.answer));
+        }
         plan::micro_block(&config, ranks, Some(&shape), total)
     });
     Ok(rows.min().unwrap_or(MICRO_BLOCK_DEFAULT))

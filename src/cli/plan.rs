@@ -1,20 +1,25 @@
 //! The verb that plans: one configuration, or all gates.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
-use longstraw::config::{self, Gradient, HeldOutFiles, WithoutFile};
+use longstraw::config::{self, Gradient, HeldOutFiles, Loaded, RunConfig, WithoutFile};
 use longstraw::data::size_note;
 use longstraw::model::shape::Shape;
 use longstraw::plan::measured::MeasuredRates;
 use longstraw::plan::seconds::Rates;
-use longstraw::plan::{self, Pace, Room, ladder};
+use longstraw::plan::{self, Advice, Counted, Forecast, Lengths, Pace, Room, SplitBecause, Splits, ladder};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
+use longstraw::runtime::units::{Tokens, from_index};
 
 use super::arguments::{at_least_one, gradient, rate, share};
 use super::output::print_json;
 use super::start::ConfigFlags;
+
+/// Keys of the data sets.
+const TRAIN: &str = "data.path";
+const HELD_OUT: &str = "data.held_out";
 
 /// Default of `--ranks-per-node`: a node of eight GPUs.
 const RANKS_PER_NODE: u64 = 8;
@@ -36,6 +41,9 @@ pub(super) struct PlanFlags {
     /// Refuse what does not fit this much host memory of a node, all its ranks together
     #[arg(long, value_name = "GIB")]
     host_gib: Option<u64>,
+    /// Open the configuration's data sets and use their real lengths: the longest for memory, all of them for seconds
+    #[arg(long, conflicts_with = "gates")]
+    data: bool,
     /// One row for each gate from gate2 to gate7, at its own length and group, instead of the configuration's
     #[arg(long)]
     gates: bool,
@@ -81,11 +89,11 @@ impl RateFlags {
     /// What predictions follow: the machine's own rates, or published ones and those of the flags.
     fn pace(&self, config: &config::RunConfig, shape: &Shape, long_tail: bool) -> Result<Pace, Failure> {
         if let Some(file) = &self.rates {
-            let measured = MeasuredRates::read(file, config.model.dtype, shape)?;
+            let measured = MeasuredRates::read(file, config, shape)?;
             measured.require(long_tail)?;
             return Ok(Pace::Measured(Box::new(measured)));
         }
-        let known = Rates::h200(shape);
+        let known = Rates::h200(config, shape);
         Ok(Pace::Published(Rates {
             matmul: self.rate_matmul.unwrap_or(known.matmul),
             attention_forward: self.rate_attention_forward.unwrap_or(known.attention_forward),
@@ -135,30 +143,116 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
     if plan_flags.gates {
         return gates(config, ranks, shape.as_ref(), &room, plan_flags, pace.as_ref());
     }
-    let mut config = config.clone();
-    let gpu = room.device.filter(|_| !room.host_only);
-    config.memory.micro_block = plan::micro_block(&config, ranks, shape.as_ref(), gpu);
-    let config = &config;
-    let mut plan = plan::of_shape(config, ranks, shape.as_ref(), &room);
-    if let Some(shape) = &shape
-        && let Some(pace) = &pace
-    {
-        plan.time(config, shape, pace);
-    }
+    let Some(shape) = shape else {
+        let plan = plan::of_shape(config, ranks, None, &room);
+        if plan_flags.json {
+            print_json(&plan);
+        } else {
+            print_result(&plan.text(config));
+        }
+        notes(&loaded, config, None, plan_flags.data);
+        return Ok(Exit::Done);
+    };
+    let folder = model.map(plan::model_folder).filter(|_| plan_flags.data);
+    let (config, advice) = whole(config, ranks, &shape, &room, pace.as_ref(), folder)?;
     if plan_flags.json {
-        print_json(&plan);
+        print_json(&advice);
     } else {
-        print_result(&plan.text(config));
+        print_result(&advice.text(&config));
     }
-    let context = shape.as_ref().and_then(|shape| shape.context_note(config.context.max_seq_len));
-    let held_out = config.data.held_out.iter().flat_map(HeldOutFiles::sets).map(|(_, file)| ("data.held_out", file));
-    let sets = config.data.path.iter().map(|path| ("data.path", path.as_path())).chain(held_out);
-    let data = sets.filter_map(|(key, path)| size_note(key, path, config.context.prompt_len));
-    for note in loaded.notes().into_iter().chain(context).chain(data) {
+    notes(&loaded, &config, Some(&shape), plan_flags.data);
+    advice.plan.refuse(&room)?;
+    Ok(Exit::Done)
+}
+
+/// The plan with everything that it advises: ways to share the ranks out, lengths of the data where a model's `folder` is given,
+/// and the whole run; and the configuration that it is of.
+fn whole(
+    config: &RunConfig,
+    ranks: u64,
+    shape: &Shape,
+    room: &Room,
+    pace: Option<&Pace>,
+    folder: Option<&Path>,
+) -> Result<(RunConfig, Advice), Failure> {
+    let mut config = config.clone();
+    let open = plan::is_open(&config);
+    let lengths = folder.map(|folder| lengths(&config, shape, folder)).transpose()?.unwrap_or_default();
+    if let Some((_, train)) = lengths.iter().find(|(key, _)| *key == TRAIN) {
+        // Memory is that of the longest prompt there is.
+        config.context.prompt_len = train.longest;
+        config.context.max_seq_len = Tokens(train.longest.0.saturating_add(config.context.answer_len.0));
+        config.context.cp_pages_per_gpu = None;
+    }
+    let chosen = if open { plan::choose(&config, ranks, shape, room, room.device) } else { None };
+    let because = match (open, &chosen) {
+        (false, _) => SplitBecause::Configured,
+        (true, Some(_)) => SplitBecause::Fastest,
+        (true, None) => SplitBecause::All,
+    };
+    config = chosen.map_or(config, |(config, _)| config);
+    let splits = (ranks > 1 && config.memory.prompt_no_grad).then(|| {
+        let splits = plan::splits(&config, ranks, shape, room, room.device, pace);
+        Splits { because, ..splits }
+    });
+    let rows = plan::planned_rows(&config, ranks, Some(shape), room.device, room.host_only);
+    config.memory.micro_block = rows.rows;
+    let mut plan = plan::of_shape(&config, ranks, Some(shape), room);
+    plan.micro_block = Some(rows);
+    if let Some(pace) = pace {
+        plan.time(&config, shape, pace);
+    }
+    let of = |key: &str| lengths.iter().find(|(known, _)| *known == key).map(|(_, lengths)| lengths);
+    let counted = Counted {
+        update_seconds: of(TRAIN).zip(pace).and_then(|(train, pace)| train.update_seconds(&config, &plan, shape, pace)),
+        held_out: held_out_records(&lengths),
+    };
+    let forecast = Forecast::new(&config, &plan, shape, pace, counted);
+    Ok((config, Advice { plan, splits, lengths, forecast }))
+}
+
+/// Records of all held-out sets that were read; `None` where none was.
+fn held_out_records(lengths: &[(&'static str, Lengths)]) -> Option<u64> {
+    let mut records =
+        lengths.iter().filter(|(key, _)| *key == HELD_OUT).map(|(_, held_out)| from_index(held_out.records));
+    let first = records.next()?;
+    Some(first + records.sum::<u64>())
+}
+
+/// Real lengths of the data sets, by key.
+fn lengths(config: &RunConfig, shape: &Shape, folder: &Path) -> Result<Vec<(&'static str, Lengths)>, Failure> {
+    if config.data.path.is_none() {
+        return Err(config::Error::Unset {
+            key: TRAIN,
+            how: "--data reads the data sets that the configuration names",
+        }
+        .into());
+    }
+    let read = sets(config).map(|(key, path)| Ok((key, Lengths::read(config, shape, path, folder)?)));
+    read.collect::<Result<_, longstraw::data::Error>>().map_err(Failure::from)
+}
+
+/// Files of the data sets, with the key of each.
+fn sets(config: &RunConfig) -> impl Iterator<Item = (&'static str, &Path)> {
+    let held_out = config.data.held_out.iter().flat_map(HeldOutFiles::sets).map(|(_, file)| (HELD_OUT, file));
+    config.data.path.iter().map(|path| (TRAIN, path.as_path())).chain(held_out)
+}
+
+/// Lines beside the plan.
+fn notes(loaded: &Loaded, config: &RunConfig, shape: Option<&Shape>, reads_data: bool) {
+    let context = shape.and_then(|shape| shape.context_note(config.context.max_seq_len));
+    let data = sets(config).filter_map(|(key, path)| size_note(key, path, config.context.prompt_len));
+    let limit = loaded.run.context.prompt_len;
+    let longest = (reads_data && config.context.prompt_len < limit).then(|| {
+        let longest = config.context.prompt_len;
+        format!(
+            "the plan is for the longest prompt of the data, {longest}; a run takes memory for context.prompt_len = {limit}, so set \
+             context.prompt_len = {longest}"
+        )
+    });
+    for note in loaded.notes().into_iter().chain(context).chain(data).chain(longest) {
         say(&note);
     }
-    plan.refuse(&room)?;
-    Ok(Exit::Done)
 }
 
 fn gates(

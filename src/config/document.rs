@@ -94,7 +94,7 @@ pub fn document() -> String {
             let Some(key) = schema::key_at(&schema::join(section.path, entry.name)) else { continue };
             let default = match key.need {
                 Need::Default => format!("`{}`", entry.value),
-                Need::Optional => format!("absent; e.g. `{}`", entry.value),
+                Need::Optional | Need::Derived => format!("absent; e.g. `{}`", entry.value),
                 Need::Required => format!("none, must be given; e.g. `{}`", entry.value),
             };
             let expects = match key.kind {

@@ -212,6 +212,12 @@ impl RunConfig {
         world / self.cp_size(world)
     }
 
+    /// Groups of an update in a job of `world` ranks: one turn after another, side by side on all replicas.
+    #[must_use]
+    pub fn groups_per_update(&self, world: u64) -> u64 {
+        self.dp_size(world).saturating_mul(self.optimizer.grad_accum)
+    }
+
     /// Pages of the longest prompt on the rank that holds most, in a job of `world` ranks.
     #[must_use]
     pub fn pages_per_rank(&self, world: u64) -> Pages {

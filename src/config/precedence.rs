@@ -202,7 +202,7 @@ fn finish(mut gathered: Gathered, environment: &Environment, gate: Option<&Gate>
 
 /// Adds a problem for each required key that no source gives. The returned layer has stand-ins for these keys, so that
 /// everything else can be checked; problems that rest on a stand-in are dropped. Where keys may be missing, they are listed
-/// instead.
+/// instead. The longest sequence follows from prompt and answer where no source gives it.
 fn missing(gathered: &mut Gathered) -> (Layer, Vec<String>) {
     let mut dict = Dict::new();
     let mut unset = Vec::new();
@@ -216,10 +216,19 @@ fn missing(gathered: &mut Gathered) -> (Layer, Vec<String>) {
             let problem = Problem { key: path.clone(), source: None, fault: Fault::Missing, with: Vec::new() };
             gathered.problems.push(problem);
         }
-        // The stand-ins are lengths that go together: a prompt and an answer of one position each.
-        let value = if path == "context.max_seq_len" { 2_u64 } else { 1 };
-        stand_in(&mut dict, &path, value);
+        // A prompt and an answer of one position each.
+        stand_in(&mut dict, &path, 1);
         gathered.spoilt.insert(path, usize::MAX);
+    }
+    let longest = "context.max_seq_len";
+    if !gathered.layers.iter().any(|layer| layer.gives(longest)) {
+        let lengths =
+            merged(&gathered.layers).join(&Layer { source: Source::Builtin("stand-ins"), dict: dict.clone() });
+        let length = |key: &str| lengths.extract_inner::<u64>(key).unwrap_or(1);
+        stand_in(&mut dict, longest, length("context.prompt_len").saturating_add(length("context.answer_len")));
+        if gathered.in_part && !unset.is_empty() {
+            unset.push(longest.to_owned());
+        }
     }
     (Layer { source: Source::Builtin("stand-ins"), dict }, unset)
 }

@@ -49,6 +49,8 @@ pub(super) enum Need {
     Optional,
     /// Nowhere: it must be given.
     Required,
+    /// From other keys: a prompt's and an answer's length.
+    Derived,
 }
 
 /// A key within its table.
@@ -78,6 +80,10 @@ const fn required(name: &'static str, kind: Kind) -> Key {
     Key { name, kind, need: Need::Required }
 }
 
+const fn derived(name: &'static str, kind: Kind) -> Key {
+    Key { name, kind, need: Need::Derived }
+}
+
 /// All tables, in the order of the default file.
 pub(super) const TABLES: &[Table] = &[
     Table {
@@ -92,7 +98,7 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         path: "context",
         keys: &[
-            required("max_seq_len", Kind::Count),
+            derived("max_seq_len", Kind::Count),
             required("prompt_len", Kind::Count),
             required("answer_len", Kind::Count),
             key("page_size", Kind::Count),

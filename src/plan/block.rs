@@ -1,10 +1,7 @@
 //! Bytes of one micro-block in a layer: segments, rows at experts, attention over gathered keys, and the choice of keys.
 
-use tch::Kind;
-
 use super::addend::product;
-use super::sizes::Sizes;
-use crate::config::Dtype;
+use super::sizes::{Sizes, kind_of};
 use crate::model::experts::PAIRS_MAX;
 use crate::model::latent::GATHERED_ELEMENTS_MAX;
 use crate::model::shape::{Index, Layer, Mix};
@@ -51,15 +48,6 @@ impl Sizes<'_> {
         held.saturating_add(segment.max(attention)).max(choosing)
     }
 
-    /// The model's dtype.
-    pub(super) fn kind(&self) -> Kind {
-        match self.config.model.dtype {
-            Dtype::Bfloat16 => Kind::BFloat16,
-            Dtype::Float32 => Kind::Float,
-            Dtype::Float64 => Kind::Double,
-        }
-    }
-
     /// Bytes of a row that a graph keeps of the gate that multiplies the mixer's output: of attention the gate's sigmoid and the
     /// product; of a delta rule the output before and after its norm, z, and silu of z, in the accumulation dtype.
     fn gating(&self, layer: &Layer) -> u64 {
@@ -102,7 +90,7 @@ impl Sizes<'_> {
 
     /// Bytes of the choice of keys for `rows` rows: index queries, and scratch of the form of the scores that takes more.
     pub(super) fn choosing(&self, index: Index, rows: u64) -> u64 {
-        let kind = self.kind();
+        let kind = kind_of(self.config.model.dtype);
         // Scores are formed for a few thousand rows at a time, however many there are.
         let few = as_dim(rows.min(1 << 20));
         let scratch = |scoring: Scoring| scoring.scratch_bytes(few, as_dim(index.heads), kind, as_dim(index.top)).0;

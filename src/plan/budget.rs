@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::addend::{Addend, Group, Place, total};
 use super::error::Error;
+use super::micro_block::MicroBlock;
 use super::offload_choice::OffloadChoice;
 use super::predict::{Pace, predict};
 use super::rollout::Rollout;
@@ -27,6 +28,9 @@ pub struct Plan {
     pub pages: Pages,
     /// Pages on the rank that holds most.
     pub pages_per_rank: Pages,
+    /// Rows of a micro-block, where a model is known and somebody has chosen them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub micro_block: Option<MicroBlock>,
     /// Where pages and tail inputs wait for the sweep, and what is kept.
     pub keeping: Keeping,
     /// Whether a swept prompt's index sets are kept; absent where no layer chooses keys.
@@ -141,7 +145,7 @@ impl Plan {
         }
     }
 
-    fn chosen(&self) -> OffloadChoice {
+    pub(super) fn chosen(&self) -> OffloadChoice {
         OffloadChoice { keeping: self.keeping, resident: self.rollout.map_or(0, |rollout| rollout.resident_layers) }
     }
 

@@ -12,7 +12,7 @@
 use tch::{Device, Kind};
 
 use super::addend::{Addend, Place, addend, product, total, within};
-use super::sizes::Sizes;
+use super::sizes::{Sizes, kind_of};
 use crate::model::shape::{Layer, Mix};
 use crate::prompt::pages::{BORDERS, Residency};
 use crate::runtime::failure::Phase;
@@ -154,7 +154,7 @@ impl Sizes<'_> {
         let (model, acc) = (self.model_bytes, self.acc_bytes);
         let gates = 2 * delta.heads * acc;
         let row = delta.channels * model + gates;
-        if self.copies_overlap && delta.has_kernel(self.kind()) {
+        if self.copies_overlap && delta.has_kernel(kind_of(self.config.model.dtype)) {
             let scalars = (SCALARS * delta.heads + KEY_SCALARS * delta.key_heads) * acc;
             let prepared = row + 2 * delta.scores() * model + scalars;
             let states = 2 * delta.state() / from_dim(CHUNK);

@@ -1,10 +1,10 @@
-//! One token of several answers: the bytes that a device reads for it, and whether kernels of a decode step compute it.
+//! One token of several answers: the bytes that a device reads for it, and who draws it.
 
-use tch::Kind;
-
+use crate::config::{DeviceChoice, RunConfig, Weights};
 use crate::model::shape::{Layer, Mix, Shape};
-use crate::runtime::units::{as_dim, float};
-use crate::tensor::decode::{Sizes, covers};
+use crate::model::token::{Drawer, DrawnWith, Reason};
+use crate::plan::sizes::kind_of;
+use crate::runtime::units::float;
 
 /// What a token of several answers reads, on one rank.
 #[derive(Clone, Copy, Debug)]
@@ -37,22 +37,18 @@ pub fn token_bytes(shape: &Shape, of: &TokenReads) -> f64 {
     (weights + float(of.adapters)) * of.model_bytes + states
 }
 
-/// Whether there are kernels of a decode step on a GPU for a model in `kind` with adapters of this `rank`.
-pub(super) fn has_step(shape: &Shape, kind: Kind, rank: u64) -> bool {
-    let covered = |layer: &Layer| match layer.mix {
-        Mix::Grouped { query_heads, kv_heads, head_dim, gated: false, .. } if layer.experts == 0 => {
-            let sizes = Sizes {
-                head_dim: as_dim(head_dim),
-                heads_each: as_dim(query_heads / kv_heads.max(1)),
-                width: as_dim(shape.width),
-                ffn_width: as_dim(layer.ffn_width),
-                rank: as_dim(rank),
-            };
-            covers(kind, &sizes)
-        }
-        _ => false,
+/// Who draws `answers` answers of `config`; on a GPU one with enough shared memory.
+pub(super) fn drawer(config: &RunConfig, shape: &Shape, answers: u64) -> Drawer {
+    if config.run.device == DeviceChoice::Cpu {
+        return Drawer::Operations(Reason::Cpu);
+    }
+    let with = DrawnWith {
+        kind: kind_of(config.model.dtype),
+        plain_weights: config.model.weights != Weights::Fp8,
+        rank: config.lora.rank,
+        answers,
     };
-    shape.layers.iter().all(covered)
+    Drawer::of(shape, &with)
 }
 
 /// Bytes of the state that the mixer of a layer reads.

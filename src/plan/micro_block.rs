@@ -1,5 +1,7 @@
 //! Rows of a micro-block, where the configuration leaves them open.
 
+use serde::Serialize;
+
 use super::offload_choice::OffloadChoice;
 use super::sizes::Sizes;
 use crate::config::{MICRO_BLOCK_DEFAULT, RunConfig};
@@ -12,6 +14,63 @@ const DOUBLINGS: u32 = 4;
 /// The part of a device's memory that a micro-block's scratch may take: one in so many. Enough that launches no longer bind a
 /// small model; a large model's products are long at 2,048 rows already, and its memory goes to pages.
 const SCRATCH_PART: u64 = 64;
+
+/// Rows of a micro-block, and what they follow from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+pub struct MicroBlock {
+    /// Rows of a segment, at most.
+    pub rows: Tokens,
+    /// Why so many.
+    pub because: RowsBecause,
+}
+
+/// What the rows of a micro-block follow from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RowsBecause {
+    /// The configuration names them.
+    Configured,
+    /// Chosen for a device and these lengths.
+    Device,
+    /// A CPU takes the default.
+    Cpu,
+    /// Nobody has told the device's memory, so the default stands in.
+    UnknownDevice,
+}
+
+impl MicroBlock {
+    /// The line about it.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let why = match self.because {
+            RowsBecause::Configured => "as memory.micro_block says",
+            RowsBecause::Device => "chosen for this device and these lengths",
+            RowsBecause::Cpu => "the default of a CPU",
+            RowsBecause::UnknownDevice => {
+                "assumed: a run chooses them for its GPU, and so does the plan with --device-gib; seconds and memory follow them"
+            }
+        };
+        format!("micro-blocks of {} rows, {why}", self.rows)
+    }
+}
+
+/// [`micro_block`] of a plan, and what it follows from; without a `device` on a CPU (`host_only`) or on a GPU of unknown memory.
+#[must_use]
+pub fn planned_rows(
+    config: &RunConfig,
+    ranks: u64,
+    shape: Option<&Shape>,
+    device: Option<Bytes>,
+    host_only: bool,
+) -> MicroBlock {
+    let because = match (config.memory.micro_block, host_only, device) {
+        (Tokens(1..), ..) => RowsBecause::Configured,
+        (_, true, _) => RowsBecause::Cpu,
+        (_, false, Some(_)) => RowsBecause::Device,
+        (_, false, None) => RowsBecause::UnknownDevice,
+    };
+    MicroBlock { rows: micro_block(config, ranks, shape, device.filter(|_| !host_only)), because }
+}
 
 /// Rows of a micro-block for a world of `ranks`: as configured, else on a GPU with `device` bytes in all the largest of 2,048,
 /// 4,096, … 32,768 that is at most the prompt rows of a rank, less than a tail of more than 2,048 rows, which so stays a long

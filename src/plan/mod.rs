@@ -16,18 +16,24 @@
 //!   seconds              work divided by rates, and the bytes of a sampled token (drawing)
 //!   measured             seconds from what `bench --rates` has measured
 //!   predict              the prediction, by published rates or by measured ones
+//!   split                ranks that share a prompt by prompts side by side: a table, and the fastest that fits
+//!   lengths, forecast    real lengths of the data; hours, requests, tokens and disk of a whole run
+//!   advice               all of these beside the plan
 //!   ladder, text         the plan of every gate, and the plan in words
 //! ```
 //!
 //! What a run measures is a second number, compared with the plan in the receipt; it never comes from the same formula.
 
 mod addend;
+mod advice;
 mod block;
 mod budget;
 mod delta;
 mod drawing;
 mod error;
+mod forecast;
 pub mod ladder;
+mod lengths;
 pub mod measured;
 mod micro_block;
 mod offload;
@@ -39,6 +45,7 @@ mod rollout;
 pub mod seconds;
 mod sizes;
 mod special;
+mod split;
 mod sum;
 mod text;
 mod weights;
@@ -46,11 +53,15 @@ mod work;
 
 pub use crate::runtime::memory::available_memory;
 pub use addend::{Addend, Group, Place};
+pub use advice::Advice;
 pub use budget::{Plan, Room};
 pub use drawing::{TokenReads, token_bytes};
 pub use error::Error;
-pub use micro_block::micro_block;
+pub use forecast::{Counted, Forecast};
+pub use lengths::Lengths;
+pub use micro_block::{MicroBlock, RowsBecause, micro_block, planned_rows};
 pub use offload::{context_note, gib, of, of_at_most, of_shape};
 pub use operations::{Amount, delta_row};
 pub use predict::Pace;
 pub use rollout::Rollout;
+pub use split::{Split, SplitBecause, Splits, choose, is_open, model_folder, shared_out, splits};

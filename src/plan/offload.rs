@@ -47,6 +47,7 @@ fn of_shape_at_most(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room:
             cp_size: config.cp_size(ranks),
             pages: config.prompt_pages(),
             pages_per_rank: config.pages_per_rank(ranks),
+            micro_block: None,
             keeping: choice.keeping,
             index_sets: choosing.then_some(choice.keeping.index_sets),
             rollout: sizes.as_ref().and_then(|sizes| Rollout::new(sizes)),
@@ -78,7 +79,7 @@ fn of_shape_at_most(config: &RunConfig, ranks: u64, shape: Option<&Shape>, room:
     }
     let mut plan = with(choice);
     if !room.host_only {
-        plan.time_answers(config, shape, &Rates::h200(shape));
+        plan.time_answers(config, shape, &Rates::h200(config, shape));
     }
     plan
 }

@@ -55,9 +55,11 @@ pub(super) fn predict(
     let further = step.further().into_iter().map(|phase| timed(phase, Repeats::FURTHER).seconds).sum::<f64>();
     let updates = config.grpo.updates_per_group;
     let round = total + float(updates.saturating_sub(1)) * further;
-    let measured = match pace {
-        Pace::Published(_) => None,
-        Pace::Measured(measured) => Some(measured.source.clone()),
+    let (measured, published, outside) = match pace {
+        Pace::Published(_) => (None, Vec::new(), Vec::new()),
+        Pace::Measured(measured) => {
+            (Some(measured.source.clone()), measured.published(config, ranks, shape), measured.outside(config))
+        }
     };
-    Some(Seconds { rates, measured, phases, total, updates, round })
+    Some(Seconds { rates, measured, published, outside, phases, total, updates, round })
 }

@@ -7,13 +7,13 @@ use serde::Serialize;
 
 use super::addend::{Addend, product, within};
 use super::block::LatentSizes;
-use super::drawing::has_step;
+use super::drawing::drawer;
 use super::error::Error;
 use super::operations::partial;
 use super::sizes::{Sizes, adapter_elements};
-use crate::config::Weights;
 use crate::model::attention::KEYS_MAX;
 use crate::model::shape::{Layer, Mix, Segment};
+use crate::model::token::{Drawer, Reason};
 use crate::prompt::pages::Residency;
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{Bytes, Tokens, float, from_dim, from_index};
@@ -21,6 +21,8 @@ use crate::runtime::units::{Bytes, Tokens, float, from_dim, from_index};
 /// How answers are sampled.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Rollout {
+    /// What computes a token of a group.
+    pub drawn_by: Drawer,
     /// Whether pages of all layers are on the device.
     pub pages_on_device: bool,
     /// How many layers, the first ones, have their pages on the device; those of the others are staged layer by layer for every
@@ -50,7 +52,10 @@ impl Rollout {
         let layers = sizes.shape.layers.len();
         let resident_layers = sizes.choice.resident_of(layers);
         let moved = sizes.state_in(resident_layers..layers);
+        let group = sizes.config.grpo.group_size;
+        let on_gpu = || drawer(sizes.config, sizes.shape, group);
         sizes.config.rollout.sample.then(|| Rollout {
+            drawn_by: if sizes.copies_overlap { on_gpu() } else { Drawer::Operations(Reason::Cpu) },
             pages_on_device: resident_layers == layers,
             resident_layers,
             tokens: sizes.config.sampled_len(),
@@ -112,7 +117,11 @@ impl Rollout {
             (Some(token), Some(all)) => format!("; {token:.4} s a token, {all:.1} s in all by the prediction"),
             _ => String::new(),
         };
-        format!("{answers} answers of up to {} tokens sampled together, {pages}{seconds}", self.tokens)
+        let drawn = match self.drawn_by.note() {
+            Some(note) => format!("\nwarning: {note}"),
+            None => format!(", by {}", self.drawn_by),
+        };
+        format!("{answers} answers of up to {} tokens sampled together, {pages}{seconds}{drawn}", self.tokens)
     }
 }
 
@@ -194,11 +203,10 @@ impl Sizes<'_> {
 
     /// Buffers of fixed addresses and the graph of a decode step, where its kernels compute a token.
     fn decode_step(&self) -> Option<Addend> {
-        let plain = self.config.model.weights != Weights::Fp8;
-        if !self.copies_overlap || !plain || !has_step(self.shape, self.kind(), self.config.lora.rank) {
-            return None;
-        }
-        let answers = self.sampled_answers();
+        // A greedy answer of a held-out group may be one too many; then kernels draw the other groups.
+        let by_kernels = |&answers: &u64| drawer(self.config, self.shape, answers) == Drawer::Kernels;
+        let answers = [self.sampled_answers(), self.config.grpo.group_size].into_iter().find(by_kernels);
+        let answers = answers.filter(|_| self.copies_overlap)?;
         let outputs = |layer: &Layer| {
             let of_a = layer.projections.iter().filter(|projection| projection.segment == Segment::A);
             of_a.map(|projection| projection.outputs).sum::<u64>().max(2 * layer.ffn_width)

@@ -7,14 +7,14 @@
 //! measured, launches among them.
 
 use serde::Serialize;
-use tch::Kind;
 
-use super::drawing::has_step;
+use super::drawing::drawer;
 use super::offload_choice::OffloadChoice;
 use super::operations::Work;
 use super::work::StepWork;
 use crate::config::RunConfig;
 use crate::model::shape::{Mix, Shape};
+use crate::model::token::Drawer;
 use crate::runtime::failure::Phase;
 use crate::runtime::units::float;
 
@@ -68,9 +68,10 @@ const H200_ATTENTION: [HeadRates; 3] = [
 ];
 
 impl Rates {
-    /// Those of an H200 in bfloat16, with attention at the measured head width that is nearest to the widest of `shape`.
+    /// Those of an H200 in bfloat16, with attention at the measured head width that is nearest to the widest of `shape`, and
+    /// tokens by what draws the answers of `config`.
     #[must_use]
-    pub fn h200(shape: &Shape) -> Rates {
+    pub fn h200(config: &RunConfig, shape: &Shape) -> Rates {
         let width = shape.most(|layer| match layer.mix {
             Mix::Grouped { head_dim, .. } => head_dim,
             Mix::Latent { latent, .. } => latent,
@@ -99,7 +100,7 @@ impl Rates {
             memory: 4800.0,
             between: 450.0,
             // Measured on sampled tokens: with kernels of a decode step, and with some 100 launches of 20 µs (docs/benchmarks.md).
-            layer: if has_step(shape, Kind::BFloat16, 1) { 40.0 } else { 2000.0 },
+            layer: if drawer(config, shape, config.grpo.group_size) == Drawer::Kernels { 40.0 } else { 2000.0 },
             // An assumption: a gather among eight ranks takes about 30 µs.
             message: 4.0,
             efficiency: 0.8,
@@ -164,6 +165,12 @@ pub struct Seconds {
     /// Where measured rates come from; absent with published ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured: Option<String>,
+    /// Values behind the prediction that the measurements lack, so that published ones stand in, in words.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub published: Vec<String>,
+    /// How far the plan lies outside of what was measured, in words.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub outside: Vec<String>,
     /// The phases in their order.
     pub phases: Vec<PhaseSeconds>,
     /// Sum over the phases.
@@ -243,7 +250,7 @@ impl Seconds {
     fn pace(&self) -> String {
         let Rates { matmul, attention_forward, attention_backward, host, efficiency, .. } = self.rates;
         match &self.measured {
-            Some(source) => format!("from {source}; {host:.1} GB/s between host and device"),
+            Some(source) => format!("from {source}"),
             None => format!(
                 "at published rates: {:.0} % of {matmul} TFLOP/s of matrix products, {attention_forward} of attention, \
                  {attention_backward} of its backward; {host} GB/s between host and device",
@@ -256,6 +263,10 @@ impl Seconds {
     #[must_use]
     pub fn text(&self) -> String {
         let mut lines = vec![format!("predicted seconds of a group: {:.1}, {}", self.total, self.pace())];
+        if !self.published.is_empty() {
+            lines.push(format!("  not in that file, so published values stand in: {}", self.published.join("; ")));
+        }
+        lines.extend(self.outside.iter().map(|note| format!("  warning: {note}")));
         let gathers = self.phases.iter().any(|phase| phase.gathered_tera > 0.0);
         let has_rules = self.phases.iter().any(|phase| phase.delta_tera > 0.0);
         for phase in &self.phases {

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use tch::Kind;
+
 use super::addend::{Addend, Place, addend, product, within};
 use super::offload_choice::OffloadChoice;
 use crate::config::{DeviceChoice, Dtype, RunConfig, When};
@@ -21,6 +23,15 @@ pub(super) fn element_bytes(dtype: Dtype) -> (u64, u64) {
         Dtype::Bfloat16 => (2, 4),
         Dtype::Float32 => (4, 4),
         Dtype::Float64 => (8, 8),
+    }
+}
+
+/// The libtorch name of a configured dtype.
+pub(super) fn kind_of(dtype: Dtype) -> Kind {
+    match dtype {
+        Dtype::Bfloat16 => Kind::BFloat16,
+        Dtype::Float32 => Kind::Float,
+        Dtype::Float64 => Kind::Double,
     }
 }
 

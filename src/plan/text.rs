@@ -35,6 +35,7 @@ impl Plan {
             return lines.join("\n");
         }
         lines.push(self.choice(config));
+        lines.extend(self.micro_block.map(|rows| rows.text()));
         lines.extend(self.rollout.map(|rollout| rollout.text(config.grpo.group_size)));
         for (title, place) in [("device", Place::Device), ("host", Place::Host)] {
             let peak = self.peak_phase(&[place]);

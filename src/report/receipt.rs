@@ -162,6 +162,9 @@ pub struct Receipt {
     pub ranks: usize,
     /// Ranks that share a prompt.
     pub cp_size: usize,
+    /// Why so many, where the configuration leaves it open.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cp_size_because: Option<String>,
     /// Longest prompt and answer together.
     pub positions: Tokens,
     pub prompt_len: Tokens,

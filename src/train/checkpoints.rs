@@ -309,6 +309,7 @@ fn state(session: &Session, world: &World, evaluated: &Progress, round: Value) -
         config_digest: config.digest(),
         config: config.resumable(),
         groups_per_update: Some(from_index(session.groups_per_update(world))),
+        cp_size: Some(from_index(world.cp.size())),
         schedule_steps: Some(config.schedule_steps()),
         inputs: session.input_digests.clone(),
         held_out: serde_json::json!(evaluated.before),

@@ -10,7 +10,7 @@ use super::evaluate::{Evaluator, wanted};
 use super::inputs::Work;
 use super::open::{Prepared, read_spec};
 use super::outcome::Outcome;
-use super::run_folder::RunFolder;
+use super::run_folder::{Begin, RunFolder};
 use super::session::Session;
 use super::stop_policy::StopPolicy;
 use crate::checkpoint::{self, Difference};
@@ -90,7 +90,7 @@ pub fn evaluate(loaded: &Loaded, options: &EvalOptions, world: &mut World) -> Re
     let out = options.out.clone().unwrap_or_else(|| default_out(options.adapters.as_deref(), &loaded.rank.dir));
     loaded.rank.dir.clone_from(&out);
     world.agree(prepare(&mut loaded.run, options))?;
-    let prepared = Prepared::new(&loaded, world)?;
+    let prepared = Prepared::new(&loaded, Begin::New, world)?;
     let is_run = OF_A_RUN.iter().any(|name| out.join(name).exists());
     world.on_root(|| if is_run { Err(Error::IsRun { folder: out.clone() }.into()) } else { Ok(()) })?;
     let _folder = RunFolder::take(&out, world)?;

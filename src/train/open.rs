@@ -8,7 +8,9 @@ use std::rc::Rc;
 use tch::{Device, Kind};
 
 use super::inputs::{self, Inputs, Work};
+use super::run_folder::Begin;
 use super::session::{Model, Policy, RunPlan, Session, TrainingData};
+use super::splits;
 use super::weights;
 use crate::checkpoint;
 use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
@@ -23,10 +25,10 @@ use crate::prompt::handoff::Keeping;
 use crate::report::open_log;
 use crate::runtime::failure::Failure;
 use crate::runtime::memory::{MemorySpace, Purpose};
-use crate::runtime::units::{Bytes, Tokens, as_index, from_index};
+use crate::runtime::units::{Tokens, as_index, from_index};
 use crate::step::optimizer::{AdamW, Settings};
+use crate::tensor::accumulation;
 use crate::tensor::boundary::storage_bytes;
-use crate::tensor::{accumulation, gpu};
 use crate::world::World;
 use crate::world::devices;
 use crate::world::exchange;
@@ -44,13 +46,20 @@ pub(super) struct Prepared {
 impl Prepared {
     /// Checks the configuration, chooses the device, opens the transport and plans the memory; all ranks fail together, with
     /// one message. Writes nothing.
-    pub(super) fn new(loaded: &Loaded, world: &mut World) -> Result<Prepared, Failure> {
+    pub(super) fn new(loaded: &Loaded, begin: Begin, world: &mut World) -> Result<Prepared, Failure> {
         agree_on_config(loaded, world)?;
         let mut loaded = loaded.clone();
         let config = &loaded.run;
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
-        let direct = open_transport(config, world, device)?;
         let spec = world.agree(read_spec(config))?;
+        let shared = splits::share_out(&loaded, begin, world, &spec, device)?;
+        let split_note = shared.map(|(config, note)| {
+            loaded.run = config;
+            note
+        });
+        let config = &loaded.run;
+        world.cut(as_index(config.cp_size(from_index(world.all.size()))), as_index(config.parallel.ep_size))?;
+        let direct = open_transport(config, world, device)?;
         link_experts(config, world, &spec, device)?;
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
@@ -58,6 +67,7 @@ impl Prepared {
         loaded.run.memory.micro_block = choose_rows(config, world, &spec, device)?;
         let mut plan = agree_on_plan(&loaded.run, direct, world, &spec, device)?;
         plan.chooses_rows = is_open && device != Device::Cpu;
+        plan.split_note = split_note;
         Ok(Prepared { loaded, device, spec, shape, plan })
     }
 }
@@ -88,15 +98,14 @@ impl Session {
     }
 }
 
-/// Compares the configuration over ranks, checks it for this many of them, and cuts the world into prompt groups.
-fn agree_on_config(loaded: &Loaded, world: &mut World) -> Result<(), Failure> {
+/// Compares the configuration over ranks, and checks it for this many of them.
+fn agree_on_config(loaded: &Loaded, world: &World) -> Result<(), Failure> {
     let config = &loaded.run;
     let ranks = from_index(world.all.size());
     world.require_equal("the configuration (digest)", &config.digest())?;
     let problems = config.check(Some(ranks));
     let checked = if problems.is_empty() { Ok(()) } else { Err(config::Error::Refused { problems }.into()) };
     world.agree(checked)?;
-    world.cut(as_index(config.cp_size(ranks)), as_index(config.parallel.ep_size))?;
     world.agree(loaded.check_laptop_model().map_err(Failure::from))
 }
 
@@ -167,7 +176,7 @@ fn agree_on_plan(
     let ranks = from_index(world.all.size());
     let room = Room {
         ranks_here: from_index(world.machine().size()),
-        device: device_room(world, device)?,
+        device: splits::device_room(world, device)?,
         host_only: device == Device::Cpu,
         host: plan::available_memory(),
     };
@@ -180,7 +189,7 @@ fn agree_on_plan(
     }
     world.agree(plan.refuse(&room).map_err(Failure::from))?;
     let keeping = agree_on_keeping(&plan, world);
-    Ok(RunPlan { plan, keeping, direct, chooses_rows: false })
+    Ok(RunPlan { plan, keeping, direct, chooses_rows: false, split_note: None })
 }
 
 /// Machines may have different room. Every rank takes part in what is recomputed, so the tightest rank decides.
@@ -190,17 +199,6 @@ fn agree_on_keeping(plan: &Plan, world: &World) -> Keeping {
     let answer_attention = !world.any(!plan.keeping.answer_attention);
     let index_sets = !world.any(!plan.keeping.index_sets);
     Keeping { every: as_index(every), attention, answer_attention, index_sets, ..plan.keeping }
-}
-
-/// This rank's share of what its GPU can still give to tensors; `None` without a GPU.
-fn device_room(world: &World, device: Device) -> Result<Option<Bytes>, Failure> {
-    let sharers = devices::sharers(world, device);
-    if device == Device::Cpu {
-        return Ok(None);
-    }
-    let (free, _) = world.agree(gpu::memory().map_err(Failure::from))?;
-    // Some goes to what libraries load later, and to the gaps between tensors.
-    Ok(Some(Bytes((free.0 - free.0 / 32) / sharers)))
 }
 
 fn open_model(loaded: &Loaded, world: &World, spec: Spec, device: Device) -> Result<Model, Failure> {

@@ -66,7 +66,7 @@ impl Run {
     /// # Errors
     /// When another run holds the directory, its checkpoints refuse this run, something cannot be loaded, or does not fit.
     pub fn open(loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
-        let prepared = Prepared::new(loaded, world)?;
+        let prepared = Prepared::new(loaded, options.begin, world)?;
         let folder = RunFolder::take(&loaded.rank.dir, world)?;
         Run::load(folder, prepared, options, world)
     }
@@ -76,7 +76,7 @@ impl Run {
     /// # Errors
     /// As [`Run::open`], but for the lock.
     pub fn open_in(folder: RunFolder, loaded: &Loaded, options: RunOptions, world: &mut World) -> Result<Run, Failure> {
-        let prepared = Prepared::new(loaded, world)?;
+        let prepared = Prepared::new(loaded, options.begin, world)?;
         Run::load(folder, prepared, options, world)
     }
 

@@ -30,7 +30,7 @@ use crate::runtime::memory::{Held, MemorySpace, Purpose};
 use crate::runtime::units::{Rank, Tokens, as_index, from_index};
 use crate::step::objective::{self, Aggregation, Importance, Objective, Scaling};
 use crate::step::optimizer::AdamW;
-use crate::step::rollout::{DrawnChoices, SampleRequest, Sampling, Stream};
+use crate::step::rollout::{self, DrawnChoices, SampleRequest, Sampling, Stream};
 use crate::step::transaction::Transaction;
 use crate::tensor::boundary::storage_bytes;
 use crate::world::World;
@@ -140,6 +140,8 @@ pub(super) struct RunPlan {
     pub(super) direct: bool,
     /// Whether the rows of a micro-block were chosen for the device.
     pub(super) chooses_rows: bool,
+    /// Why so many ranks share a prompt, where the configuration leaves it open.
+    pub(super) split_note: Option<String>,
 }
 
 impl TrainingData {
@@ -228,6 +230,15 @@ impl Session {
         unused.then(|| format!("parallel.ep_size = {ep} has no effect: {} has no experts", spec.model_type))
     }
 
+    /// Where single operations draw although the run is on a GPU: for groups, or for held-out ones with their greedy answer.
+    fn drawing_notes(&self) -> Option<String> {
+        let config = self.config();
+        let by = |answers| rollout::computed_by(&*self.model.decoder, &self.policy.adapters, as_index(answers)).note();
+        let held_out = || Some(format!("held-out groups: {}", by(config.eval_samples() + config.eval_greedy())?));
+        let of_groups = self.samples().then(|| by(config.grpo.group_size))?;
+        of_groups.or_else(|| if self.data.held_out.is_empty() { None } else { held_out() })
+    }
+
     /// What a user should know before the first step.
     pub(super) fn notes(&self) -> Vec<String> {
         let endless = self.samples() && self.data.end_ids.is_empty();
@@ -242,10 +253,12 @@ impl Session {
                 .to_owned()
         });
         let mut notes = self.loaded.notes();
+        notes.extend(self.plan.split_note.clone());
         notes.extend(self.plan.chooses_rows.then(|| {
             let rows = self.config().memory.micro_block;
             format!("memory.micro_block: {rows} rows, chosen for this device and these lengths")
         }));
+        notes.extend(self.drawing_notes());
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));

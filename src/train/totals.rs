@@ -136,6 +136,7 @@ impl RunTotals {
             dtype: config.model.dtype.to_string(),
             ranks: world.all.size(),
             cp_size: world.cp.size(),
+            cp_size_because: plan.split_note.clone(),
             positions: config.context.max_seq_len,
             prompt_len: config.context.prompt_len,
             answer_len: config.context.answer_len,

@@ -10,6 +10,7 @@ mod checkpoints;
 mod test_tokenizer;
 
 mod abort;
+mod advice;
 mod alarms;
 mod choices;
 mod convert;

@@ -61,13 +61,13 @@ fn rates_that_bench_has_written_are_read_by_plan_and_named_in_its_text() {
     let file = room.read_json("rates.json");
     assert_eq!(
         (&file["version"], &file["dtype"], &file["layers"]),
-        (&json!(2), &json!("float32"), &json!(["attention, heads of 8"]))
+        (&json!(3), &json!("float32"), &json!(["attention, heads of 8"]))
     );
     let points = file["updates"].as_array().unwrap();
     let place = |point: &Value| (point["gradient"].clone(), point["layers"].clone(), point["prompt"].clone());
     let places: Vec<_> = points.iter().map(place).collect();
     assert_eq!(places.len(), 8, "two gradient modes, two depths, two prompts: {places:?}");
-    assert!(places.contains(&(json!("response"), json!(2), json!(32))), "{places:?}");
+    assert!(places.contains(&(json!("response"), json!(2), json!(64))), "{places:?}");
     let sets = ["context.prompt_len=128", "context.answer_len=16", "context.max_seq_len=144", "grpo.group_size=2"];
     let sets = sets.iter().chain(&["context.page_size=16", "memory.micro_block=32", "model.dtype=float32"]);
     let sets = sets.chain(&["run.device=cpu", "grpo.reward_fn=synthetic"]).flat_map(|set| ["--set", *set]);
@@ -75,7 +75,7 @@ fn rates_that_bench_has_written_are_read_by_plan_and_named_in_its_text() {
         ["plan", "--ranks", "1", "--model", "model", "--rates", "rates.json"].into_iter().chain(sets).collect();
     let said = room.alone(&flags);
     said.ended(0, &[]);
-    assert!(said.out.contains("from rates measured on a CPU (rates.json: updates at prompts of 32 and 128"), "{said}");
+    assert!(said.out.contains("from rates measured on a CPU (rates.json: updates at prompts of 64 and 128"), "{said}");
     let planned = room.alone(&[&flags[..], &["--json"]].concat()).json();
     for phase in ["capture", "score", "replay"] {
         assert!(seconds(&planned, phase) > 0.0, "{phase}: {planned}");
@@ -115,9 +115,9 @@ fn lawful() -> Value {
             updates.push(point(gradient, layers, prompt));
         }
     }
-    let draw = |prompt: u64, seconds: f64, bytes: f64| json!({ "layers": 36, "prompt": prompt, "answers": 8, "token_seconds": seconds, "token_bytes": bytes });
+    let draw = |prompt: u64, seconds: f64, bytes: f64| json!({ "drawn_by": "fused kernels", "layers": 36, "prompt": prompt, "answers": 8, "token_seconds": seconds, "token_bytes": bytes });
     json!({
-        "version": 2, "layer_parameters": 192_937_984, "device": "a test", "commit": "unknown", "dtype": "bfloat16", "layers": ["attention, heads of 128"],
+        "version": 3, "layer_parameters": 192_937_984, "device": "a test", "commit": "unknown", "dtype": "bfloat16", "layers": ["attention, heads of 128"],
         "micro_block": 2048, "answer": 1024, "attention_kept": true,
         "copies": { "host_in": 5000.0, "host_out": 4000.0, "device": 4300.0 }, "launch_us": 5.0, "products": [], "attention": [],
         "updates": updates,
@@ -129,8 +129,13 @@ fn lawful() -> Value {
 /// A plan of Qwen3-8B's shape on one GPU, with these rates.
 fn planned(rates: &Value, sets: &[&str]) -> Said {
     let room = Room::with(&[("rates.json", &rates.to_string())]);
-    let common =
-        ["context.answer_len=1024", "parallel.cp_size=1", "model.dtype=bfloat16", "memory.keep_attention=true"];
+    let common = [
+        "context.answer_len=1024",
+        "parallel.cp_size=1",
+        "model.dtype=bfloat16",
+        "memory.keep_attention=true",
+        "memory.micro_block=2048",
+    ];
     let sets =
         common.iter().chain(&["memory.cpu_offload_pages=true", "grpo.group_size=2", "run.device=cuda"]).chain(sets);
     let sets = sets.flat_map(|set| ["--set", *set]);
@@ -174,6 +179,40 @@ fn a_plan_extends_measured_layers_to_all_layers_and_a_longer_prompt() {
     near(token, reads / 4e12 + 37.0 * 20e-6, 1e-6, "a token");
 }
 
+/// A line for each value that is not from the file, and for each length that lies outside of what was measured.
+#[test]
+fn a_plan_by_measured_rates_names_published_values_and_what_was_not_measured() {
+    let notes = |rates: &Value, sets: &[&str], key: &str| -> Vec<String> {
+        let plan = planned(rates, sets).json();
+        let notes = plan["seconds"][key].as_array().cloned().unwrap_or_default();
+        notes.iter().map(|note| note.as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(notes(&lawful(), &LONG, "published"), Vec::<String>::new());
+    assert_eq!(notes(&lawful(), &LONG, "outside"), Vec::<String>::new());
+    let mut bare = lawful();
+    bare["copies"]["host_in"] = json!(0.0);
+    let drawn = [&LONG[..], &["rollout.sample=true", "rollout.pages_on_device=true", "lora.rank=300"]].concat();
+    let published = notes(&bare, &drawn, "published");
+    assert_eq!(published.len(), 2, "{published:?}");
+    assert!(published[0].contains("54.6 GB/s between host and device"), "{published:?}");
+    assert!(published[1].contains("4800 GB/s") && published[1].contains("2000 µs a layer"), "{published:?}");
+    assert!(published[1].contains("no token drawn by single operations"), "{published:?}");
+    let far = [
+        "context.prompt_len=524352",
+        "context.answer_len=512",
+        "context.max_seq_len=524864",
+        "memory.micro_block=8192",
+    ];
+    let outside = notes(&lawful(), &far, "outside");
+    assert_eq!(outside.len(), 3, "{outside:?}");
+    assert!(
+        outside[0].contains("524352 positions is more than 4 times the longest measured one, 131072"),
+        "{outside:?}"
+    );
+    assert!(outside[1].contains("micro-blocks of 8192 rows, and 2048 were measured"), "{outside:?}");
+    assert!(outside[2].contains("answers of 512 tokens, and 1024 were measured"), "{outside:?}");
+}
+
 #[test]
 fn rates_of_another_version_dtype_or_model_are_refused_with_a_sentence() {
     let refused = |change: &dyn Fn(&mut Value), code: i32, words: &[&str]| {
@@ -184,7 +223,7 @@ fn rates_of_another_version_dtype_or_model_are_refused_with_a_sentence() {
     refused(
         &|rates| rates["version"] = json!(7),
         2,
-        &["rates.json: version 7 of measured rates, and this build reads version 2"],
+        &["rates.json: version 7 of measured rates, and this build reads version 3"],
     );
     refused(&|rates| rates["dtype"] = json!("float32"), 2, &["measured in float32, and model.dtype is bfloat16"]);
     let other = json!(["attention, heads of 64"]);
@@ -203,6 +242,11 @@ fn rates_of_another_version_dtype_or_model_are_refused_with_a_sentence() {
     plan(&room(), "qwen3-8b", &["--rates", "rates.json", "--rate-host", "50"]).ended(2, &["--rate-host"]);
     let last = bench(&small(), &["--rates", "rates.json", "--gradient", "last=9"]);
     last.refused(2, &["leave last=9 out"]);
+    let short = ["--rates", "rates.json", "--prompt", "64", "--gradient", "exact"];
+    bench(&small(), &short)
+        .refused(2, &["both longer than a micro-block of 32 rows", "--prompt 80", "--micro-block 16"]);
+    let one = ["--rates", "rates.json", "--prompt", "16", "--gradient", "response"];
+    bench(&small(), &one).refused(2, &["16 positions are one page of 16", "--prompt 64"]);
     let several = small().ranks(2, &["bench", "model", "--device", "cpu", "--rates", "rates.json"]);
     several.refused(2, &["--rates measures what one rank does: run it on 1 rank, not 2"]);
 }

@@ -113,7 +113,7 @@ fn check_plans(loaded: &Loaded, ranks: u64, shapes: &[&Shape]) {
         }
         for room in [Room::default(), users, laptop] {
             let mut plan = plan::of_shape(run, ranks, Some(shape), &room);
-            plan.time(run, shape, &Pace::Published(Rates::h200(shape)));
+            plan.time(run, shape, &Pace::Published(Rates::h200(run, shape)));
             check_words(&plan.text(run));
             assert!(plan.sum(Place::Device) > plan::gib(0), "a model takes memory");
             assert!(!plan.groups().is_empty());

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use longstraw::model::token::Drawer;
 use longstraw::runtime::units::{Tokens, from_index};
 use longstraw::step::rollout::{self, DrawnChoices, SampleRequest, Sampling, Stream};
 use longstraw::world::World;
@@ -79,8 +80,10 @@ pub(crate) fn same(world: &mut World) {
     for shape in shapes().into_iter().take(if kernels { usize::MAX } else { 1 }) {
         let family = &shape["model_type"];
         let model = Model::random(&shape, Kind::Float);
-        let name = rollout::computed_by(&*model.decoder);
-        assert_eq!(name == "fused kernels", kernels, "{family}: {name}");
+        let drawer = rollout::computed_by(&*model.decoder, &model.adapters, 8);
+        assert_eq!(drawer == Drawer::Kernels, kernels, "{family}: {drawer}");
+        let many = rollout::computed_by(&*model.decoder, &model.adapters, 65);
+        assert_ne!(many, Drawer::Kernels, "{family}: more answers than rows of a step");
         let mut lengths = BTreeSet::new();
         for (number, (prompt, page_size, longest, sampling)) in draws(world.all.size()).into_iter().enumerate() {
             let how = How { page_size, ..PLAIN };

@@ -208,6 +208,7 @@ fn state() -> State {
         config_digest: String::new(),
         config: json!({}),
         groups_per_update: None,
+        cp_size: None,
         schedule_steps: None,
         inputs: std::collections::BTreeMap::new(),
         held_out: Value::Null,

@@ -198,6 +198,8 @@ pub struct Shape {
     pub max_positions: u64,
     /// Positions that a stretched rotary embedding was made for.
     pub stretched_positions: Option<f64>,
+    /// Whether projections of the feed-forward layers have biases.
+    pub ffn_biases: bool,
     /// Elements of the embedding, the last norm and the head; a tied head counts once.
     pub outside: u64,
     /// Its layers, from the bottom up.

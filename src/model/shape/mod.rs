@@ -24,6 +24,7 @@ impl Shape {
             width: spec.width,
             max_positions: spec.max_positions,
             stretched_positions: spec.rope.stretched_positions(),
+            ffn_biases: spec.biases.mlp,
             outside: spec.parameter_count() - inside,
             layers,
         }

@@ -8,13 +8,16 @@
 //! The keys and values of the answers' own rows lie here: row j of every answer on rank j mod R, as in
 //! [`super::answers::AnswerState`].
 
+mod drawer;
 mod parts;
 
 use tch::Tensor;
 
+pub use self::drawer::{Drawer, DrawnWith, Reason};
 use self::parts::{Buffers, Joint, LayerParts, Rotating};
 use super::decoder::{Decoder, Dense};
 use super::head::Head;
+use super::lora::Adapters;
 use super::parts::{Activation, NormForm};
 use super::pass::Pass;
 use super::past::Past;
@@ -26,8 +29,8 @@ use crate::runtime::units::{LayerIndex, Tokens, as_dim, float, from_dim, from_in
 use crate::tensor::Error;
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::decode::{
-    self, ANSWERS_MAX, Activate, Attend, AttendSizes, Choice, Drawing, Graph, Heads, Kernels, Norm, OwnRows, Parts,
-    PromptRun, Residual, Shares, Sizes,
+    self, Activate, Attend, AttendSizes, Choice, Drawing, Graph, Heads, Kernels, Norm, OwnRows, Parts, PromptRun,
+    Residual, Shares,
 };
 use crate::world::exchange::gather_rows;
 
@@ -64,34 +67,32 @@ pub struct TokenStep<'a> {
     held: Option<Held>,
 }
 
-/// Whether there are kernels for what `decoder` computes, on this process's device.
+/// Highest rank of an adapter.
 #[must_use]
-pub fn covers(decoder: &dyn Decoder) -> bool {
-    let covered = |dense| decode::covers(decoder.kind(), &sizes(dense, 1)) && decode::device_suffices(decoder.kind());
-    decoder.device().is_cuda() && decoder.dense().is_some_and(covered)
+pub fn adapter_rank(adapters: &Adapters) -> u64 {
+    adapters.entries().iter().map(|entry| from_dim(entry.a_ri.size()[0])).max().unwrap_or(0)
 }
 
-fn sizes(dense: Dense, rank: i64) -> Sizes {
-    let spec = dense.spec;
-    Sizes {
-        head_dim: as_dim(spec.head_dim),
-        heads_each: as_dim(spec.query_heads / spec.kv_heads),
-        width: as_dim(spec.width),
-        ffn_width: as_dim(spec.ffn_width),
-        rank,
+/// Who draws `answers` answers with this decoder and adapters of this `rank`; compiles the kernels where they do, unless this
+/// process has, which takes seconds.
+#[must_use]
+pub fn drawer(decoder: &dyn Decoder, rank: u64, answers: u64) -> Drawer {
+    let compiles = |dense: &Dense| Kernels::load(decoder.kind(), as_dim(dense.spec.head_dim)).is_ok();
+    match Drawer::here(decoder, rank, answers) {
+        Drawer::Kernels if !decoder.dense().as_ref().is_some_and(compiles) => Drawer::Operations(Reason::Compiler),
+        drawer => drawer,
     }
 }
 
 impl<'a> TokenStep<'a> {
-    /// No rows yet. `None` where there are no kernels for this decoder, or too many answers.
+    /// No rows yet. `None` where [`Drawer::here`] names single operations.
     ///
     /// # Errors
     /// When the kernels cannot be compiled.
     pub fn new(pass: &Pass<'a>, drawn: &Drawn<'a>) -> Result<Option<TokenStep<'a>>, Error> {
         let answers = as_dim(from_index(drawn.answers));
-        let rank = pass.adapters.entries().iter().map(|entry| entry.a_ri.size()[0]).max().unwrap_or(0);
-        let able = |dense: &Dense| decode::covers(pass.decoder.kind(), &sizes(*dense, rank)) && answers <= ANSWERS_MAX;
-        let Some(dense) = pass.decoder.dense().filter(able) else { return Ok(None) };
+        let drawer = Drawer::here(pass.decoder, adapter_rank(pass.adapters), from_index(drawn.answers));
+        let Some(dense) = pass.decoder.dense().filter(|_| drawer == Drawer::Kernels) else { return Ok(None) };
         let Dense { spec, weights } = dense;
         let kernels = Kernels::load(pass.decoder.kind(), as_dim(spec.head_dim))?;
         let device = pass.decoder.device();

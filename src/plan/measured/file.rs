@@ -13,7 +13,7 @@ use crate::runtime::saved::save_whole;
 use crate::runtime::units::Tokens;
 
 /// Version of the file. Another one is refused.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Why a file of rates is refused.
 #[derive(Debug, thiserror::Error)]
@@ -165,10 +165,12 @@ pub enum MeasuredGradient {
 }
 
 /// Tokens that were sampled with the prompt's pages on the device.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 #[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct DrawPoint {
+    /// Who drew, as [`crate::model::token::Drawer::name`] names it.
+    pub drawn_by: String,
     pub layers: u64,
     pub prompt: Tokens,
     pub answers: u64,

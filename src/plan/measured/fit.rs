@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::file::{DrawPoint, MeasuredGradient, UpdatePoint};
+use crate::model::token::Drawer;
 use crate::plan::operations::Amount;
 use crate::runtime::units::{Tokens, float};
 
@@ -153,11 +154,12 @@ pub(super) struct Drawing {
 }
 
 impl Drawing {
-    /// From the shortest and the longest prompt: the further bytes of the longer one at the memory's rate, but not above that of
+    /// From the shortest and the longest prompt of tokens that `drawer` drew: the further bytes of the longer one at the memory's rate, but not above that of
     /// a `copy`, GB/s; what is left of its time goes to the layers.
-    pub(super) fn of(points: &[DrawPoint], copy: f64) -> Option<Drawing> {
-        let far = points.iter().max_by_key(|point| point.prompt)?;
-        let near = points.iter().min_by_key(|point| point.prompt)?;
+    pub(super) fn of(points: &[DrawPoint], copy: f64, drawer: Drawer) -> Option<Drawing> {
+        let points = || points.iter().filter(|point| point.drawn_by == drawer.name());
+        let far = points().max_by_key(|point| point.prompt)?;
+        let near = points().min_by_key(|point| point.prompt)?;
         let most = if copy > 0.0 { copy * 1e9 } else { f64::INFINITY };
         let further = (far.token_bytes - near.token_bytes) / (far.token_seconds - near.token_seconds);
         let whole = far.token_bytes / far.token_seconds;
@@ -171,6 +173,7 @@ impl Drawing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::token::Reason;
 
     fn near(found: f64, expected: f64) {
         assert!((found - expected).abs() <= 1e-9 * expected.abs().max(1e-3), "{found}, expected {expected}");
@@ -221,6 +224,7 @@ mod tests {
     #[test]
     fn a_token_reads_at_the_rate_of_its_further_bytes_and_layers_take_the_rest() {
         let point = |prompt: u64, token_bytes: f64, token_seconds: f64| DrawPoint {
+            drawn_by: Drawer::Kernels.name().to_owned(),
             layers: 9,
             prompt: Tokens(prompt),
             answers: 8,
@@ -229,11 +233,13 @@ mod tests {
         };
         // 1 GB of weights and 4 GB of state at 4 TB/s, and 50 µs for each of nine layers and the head.
         let points = [point(1000, 2e9, 0.5e-3 + 0.5e-3), point(4000, 5e9, 1.25e-3 + 0.5e-3)];
-        let Drawing { memory, layer_us } = Drawing::of(&points, 4300.0).unwrap();
+        let Drawing { memory, layer_us } = Drawing::of(&points, 4300.0, Drawer::Kernels).unwrap();
         near(memory, 4000.0);
         near(layer_us, 50.0);
         // No faster than a copy.
-        near(Drawing::of(&points, 3000.0).unwrap().memory, 3000.0);
-        assert_eq!(Drawing::of(&[], 3000.0), None);
+        near(Drawing::of(&points, 3000.0, Drawer::Kernels).unwrap().memory, 3000.0);
+        assert_eq!(Drawing::of(&[], 3000.0, Drawer::Kernels), None);
+        let operations = Drawer::Operations(Reason::Answers(65));
+        assert_eq!(Drawing::of(&points, 3000.0, operations), None, "others drew when it was measured");
     }
 }

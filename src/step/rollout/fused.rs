@@ -33,21 +33,10 @@ pub(super) fn begin<'a>(rollout: &Rollout<'a>) -> Option<TokenStep<'a>> {
         return None;
     }
     let drawn = token::Drawn { answers: rollout.live.len(), rows_max: rollout.request.longest, layout: rollout.layout };
-    let step = match TokenStep::new(rollout.pass, &drawn) {
-        Ok(step) => {
-            if step.is_none() && token::covers(rollout.pass.decoder) {
-                tracing::warn!(
-                    "answers are drawn by single operations, several times slower: the kernels take 64 answers of a group \
-                     and adapters of rank 256 at most"
-                );
-            }
-            step
-        }
-        Err(error) => {
-            tracing::warn!("answers are drawn by single operations, several times slower: {error}");
-            None
-        }
-    };
+    let step = TokenStep::new(rollout.pass, &drawn).unwrap_or_else(|error| {
+        tracing::warn!("answers are drawn by single operations, several times slower: {error}");
+        None
+    });
     let axis = rollout.pass.cp_group.axis;
     let able = axis.all_gather(&[u8::from(step.is_some())], &vec![1; axis.size()]);
     step.filter(|_| able.iter().all(|&able| able == 1))

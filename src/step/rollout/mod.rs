@@ -28,9 +28,10 @@ use crate::model::answers::{AnswerRows, AnswerState};
 use crate::model::decoder::Decoder;
 use crate::model::head::Head;
 use crate::model::latent::IndexSet;
+use crate::model::lora::Adapters;
 use crate::model::pass::Pass;
 use crate::model::past::Past;
-use crate::model::token;
+use crate::model::token::{self, Drawer};
 use crate::prompt::handoff::Captured;
 use crate::prompt::layout::PromptLayout;
 use crate::prompt::pages::{Choice, Staged};
@@ -144,10 +145,10 @@ pub fn run(
     })
 }
 
-/// Name of what draws answers with this decoder, where nothing asks for single operations.
+/// Who draws `answers` answers under these adapters, where nothing asks for single operations.
 #[must_use]
-pub fn computed_by(decoder: &dyn Decoder) -> &'static str {
-    if token::covers(decoder) { "fused kernels" } else { "single operations" }
+pub fn computed_by(decoder: &dyn Decoder, adapters: &Adapters, answers: usize) -> Drawer {
+    token::drawer(decoder, token::adapter_rank(adapters), from_index(answers))
 }
 
 struct Rollout<'a> {

@@ -44,7 +44,7 @@ const SHARED_MIN: i64 = 232_448;
 /// Widest row that is normed.
 const WIDTH_MAX: i64 = 8_192;
 /// Highest rank of an adapter.
-const RANK_MAX: i64 = 256;
+pub const RANK_MAX: i64 = 256;
 /// Columns of raw sums begin at multiples of this.
 const COLUMN: i64 = 16;
 /// Entries of the vocabulary that one block looks at.
@@ -143,7 +143,7 @@ fn dtype_number(kind: Kind) -> Option<c_int> {
     }
 }
 
-/// Sizes of a model and its adapters.
+/// Sizes of a model.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "the names say everything")]
 pub struct Sizes {
@@ -152,19 +152,22 @@ pub struct Sizes {
     pub heads_each: i64,
     pub width: i64,
     pub ffn_width: i64,
-    /// Most of any adapter.
-    pub rank: i64,
+}
+
+/// Whether there are kernels for a model of this dtype.
+#[must_use]
+pub fn has_dtype(kind: Kind) -> bool {
+    dtype_number(kind).is_some()
 }
 
 /// Whether there are kernels for a model of this dtype and these sizes.
 #[must_use]
 pub fn covers(kind: Kind, sizes: &Sizes) -> bool {
-    let Sizes { head_dim, heads_each, width, ffn_width, rank } = *sizes;
-    dtype_number(kind).is_some()
+    let Sizes { head_dim, heads_each, width, ffn_width } = *sizes;
+    has_dtype(kind)
         && HEAD_DIMS.contains(&head_dim)
         && heads_each <= shapes::rows_max(head_dim)
         && width <= WIDTH_MAX
-        && rank <= RANK_MAX
         && [width, ffn_width].iter().all(|size| size % 8 == 0)
 }
 

@@ -5,6 +5,7 @@ use tch::Tensor;
 
 use super::{Bench, Meter};
 use crate::model::shape::Shape;
+use crate::model::token::Drawer;
 use crate::plan::{TokenReads, token_bytes};
 use crate::prompt::handoff::{Captured, Keeping, Leaves, PlacedGroup};
 use crate::prompt::layout::PromptLayout;
@@ -32,7 +33,7 @@ pub struct Draw {
     /// How many layers, the first ones, had their pages on the device; those of the others came for every token.
     pub resident_layers: usize,
     /// What computed a token.
-    pub kernel: &'static str,
+    pub kernel: Drawer,
     pub capture_seconds: f64,
     /// All tokens of the longer run, with what is done once: staged pages, a graph that is made.
     pub draw_seconds: f64,
@@ -133,7 +134,7 @@ impl Bench<'_> {
             tokens,
             layers,
             resident_layers,
-            kernel: rollout::computed_by(&*self.decoder),
+            kernel: rollout::computed_by(&*self.decoder, &self.adapters, as_index(answers)),
             capture_seconds,
             draw_seconds,
             token_ms_of_all: 1e3 * seconds,

@@ -23,8 +23,8 @@ use crate::tools::parity::dtype_name;
 /// Longest prompt of the updates and tokens that are measured.
 const PROMPT_MAX: Tokens = Tokens(131_072);
 
-/// The longer of the two prompts is so many times the shorter one.
-const PROMPTS_APART: u64 = 4;
+/// The longer of the two prompts is so many times the shorter one, where a micro-block allows; else so few.
+const PROMPTS_APART: [u64; 2] = [4, 2];
 
 /// Answers of a measured update.
 const ANSWERS: u64 = 2;
@@ -52,9 +52,9 @@ impl Bench<'_> {
             return Err(Error::RatesGradient { gradient }.into());
         }
         let shape = Shape::of(&self.spec);
-        let longest = options.prompt.min(PROMPT_MAX);
-        let pages = (longest.0 / PROMPTS_APART).div_ceil(options.page_size.0);
-        let prompts = [Tokens((pages * options.page_size.0).clamp(1, longest.0)), longest];
+        let exact = options.gradients.contains(&Gradient::Exact);
+        let prompts = prompts(options.prompt, options.page_size, options.micro_block, exact)?;
+        let longest = prompts[1];
         let mut updates = Vec::new();
         for &gradient in &options.gradients {
             updates.extend(self.updates(&shape, prompts, gradient)?);
@@ -64,6 +64,7 @@ impl Bench<'_> {
         for prompt in prompts {
             let drawn = self.drawn(prompt, answers, TOKENS)?;
             draws.push(DrawPoint {
+                drawn_by: drawn.kernel.name().to_owned(),
                 layers: from_index(drawn.layers),
                 prompt,
                 answers,
@@ -209,6 +210,23 @@ impl Bench<'_> {
     }
 }
 
+/// The shorter and the longer prompt of the updates, in whole pages. Where prompts carry gradient (`exact`), both are longer than
+/// a micro-block: a tail that is no longer takes another route.
+fn prompts(longest: Tokens, page_size: Tokens, micro_block: Tokens, exact: bool) -> Result<[Tokens; 2], Error> {
+    let longest = longest.min(PROMPT_MAX);
+    let shorter = |apart: u64| Tokens((longest.0 / apart).div_ceil(page_size.0) * page_size.0);
+    let fits = |&shorter: &Tokens| shorter < longest && (!exact || shorter > micro_block);
+    let found = PROMPTS_APART.map(shorter).into_iter().find(fits);
+    found.map(|shorter| [shorter, longest]).ok_or(Error::RatesPrompt { longest, micro_block, page_size, exact })
+}
+
+/// The longest that the shorter of two prompts may be: rows of a micro-block are chosen for it.
+#[must_use]
+pub fn shorter_prompt(longest: Tokens) -> Tokens {
+    let [.., apart] = PROMPTS_APART;
+    Tokens(longest.min(PROMPT_MAX).0 / apart)
+}
+
 /// Two numbers of layers to time: those with every kind of mixer, or one, and three times as many.
 fn depths(kinds: usize, layers: usize) -> Vec<usize> {
     let few = if kinds < layers { kinds } else { 1 };
@@ -233,6 +251,23 @@ fn device_name(device: Device) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn both_prompts_of_an_exact_fit_are_longer_than_a_micro_block() {
+        let of = |longest: u64, rows: u64, exact: bool| {
+            prompts(Tokens(longest), Tokens(64), Tokens(rows), exact)
+                .map(|[shorter, longest]| (shorter.0, longest.0))
+                .ok()
+        };
+        assert_eq!(of(131_072, 8192, true), Some((32_768, 131_072)));
+        assert_eq!(of(131_072, 32_768, true), Some((65_536, 131_072)), "a half where a quarter is a short tail");
+        assert_eq!(of(16_384, 8192, true), None);
+        assert_eq!(of(16_384, 8192, false), Some((4096, 16_384)), "one row is a short tail at any length");
+        assert_eq!(of(4096, 2048, true), None);
+        assert_eq!(of(64, 16, false), None, "one page is one prompt");
+        let words = prompts(Tokens(4096), Tokens(64), Tokens(2048), true).unwrap_err().to_string();
+        assert!(words.contains("--prompt 4160") && words.contains("--micro-block 1024"), "{words}");
+    }
 
     #[test]
     fn two_depths_are_timed_where_a_model_has_layers_for_them() {

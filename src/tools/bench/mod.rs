@@ -48,6 +48,7 @@ use kernels::Kernels;
 use rates::Rates;
 
 pub use draw::Draw;
+pub use machine::shorter_prompt;
 pub use report::{Report, Run};
 
 /// Why a bench cannot run.
@@ -67,12 +68,42 @@ pub enum Error {
         /// The mode that was asked for.
         gradient: Gradient,
     },
+    /// Two prompts of one route are needed.
+    #[error("{}", rates_prompt(*longest, *micro_block, *page_size, *exact))]
+    RatesPrompt {
+        /// The longer prompt.
+        longest: Tokens,
+        /// Rows of a micro-block.
+        micro_block: Tokens,
+        /// Positions in a page.
+        page_size: Tokens,
+        /// Whether prompts carry gradient.
+        exact: bool,
+    },
     /// Rates are those of one rank.
     #[error("--rates measures what one rank does: run it on 1 rank, not {ranks}")]
     RatesRanks {
         /// Ranks that were started.
         ranks: usize,
     },
+}
+
+/// Why the two prompts of measured updates cannot be chosen, and what to do.
+fn rates_prompt(longest: Tokens, micro_block: Tokens, page_size: Tokens, exact: bool) -> String {
+    if !exact || longest <= page_size {
+        let more = 4 * page_size.0;
+        return format!(
+            "--rates times updates at two prompts of whole pages, and {longest} positions are one page of {page_size}: choose a \
+             longer one (--prompt {more}), or a smaller --page-size"
+        );
+    }
+    let longer = (2 * micro_block.0 / page_size.0 + 1) * page_size.0;
+    let fewer = (longest.0 / 4).max(1);
+    format!(
+        "--rates times updates of gradient exact at two prompts, both longer than a micro-block of {micro_block} rows (a tail that \
+         is no longer takes another route), and half of {longest} is not: choose a longer prompt (--prompt {longer}), fewer rows \
+         (--micro-block {fewer}), or leave exact out (--gradient response)"
+    )
 }
 
 /// Rank of the random adapters.

@@ -87,6 +87,9 @@ pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, ra
         run.run.direct = When::Never;
     }
     let total = gpu.map(|gpu| Bytes(gpu.total.0 / ranks.gpu));
+    if let Some((chosen, _)) = plan::choose(&run, ranks.world, &Shape::of(spec), &room, total) {
+        run = chosen;
+    }
     run.memory.micro_block = plan::micro_block(&run, ranks.world, Some(&Shape::of(spec)), total);
     let plan = plan::of(&run, ranks.world, Some(spec), &room);
     if let Err(error) = plan.refuse(&room) {

@@ -1,0 +1,222 @@
+//! What a whole run takes: hours, tokens, requests to a judge, and bytes on disk.
+
+use serde::Serialize;
+
+use super::budget::Plan;
+use super::predict::{Pace, predict};
+use super::sizes::{adapter_elements, element_bytes};
+use crate::config::{Gradient, RewardName, RunConfig};
+use crate::model::shape::Shape;
+use crate::runtime::failure::Phase;
+use crate::runtime::units::{Bytes, Tokens, float, from_index};
+
+/// Bytes that a disk takes in a second, an assumption.
+const DISK_RATE: f64 = 5e8;
+/// Bytes of a line of metrics.jsonl with its share of the curves, about.
+const METRICS_BYTES: u64 = 6 << 10;
+/// Bytes of a sampled token in answers.jsonl, its text and its id, about, and of a line besides.
+const TEXT_BYTES: u64 = 11;
+const LINE_BYTES: u64 = 400;
+/// Evaluations on held-out prompts in any run: before the first update and after the last.
+const EVALUATIONS: u64 = 2;
+
+/// A run from its first update to its last.
+#[derive(Clone, Debug, Serialize)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
+pub struct Forecast {
+    pub updates: u64,
+    pub groups_per_update: u64,
+    /// Answers of an update.
+    pub answers_per_update: u64,
+    /// Seconds of an update; absent without rates.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub update_seconds: Option<f64>,
+    pub evaluations: u64,
+    /// Held-out prompts; absent where nobody has counted them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held_out_prompts: Option<u64>,
+    /// Seconds of one evaluation; absent without rates or a count.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evaluation_seconds: Option<f64>,
+    pub saves: u64,
+    pub checkpoint_bytes: Bytes,
+    /// All of it, without the judge's own time; absent without rates.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hours: Option<f64>,
+    /// Requests to the judge for training; 0 without one.
+    pub judge_requests: u64,
+    /// The same for held-out answers, where their prompts are counted.
+    pub held_out_requests: u64,
+    /// Tokens drawn, at most.
+    pub tokens_drawn: u64,
+    /// Bytes in the run directory at its end, and once more a checkpoint while it is written.
+    pub disk_bytes: Bytes,
+    pub log_bytes: Bytes,
+    #[serde(skip)]
+    checkpoints_kept: u64,
+    #[serde(skip)]
+    has_held_out: bool,
+}
+
+/// What is known of the data.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counted {
+    /// Seconds of an update at the lengths of the data; absent: of the longest prompt.
+    pub update_seconds: Option<f64>,
+    /// Held-out prompts, where their file was read.
+    pub held_out: Option<u64>,
+}
+
+impl Forecast {
+    /// Of `config`, which the plan is of.
+    #[must_use]
+    pub fn new(config: &RunConfig, plan: &Plan, shape: &Shape, pace: Option<&Pace>, counted: Counted) -> Forecast {
+        let ranks = plan.ranks;
+        let updates = config.run.steps;
+        let groups = config.groups_per_update(ranks);
+        let answers = groups.saturating_mul(config.grpo.group_size);
+        let of_longest = plan.seconds.as_ref().map(|seconds| seconds.of_update(config.optimizer.grad_accum));
+        let update_seconds = counted.update_seconds.or(of_longest);
+        let has_held_out = config.data.held_out.is_some();
+        // The one after the last update is not one on the way.
+        let on_the_way = updates.saturating_sub(1).checked_div(config.eval.every).unwrap_or(0);
+        let evaluations = if has_held_out { EVALUATIONS + on_the_way } else { 0 };
+        let held_out_prompts = counted.held_out.filter(|_| has_held_out);
+        let prompt_seconds = pace.and_then(|pace| held_out_seconds(config, plan, shape, pace));
+        let turns = held_out_prompts.map(|prompts| prompts.div_ceil(config.dp_size(ranks).max(1)));
+        let evaluation_seconds = turns.zip(prompt_seconds).map(|(turns, seconds)| float(turns) * seconds);
+        let checkpoint_bytes = checkpoint_bytes(config, shape);
+        let by_number = updates.checked_div(config.checkpoint.every).unwrap_or(0);
+        let of_updates = update_seconds.map(|seconds| seconds * float(updates));
+        let saves = saves(config, by_number, of_updates);
+        let save_seconds = float(saves) * float(checkpoint_bytes.0) / DISK_RATE;
+        let evaluated = float(evaluations) * evaluation_seconds.unwrap_or(0.0);
+        let hours = of_updates.map(|seconds| (seconds + evaluated + save_seconds) / 3600.0);
+        // Answers are drawn once for all updates of a group.
+        let drawn = updates.div_ceil(config.grpo.updates_per_group.max(1)).saturating_mul(answers);
+        let held_out_answers =
+            held_out_prompts.unwrap_or(0) * evaluations * (config.eval_samples() + config.eval_greedy());
+        let samples = config.rollout.sample;
+        let judges = from_index(config.grpo.rewards().iter().filter(|part| part.name == RewardName::Judge).count());
+        let tokens_drawn = if samples { (drawn + held_out_answers) * config.sampled_len().0 } else { 0 };
+        let lines = if samples { drawn.saturating_mul(LINE_BYTES) } else { 0 };
+        let text = if samples { drawn.saturating_mul(config.sampled_len().0 * TEXT_BYTES) } else { 0 };
+        let log_bytes = Bytes(updates.saturating_mul(METRICS_BYTES).saturating_add(lines).saturating_add(text));
+        let best = u64::from(config.checkpoint.keep_best.is_some());
+        let kept = (config.checkpoint.keep + best).min(saves);
+        let adapter = all_elements(config, shape).saturating_mul(4);
+        Forecast {
+            updates,
+            groups_per_update: groups,
+            answers_per_update: answers,
+            update_seconds,
+            evaluations,
+            held_out_prompts,
+            evaluation_seconds,
+            saves,
+            checkpoint_bytes,
+            hours,
+            judge_requests: judges * drawn,
+            held_out_requests: if samples { judges * held_out_answers } else { 0 },
+            tokens_drawn,
+            disk_bytes: Bytes((kept + 1).saturating_mul(checkpoint_bytes.0).saturating_add(adapter + log_bytes.0)),
+            log_bytes,
+            checkpoints_kept: kept,
+            has_held_out,
+        }
+    }
+
+    /// The lines that the command prints.
+    #[must_use]
+    pub fn text(&self, sampled: Option<Tokens>) -> String {
+        let Forecast { updates, groups_per_update, answers_per_update, saves, .. } = self;
+        let mut lines = Vec::new();
+        let what =
+            format!("an update of {}, {}", many(*groups_per_update, "group"), many(*answers_per_update, "answer"));
+        if let (Some(seconds), Some(hours)) = (self.update_seconds, self.hours) {
+            let evaluations = match (self.evaluation_seconds, self.held_out_prompts) {
+                (Some(seconds), Some(prompts)) => {
+                    let prompts = many(prompts, "held-out prompt");
+                    format!(", {} of {prompts}, {seconds:.0} s each", many(self.evaluations, "evaluation"))
+                }
+                _ if self.has_held_out => ", without held-out prompts (plan --data counts them)".to_owned(),
+                _ => String::new(),
+            };
+            lines.push(format!(
+                "{what}: {seconds:.1} s; the run of {}: {hours:.1} hours, {} of {} among them (at 0.5 GB/s, an \
+                 assumption){evaluations}; a judge's or a program's own time comes on top",
+                many(*updates, "update"),
+                many(*saves, "save"),
+                self.checkpoint_bytes
+            ));
+        } else {
+            let updates = many(*updates, "update");
+            lines.push(format!("{what}; the run has {updates}; without rates no seconds are predicted"));
+        }
+        if let Some(longest) = sampled {
+            lines.push(format!("tokens drawn in the run: up to {} (answers of at most {longest})", self.tokens_drawn));
+        }
+        if self.judge_requests > 0 {
+            let held_out = match (self.held_out_requests, self.has_held_out) {
+                (0, true) => ", and one for each held-out answer (plan --data counts them)".to_owned(),
+                (0, false) => String::new(),
+                (requests, _) => format!(", {requests} for held-out answers"),
+            };
+            lines.push(format!(
+                "judge requests of the run: {} for training{held_out}; what fails and is sent again comes on top",
+                self.judge_requests
+            ));
+        }
+        lines.push(format!(
+            "disk at the end of the run: {}: {} of {} and one that is being written, the adapter, about {} of logs",
+            self.disk_bytes,
+            many(self.checkpoints_kept, "checkpoint"),
+            self.checkpoint_bytes,
+            self.log_bytes
+        ));
+        lines.join("\n")
+    }
+}
+
+/// Saves by number, or by time where updates are that slow; the last one at the end.
+fn saves(config: &RunConfig, by_number: u64, seconds: Option<f64>) -> u64 {
+    let every = config.checkpoint.every_sec;
+    let apart = float(every.max(1));
+    let by_time = seconds.filter(|_| every > 0).map_or(0, |seconds| {
+        let most = config.run.steps;
+        // Not more often than updates end.
+        (1..=most.min(1 << 20)).take_while(|&count| float(count) * apart <= seconds).count()
+    });
+    by_number.max(from_index(by_time)).max(u64::from(config.run.steps > 0))
+}
+
+/// Elements of all adapters, those of experts on other ranks among them.
+fn all_elements(config: &RunConfig, shape: &Shape) -> u64 {
+    let mut config = config.clone();
+    config.parallel.ep_size = 1;
+    adapter_elements(&config, shape)
+}
+
+/// `1 group`, `2 groups`.
+fn many(count: u64, one: &str) -> String {
+    if count == 1 { format!("1 {one}") } else { format!("{count} {one}s") }
+}
+
+/// Masters and both moments in the accumulation dtype, and the adapter in float32.
+fn checkpoint_bytes(config: &RunConfig, shape: &Shape) -> Bytes {
+    let (_, acc) = element_bytes(config.model.dtype);
+    Bytes(all_elements(config, shape).saturating_mul(3 * acc + 4))
+}
+
+/// Seconds of one held-out prompt of the greatest length: nothing is trained.
+fn held_out_seconds(config: &RunConfig, plan: &Plan, shape: &Shape, pace: &Pace) -> Option<f64> {
+    let mut config = config.clone();
+    config.grpo.gradient = Gradient::Last(Tokens(0));
+    config.grpo.kl_coef = 0.0;
+    if config.rollout.sample {
+        config.grpo.group_size = config.eval_samples() + config.eval_greedy();
+    }
+    let seconds = predict(&config, plan.ranks, shape, plan.chosen(), pace)?;
+    let counts = |phase: Phase| matches!(phase, Phase::Capture | Phase::Rollout | Phase::Score);
+    Some(seconds.phases.iter().filter(|phase| counts(phase.phase)).map(|phase| phase.seconds).sum())
+}
