@@ -13,7 +13,9 @@ mod document;
 mod environment;
 mod gates;
 mod json;
+mod objective;
 mod online;
+mod other_names;
 mod precedence;
 mod problem;
 mod rewards;
@@ -30,8 +32,8 @@ use crate::runtime::digest::sha256_hex;
 use crate::runtime::units::{Pages, Tokens};
 
 pub use choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, Gradient, ImportanceWeights, OptimizerName, ScaleRewards,
-    Schedule, SentTemperature, TooLong, Weights, When,
+    ActivationCkpt, Aggregation, Deviation, DeviceChoice, Dtype, Gradient, ImportanceWeights, KlEstimator, Loss,
+    OptimizerName, ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
