@@ -160,6 +160,12 @@ fn every_wrong_value_is_refused_with_the_correct_value() {
         ("grpo.clip_low=1.5", "grpo.clip_low should be above 0 and at most 1: it is 1.5"),
         ("grpo.clip_high=0", "grpo.clip_high should be above 0 and finite: it is 0.0"),
         ("grpo.kl_coef=-0.1", "grpo.kl_coef should be a finite number from 0: it is -0.1"),
+        ("grpo.loss=ppo", "grpo.loss should be \"grpo\", \"gspo\" or \"cispo\", not \"ppo\""),
+        ("grpo.clip_dual=1.0", "grpo.clip_dual should be a finite number above 1: it is 1.0"),
+        ("grpo.kl_estimator=k4", "grpo.kl_estimator should be \"k1\", \"k2\", \"k3\" or \"k3_ratio\", not \"k4\""),
+        ("grpo.kl_estimator=k2", "grpo.kl_estimator should be \"k3\": grpo.kl_coef = 0 leaves out the divergence"),
+        ("grpo.mask_truncated=true", "grpo.mask_truncated should be false: answers of the data are taken as whole"),
+        ("grpo.deviation=unbiased", "grpo.deviation should be \"population\" or \"sample\", not \"unbiased\""),
         ("grpo.std_min=-1", "grpo.std_min should be a finite number from 0: it is -1.0"),
         ("grpo.scale_rewards=all", "grpo.scale_rewards should be \"group\", \"batch\" or \"none\", not \"all\""),
         ("grpo.importance=answer", "grpo.importance should be \"none\", \"token\" or \"sequence\", not \"answer\""),
@@ -287,7 +293,7 @@ fn all_problems_are_listed_at_once_and_none_twice() {
     for part in [
         "config.toml: parallel.tp_size should be 1",
         "config.toml: optimizer.lr should be a number, not \"fast\"",
-        "config.toml: unknown key optimizer.learning_rate; the nearest known one is ",
+        "config.toml: unknown key optimizer.learning_rate; here it is optimizer.lr",
         "config.toml: context.cp_pages_per_gpu should be 4080",
         "config.toml: grpo.group_size should be at least 1",
         "config.toml: grpo.lr is in the wrong place: it belongs under [optimizer]",
@@ -587,6 +593,7 @@ fn the_digest_changes_with_every_shared_value_and_with_no_other() {
         "context.cp_pages_per_gpu=1",
         "grpo.aggregation=constant",
         "grpo.constant_divisor=8",
+        "grpo.clip_dual=3.0",
         "lora.targets=q_proj",
         "lora.init_from=adapter",
         "endpoint.api_base=http://localhost",
@@ -617,6 +624,9 @@ fn the_digest_changes_with_every_shared_value_and_with_no_other() {
             "/grpo/aggregation" => "token_mean".into(),
             "/grpo/scale_rewards" => "batch".into(),
             "/grpo/importance" => "token".into(),
+            "/grpo/loss" => "gspo".into(),
+            "/grpo/kl_estimator" => "k2".into(),
+            "/grpo/deviation" => "sample".into(),
             "/run/device" => "cpu".into(),
             "/endpoint/style" => "chat_completions".into(),
             _ => other_value(leaf),
@@ -741,6 +751,76 @@ fn a_wrong_key_hides_no_fault_of_the_nearest_key() {
     let text = USERS_CONFIG.replace("[context]", "[contxt]");
     let found = problems(load(&[("config.toml", &text)], &[], &[]));
     assert_eq!(found, ["config.toml: unknown table contxt; the nearest known name is context"]);
+}
+
+/// Names that people bring along from TRL and verl.
+#[test]
+fn a_name_of_another_trainer_is_answered_with_the_key_that_it_is_here() {
+    let given = ["context.max_seq_len=20", "context.prompt_len=10", "context.answer_len=10", "grpo.group_size=2"];
+    for (key, here) in [
+        ("grpo.beta = 0.04", "unknown key grpo.beta; here it is grpo.kl_coef"),
+        ("grpo.num_generations = 8", "unknown key grpo.num_generations; here it is grpo.group_size"),
+        ("grpo.epsilon = 0.2", "grpo.epsilon; here it is grpo.clip_low and grpo.clip_high (optimizer.eps is AdamW's)"),
+        (
+            "grpo.loss_type = \"dapo\"",
+            "here it is grpo.loss and grpo.aggregation (docs/other-trainers.md has each value)",
+        ),
+        ("run.save_steps = 20", "unknown key run.save_steps; here it is checkpoint.every (in updates)"),
+        ("context.max_prompt_length = 9", "context.max_prompt_length; here it is context.prompt_len (in positions)"),
+        ("model.bf16 = true", "unknown key model.bf16; here it is model.dtype (\"bfloat16\")"),
+        ("grpo.lr = 1e-6", "grpo.lr is in the wrong place: it belongs under [optimizer]"),
+    ] {
+        let found = problems(load(&[("config.toml", key)], &[], &given));
+        assert!(found.len() == 1 && found[0].contains(here), "{key}: {found:?}");
+    }
+    let said = problems(load(&[], &[("LONGSTRAW_GRPO__BETA", "0.1")], &["num-generations=4"]));
+    assert_eq!(
+        said,
+        [
+            "environment: unknown key LONGSTRAW_GRPO__BETA; here it is LONGSTRAW_GRPO__KL_COEF",
+            "--set: unknown key num-generations; here it is grpo.group_size"
+        ]
+    );
+}
+
+#[test]
+fn short_names_of_number_formats_are_taken_and_fp16_is_refused_with_the_reason() {
+    let dtype = |flag: &str| load(&[], &[], &[flag]).expect("accepted").run.model.dtype;
+    assert_eq!((dtype("model.dtype=bf16"), dtype("model.dtype=fp32")), (Dtype::Bfloat16, Dtype::Float32));
+    assert_eq!(
+        users(&["model.dtype=bf16"]).expect("accepted").run.digest(),
+        users(&["model.dtype=bfloat16"]).expect("accepted").run.digest()
+    );
+    for flag in ["model.dtype=fp16", "model.dtype=float16"] {
+        let found = problems(users(&[flag]));
+        let words = "--set: model.dtype should be \"bfloat16\" or \"float32\": fp16 ends at 65504";
+        assert!(found.len() == 1 && found[0].starts_with(words), "{found:?}");
+    }
+    let found = problems(users(&["model.dtype=int8"]));
+    assert_eq!(found, ["--set: model.dtype should be \"bfloat16\", \"float32\" or \"float64\", not \"int8\""]);
+}
+
+#[test]
+fn corrections_that_contradict_each_other_are_refused_and_odd_ones_are_noted() {
+    let refused = |flags: &[&str], words: &str| {
+        let found = problems(users(flags));
+        assert!(found.iter().any(|problem| problem.contains(words)), "{flags:?}: {found:?}");
+    };
+    refused(
+        &["grpo.loss=cispo", "grpo.clip_dual=3"],
+        "grpo.clip_dual should be left out: grpo.loss = \"cispo\" bounds",
+    );
+    refused(
+        &["grpo.scale_rewards=none", "grpo.deviation=sample"],
+        "grpo.deviation should be \"population\": grpo.scale",
+    );
+    let notes = |flags: &[&str]| users(flags).expect("accepted").notes();
+    assert!(notes(&["grpo.loss=gspo"])[0].starts_with("grpo.loss = \"gspo\" with a clip of 0.2"));
+    assert_eq!(notes(&["grpo.loss=gspo", "grpo.clip_low=3e-4", "grpo.clip_high=4e-4"]), Vec::<String>::new());
+    assert!(
+        notes(&["grpo.kl_coef=0.1", "grpo.kl_estimator=k1"])[0].starts_with("grpo.kl_estimator = \"k1\": the mean")
+    );
+    assert_eq!(notes(&["grpo.kl_coef=0.1", "grpo.kl_estimator=k3_ratio", "grpo.clip_dual=3"]), Vec::<String>::new());
 }
 
 #[test]

@@ -29,6 +29,8 @@ mod latent;
 mod learning;
 #[path = "ranks/left.rs"]
 mod left;
+#[path = "ranks/losses.rs"]
+mod losses;
 #[path = "ranks/memory.rs"]
 mod memory;
 #[path = "ranks/sampling.rs"]
@@ -74,6 +76,8 @@ const CLAIMS: &[Claim] = &[
     ("conventional_autograd_agrees_with_adapters_on_experts_over_any_ranks", judged::mixtures),
     ("masked_tokens_take_no_part_in_gradient_or_loss", judged::masked),
     ("log_probabilities_that_came_with_answers_weigh_as_autograd_says", importance::weights),
+    ("every_loss_and_correction_has_the_gradient_of_its_plain_formula", losses::as_autograd),
+    ("the_first_ratio_of_a_sequence_is_exactly_one", losses::first_ratio),
     ("a_short_and_a_long_tail_take_different_ways_to_one_gradient", judged::both_tails),
     ("ten_exact_updates_equal_ten_conventional_ones", judged::ten_exact_updates),
     ("pages_on_the_host_and_on_the_device_give_the_same_bits", memory::residency),

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::config::compared;
+use crate::config::{DEFAULT_TOML, compared};
 use crate::data::GroupOrder;
 use crate::runtime::digest::sha256_hex;
 
@@ -103,7 +103,11 @@ fn config_texts(config: &Value) -> BTreeMap<String, String> {
 }
 
 fn different(saved: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<Difference> {
-    let keys: BTreeSet<&String> = saved.keys().chain(now.keys()).collect();
+    let defaults = default_texts();
+    // A key that the saved run did not know had no effect in it, which is what the default of a new key has.
+    let is_new =
+        |key: &String| !saved.contains_key(key) && defaults.get(key).is_some_and(|text| now.get(key) == Some(text));
+    let keys: BTreeSet<&String> = saved.keys().chain(now.keys()).filter(|key| !is_new(key)).collect();
     let of = |texts: &BTreeMap<String, String>, key| texts.get(key).cloned().unwrap_or_else(|| "absent".to_owned());
     keys.into_iter()
         .map(|key| Difference { what: key.clone(), saved: of(saved, key), now: of(now, key) })
@@ -120,6 +124,14 @@ pub fn value_differences(saved: &Value, now: &Value) -> Vec<Difference> {
         texts
     };
     different(&texts(saved), &texts(now))
+}
+
+/// The documented defaults by their dotted keys.
+fn default_texts() -> BTreeMap<String, String> {
+    let mut texts = BTreeMap::new();
+    let defaults: Value = toml::from_str(DEFAULT_TOML).expect("the compiled-in defaults are TOML");
+    leaves(&defaults, "", &mut texts);
+    texts
 }
 
 /// Every value by its dotted key.
@@ -217,6 +229,17 @@ mod tests {
         assert_eq!(words, [&format!("{GROUPS} was 2 and is 4"), "run.seed was 1 and is 2"]);
         saved.groups_per_update = None;
         assert_eq!(saved.differences(&now).len(), 1, "an earlier version did not say");
+    }
+
+    #[test]
+    fn a_key_that_the_saved_run_did_not_know_may_have_its_default_and_nothing_else() {
+        let (saved, mut now) = (state(), state());
+        now.config["grpo"] = json!({"loss": "grpo", "std_min": 0.0, "mask_truncated": false});
+        assert!(saved.differences(&now).is_empty() && saved.config_differences(&now.config).is_empty());
+        now.config["grpo"] = json!({"loss": "gspo", "clip_dual": 3.0});
+        let words: Vec<String> = saved.differences(&now).iter().map(ToString::to_string).collect();
+        assert_eq!(words, ["grpo.clip_dual was absent and is 3.0", "grpo.loss was absent and is \"gspo\""]);
+        assert_eq!(now.differences(&saved).len(), 2, "a key that is gone is told");
     }
 
     #[test]

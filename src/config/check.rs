@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::address::{self, NoScheme};
-use super::choices::{Aggregation, EndpointStyle, Gradient, ScaleRewards, Schedule};
+use super::choices::{EndpointStyle, Gradient, Schedule};
 use super::problem::{Fault, Problem};
 use super::rewards::RewardName;
 use super::supported::SUPPORTED;
@@ -39,6 +39,7 @@ impl RunConfig {
         check.optimizer();
         check.objective();
         check.advantages();
+        check.truncated();
         check.importance();
         check.sampling();
         check.adapters();
@@ -67,6 +68,7 @@ impl Loaded {
         if grpo.group_size == 1 && grpo.kl_coef <= 0.0 && !grpo.has_only(RewardName::One) {
             notes.push("grpo.group_size = 1: the advantage of a lone answer is 0, so nothing is learnt".to_owned());
         }
+        notes.extend(self.run.objective_notes());
         if optimizer.warmup_steps >= steps && steps > 0 {
             let warmup = optimizer.warmup_steps;
             notes.push(format!("optimizer.warmup_steps = {warmup} reaches to the end of run.steps = {steps}"));
@@ -229,52 +231,6 @@ impl Check<'_> {
         self.range("optimizer.max_grad_norm", o.max_grad_norm, o.max_grad_norm > 0.0, "above 0, or inf");
         self.at_least_one("optimizer.grad_accum", o.grad_accum, "an update needs a group");
         self.at_most("optimizer.grad_accum", o.grad_accum, GROUPS_MAX, "an update has all its groups in a list");
-    }
-
-    fn objective(&mut self) {
-        let g = &self.run.grpo;
-        self.at_least_one("grpo.group_size", g.group_size, "a group has an answer");
-        self.range("grpo.clip_low", g.clip_low, g.clip_low > 0.0 && g.clip_low <= 1.0, "above 0 and at most 1");
-        self.range("grpo.clip_high", g.clip_high, g.clip_high.is_finite() && g.clip_high > 0.0, "above 0 and finite");
-        self.range("grpo.kl_coef", g.kl_coef, g.kl_coef.is_finite() && g.kl_coef >= 0.0, "a finite number from 0");
-        match (g.aggregation, g.constant_divisor) {
-            (Aggregation::Constant, None) => self.should(
-                "grpo.constant_divisor",
-                &["grpo.aggregation"],
-                "set",
-                "grpo.aggregation = \"constant\" divides by it",
-            ),
-            (Aggregation::Constant, Some(d)) => {
-                self.range("grpo.constant_divisor", d, d.is_finite() && d > 0.0, "a finite number above 0");
-            }
-            (_, Some(_)) => self.should(
-                "grpo.constant_divisor",
-                &["grpo.aggregation"],
-                "left out",
-                "only grpo.aggregation = \"constant\" reads it",
-            ),
-            (_, None) => {}
-        }
-        if let (Gradient::Last(tail), prompt) = (g.gradient, self.run.context.prompt_len)
-            && tail > prompt
-        {
-            let why = format!("the prompt has {prompt} positions, {tail} cannot carry gradient");
-            self.should("grpo.gradient", &["context.prompt_len"], format!("{{ last = {prompt} }} at most"), why);
-        }
-    }
-
-    fn advantages(&mut self) {
-        let g = &self.run.grpo;
-        self.range("grpo.std_min", g.std_min, g.std_min.is_finite() && g.std_min >= 0.0, "a finite number from 0");
-        if g.std_min > 0.0 && g.scale_rewards == ScaleRewards::None {
-            let why = "grpo.scale_rewards = \"none\" divides by no deviation that could have a floor";
-            self.should("grpo.std_min", &["grpo.scale_rewards"], "0", why);
-        }
-        if g.kl_coef > 0.0 && g.scale_rewards == ScaleRewards::Batch {
-            let why = "the deviation of a batch is known after its last group and divides the whole gradient, in which a KL \
-                       term would be divided too";
-            self.should("grpo.kl_coef", &["grpo.scale_rewards"], "0 with grpo.scale_rewards = \"batch\"", why);
-        }
     }
 
     fn sampling(&mut self) {

@@ -84,6 +84,42 @@ pub enum Aggregation {
     Constant,
 }
 
+/// What is improved.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Loss {
+    /// The clipped ratio of each token.
+    Grpo,
+    /// The clipped ratio of the whole answer, by the mean over its tokens.
+    Gspo,
+    /// The log-probability of each token, weighted by its clipped ratio.
+    Cispo,
+}
+
+/// How the divergence from the starting policy is estimated from one token.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KlEstimator {
+    /// logprob − ref.
+    K1,
+    /// (logprob − ref)² / 2.
+    K2,
+    /// e^(ref − logprob) − (ref − logprob) − 1.
+    K3,
+    /// [`KlEstimator::K3`] times the token's ratio to the old policy.
+    K3Ratio,
+}
+
+/// What the squares of a standard deviation are divided by.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Deviation {
+    /// The count of rewards.
+    Population,
+    /// The count of rewards less one.
+    Sample,
+}
+
 /// What advantages are divided by.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]

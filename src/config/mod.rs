@@ -14,7 +14,9 @@ mod environment;
 mod gates;
 mod held_out;
 mod json;
+mod objective;
 mod online;
+mod other_names;
 mod precedence;
 mod problem;
 mod rewards;
@@ -31,8 +33,8 @@ use crate::runtime::digest::sha256_hex;
 use crate::runtime::units::{Pages, Tokens};
 
 pub use choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights, OptimizerName,
-    ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
+    ActivationCkpt, Aggregation, Deviation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights,
+    KlEstimator, Loss, OptimizerName, ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};

@@ -82,6 +82,13 @@ pub fn variable_of(path: &str) -> String {
 pub enum Fault {
     /// No such key; the dotted path of the most similar one.
     UnknownKey { nearest: String },
+    /// No such key, but one of this name in other trainers.
+    OtherName {
+        /// Dotted paths of the keys that do the same here; none where nothing does.
+        here: &'static [&'static str],
+        /// What differs; may be empty.
+        note: &'static str,
+    },
     /// No such table.
     UnknownTable { nearest: String },
     /// The key exists, but in other tables.
@@ -168,6 +175,11 @@ impl fmt::Display for Problem {
         match &self.fault {
             Fault::UnknownKey { nearest } => {
                 write!(f, "unknown key {key}; the nearest known one is {}", spell(nearest))
+            }
+            Fault::OtherName { here, note } => {
+                let here: Vec<String> = here.iter().map(|path| spell(path)).collect();
+                write!(f, "unknown key {key}; here it is {}", here.join(" and "))?;
+                if note.is_empty() { Ok(()) } else { write!(f, " ({note})") }
             }
             Fault::UnknownTable { nearest } => {
                 write!(f, "unknown table {key}; the nearest known name is {}", spell(nearest))

@@ -7,6 +7,7 @@ use figment::value::{Dict, Map, Value};
 use figment::{Metadata, Profile, Provider};
 
 use super::json;
+use super::other_names::{self, OtherDtype};
 use super::problem::{Fault, Problem, Source, tame};
 use super::schema::{self, Kind};
 use crate::runtime::reading;
@@ -14,6 +15,8 @@ use crate::runtime::reading;
 /// Names in a dotted path, with room for what a table of a model's own holds. A path of many thousands would be a value
 /// nested as deep, which no stack holds.
 const PATH_NAMES_MAX: usize = 8;
+/// The key of the model's number format.
+const DTYPE: &str = "model.dtype";
 /// A key of `[grpo]` that is still read.
 const NORMALIZE_ADV: &str = "normalize_adv";
 /// Characters of a text that a message repeats.
@@ -202,6 +205,8 @@ impl Gathered {
         for (name, value) in dict {
             let path = schema::join(table, &name);
             if let Some(key) = schema::key_at(&path) {
+                let value = if path == DTYPE { self.dtype(source, value) } else { Some(value) };
+                let Some(value) = value else { continue };
                 if key.kind.accepts(&value) {
                     kept.insert(name, value);
                 } else {
@@ -242,6 +247,19 @@ impl Gathered {
         }
     }
 
+    /// A number format under its name here; `None` for one that is refused.
+    fn dtype(&mut self, source: &Source, value: Value) -> Option<Value> {
+        match value.as_str().and_then(other_names::dtype) {
+            Some(OtherDtype::Is(name)) => Some(Value::from(name)),
+            Some(OtherDtype::Refused { be, why }) => {
+                let fault = Fault::Should { be: be.to_owned(), why: why.to_owned() };
+                self.fault(source, DTYPE.to_owned(), fault);
+                None
+            }
+            None => Some(value),
+        }
+    }
+
     fn fault(&mut self, source: &Source, path: String, fault: Fault) {
         self.spoilt.insert(path.clone(), self.layers.len());
         self.problems.push(Problem::new(source, path, fault));
@@ -249,7 +267,11 @@ impl Gathered {
 
     fn unknown(&mut self, source: &Source, table: &str, name: &str, value: &Value) {
         let homes = schema::homes(name);
-        let fault = if homes.is_empty() {
+        let other = other_names::of(name).filter(|_| homes.is_empty() && !matches!(value, Value::Dict(..)));
+        let fault = if let Some((here, note)) = other {
+            self.spoilt.extend(here.iter().map(|path| ((*path).to_owned(), self.layers.len())));
+            Fault::OtherName { here, note }
+        } else if homes.is_empty() {
             let nearest = schema::nearest(table, name);
             self.spoilt.insert(nearest.clone(), self.layers.len());
             if matches!(value, Value::Dict(..)) {

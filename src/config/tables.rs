@@ -11,8 +11,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::choices::{
-    ActivationCkpt, Aggregation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights, OptimizerName,
-    ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
+    ActivationCkpt, Aggregation, Deviation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights,
+    KlEstimator, Loss, OptimizerName, ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
 use super::held_out::HeldOutFiles;
 use super::rewards::{RewardFn, RewardName, WeightedReward};
@@ -102,12 +102,19 @@ pub struct GrpoConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reward_fn: Option<RewardFn>,
     pub scale_rewards: ScaleRewards,
+    pub deviation: Deviation,
     /// Floor of the deviation that advantages are divided by, in units of the reward; 0: none.
     pub std_min: f64,
     pub gradient: Gradient,
+    pub loss: Loss,
     pub clip_low: f64,
     pub clip_high: f64,
+    /// The largest ratio that counts for a negative advantage.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clip_dual: Option<f64>,
     pub kl_coef: f64,
+    pub kl_estimator: KlEstimator,
+    pub mask_truncated: bool,
     pub aggregation: Aggregation,
     /// Divisor of [`Aggregation::Constant`]; checked to stand with it and only with it.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -40,6 +40,13 @@ impl Answer {
     pub fn first_is_trained(&self) -> Option<Tensor> {
         self.mask.as_ref().map(|mask| as_numbers(&mask[..1]))
     }
+
+    /// How many of its tokens are trained.
+    #[must_use]
+    pub fn trained_tokens(&self) -> u64 {
+        let masked = self.mask.as_ref().map(|mask| mask.iter().filter(|&&trained| trained).count());
+        from_index(masked.unwrap_or(self.ids.len()))
+    }
 }
 
 fn as_numbers(mask: &[bool]) -> Tensor {

@@ -39,14 +39,16 @@ pub struct Step {
     pub reward_parts: BTreeMap<String, f64>,
     /// Smallest and largest ratio to the frozen scores.
     pub ratio: Option<[f64; 2]>,
-    /// Tokens whose loss the clip changed.
+    /// Tokens whose loss a clip changed.
     pub clipped_tokens: u64,
     /// Share of the trained tokens that were clipped from below: their probability fell and should fall further.
     pub clip_low_share: f64,
     /// Share of the trained tokens that were clipped from above.
     pub clip_high_share: f64,
-    /// Estimate (k3) of the divergence from the starting policy, mean over trained tokens, in nats; absent without a KL
-    /// term.
+    /// Share of the trained tokens whose loss the dual clip bounded; absent without one.
+    pub clip_dual_share: Option<f64>,
+    /// Estimate (k3, whatever `grpo.kl_estimator` says) of the divergence from the starting policy, mean over trained tokens, in
+    /// nats; absent without a KL term.
     pub kl: Option<f64>,
     /// Mean importance weight of the trained tokens; absent without weights.
     pub importance_mean: Option<f64>,
@@ -151,6 +153,7 @@ impl Step {
         put("ratio/most", self.ratio.map(|[_, most]| most));
         put("clip/low_share", Some(self.clip_low_share));
         put("clip/high_share", Some(self.clip_high_share));
+        put("clip/dual_share", self.clip_dual_share);
         put("clip/tokens", Some(float(self.clipped_tokens)));
         put("prompts/tokens", Some(float(self.prompt_tokens)));
         for (at, name) in ["mean", "least", "most"].into_iter().enumerate() {

@@ -6,6 +6,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use crate::config::{KlEstimator, Loss};
 use crate::model::decoder::Decoder;
 use crate::model::latent::IndexSet;
 use crate::model::latent::index::choose_plainly;
@@ -191,20 +192,53 @@ impl Target {
 
     /// The answer's share of the loss.
     fn loss(&self, logprobs: &Tensor, terms: &Objective) -> Tensor {
-        let ratio = (logprobs - &self.old).exp();
+        let log_ratio = logprobs - &self.old;
+        let token_ratio = log_ratio.exp();
+        let ratio = match terms.loss {
+            Loss::Grpo | Loss::Cispo => token_ratio.shallow_clone(),
+            Loss::Gspo => self.mean(&log_ratio).exp().expand_as(&log_ratio),
+        };
         let clipped = ratio.clamp(1.0 - terms.clip_low, 1.0 + terms.clip_high);
-        let mut token = -(&ratio * self.advantage).minimum(&(clipped * self.advantage));
+        let gain = match terms.loss {
+            Loss::Cispo => clipped.detach() * self.advantage * logprobs,
+            Loss::Grpo | Loss::Gspo => {
+                let gain = (&ratio * self.advantage).minimum(&(clipped * self.advantage));
+                match terms.clip_dual.filter(|_| self.advantage < 0.0) {
+                    Some(most) => gain.clamp_min(most * self.advantage),
+                    None => gain,
+                }
+            }
+        };
+        let mut token = -gain;
         if let Some(importance) = &self.importance {
             token *= importance;
         }
         if terms.kl_coef > 0.0 {
-            let gap = &self.reference - logprobs;
-            token += (gap.exp() - &gap - 1.0) * terms.kl_coef;
+            token += self.divergence(logprobs, &token_ratio, terms.kl_estimator) * terms.kl_coef;
         }
         if let Some(trained) = &self.trained {
             token *= trained;
         }
         (token * self.weight).sum(logprobs.kind())
+    }
+
+    /// Mean over the trained tokens.
+    fn mean(&self, x: &Tensor) -> Tensor {
+        match &self.trained {
+            Some(trained) => (x * trained).sum(x.kind()) / trained.sum(x.kind()).clamp_min(1.0),
+            None => x.mean(x.kind()),
+        }
+    }
+
+    /// The estimate of each token's divergence from the reference.
+    fn divergence(&self, logprobs: &Tensor, token_ratio: &Tensor, estimator: KlEstimator) -> Tensor {
+        let gap = &self.reference - logprobs;
+        match estimator {
+            KlEstimator::K1 => -gap,
+            KlEstimator::K2 => gap.square() * 0.5,
+            KlEstimator::K3 => gap.exp() - &gap - 1.0,
+            KlEstimator::K3Ratio => token_ratio * (gap.exp() - &gap - 1.0),
+        }
     }
 }
 

@@ -16,6 +16,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
+use crate::config::Loss;
 use crate::model::head::Head;
 use crate::model::mixer::Mixed;
 use crate::model::pass::{Pass, SpanRows, Tail};
@@ -29,7 +30,9 @@ use crate::runtime::memory::Purpose;
 use crate::runtime::units::{Bytes, LayerIndex, as_dim, from_index};
 use crate::step::answers;
 use crate::step::extremes::Range;
-use crate::step::objective::{self, Aggregation, AnswerTokens, Batch, Counted, Objective, TokenStats};
+use crate::step::objective::{
+    self, Aggregation, AnswerTokens, Batch, Counted, Objective, SequenceMeans, SequencePart, TokenStats,
+};
 use crate::tensor::gpu::Mark;
 
 /// One answer as it is trained.
@@ -134,6 +137,8 @@ struct Replay<'a> {
     recomputed: HiddenPool,
     /// The layer from whose kept tail input those above it were computed again last.
     filled_from: Option<usize>,
+    /// Of each answer whose top layer is done, where the loss needs them.
+    means: Vec<Option<SequenceMeans>>,
     /// When the tail's turns began and ended.
     turns: Vec<(Mark, Mark)>,
     done: Replayed,
@@ -169,6 +174,7 @@ pub fn run(
         states,
         recomputed: HiddenPool::new(captured.keeping.tail, Purpose::Checkpoints, pass.cp_group.ledger.clone()),
         filled_from: None,
+        means: Vec::new(),
         turns: Vec::new(),
         done: Replayed {
             loss: 0.0,
@@ -217,6 +223,7 @@ impl Replay<'_> {
             let first = first.as_ref().map(|all| all.narrow(0, as_dim(index as u64), 1));
             if answer.span.is_empty() {
                 let rows = self.head.logprobs(self.pass.decoder, &self.no_rows(), &self.work.labels(answer, rank));
+                self.means.push(self.sequence_means(index, &rows, first.as_ref()));
                 self.done.logprobs.0.push(Logprobs { rows, first });
                 continue;
             }
@@ -225,6 +232,7 @@ impl Replay<'_> {
             let choices = self.captured.choices.of(index);
             let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past, choices)?;
             let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
+            self.means.push(self.sequence_means(index, &rows, first.as_ref()));
             let dlogprobs = self.loss(index, &rows, self.work.trained(answer, rank), |scores| &scores.rows);
             let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
             let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw, choices };
@@ -407,6 +415,28 @@ impl Replay<'_> {
         Some(dtail)
     }
 
+    /// Means over a whole answer, where the ratio is the sequence's: `rows` and the `first` token are this rank's log-probabilities
+    /// of it. Every rank takes part, with or without tokens.
+    fn sequence_means(&self, index: usize, rows: &Tensor, first: Option<&Tensor>) -> Option<SequenceMeans> {
+        if self.targets.objective.loss != Loss::Gspo {
+            return None;
+        }
+        let (cp, answer) = (self.pass.cp_group.axis, &self.work.answers[index]);
+        let FrozenScores { old, importance, .. } = self.targets.scores;
+        let weights = importance.as_ref().map(|scores| &scores.0[index]);
+        let old = &old.0[index];
+        let trained = self.work.trained(answer, cp.rank());
+        let rows = SequencePart { logprobs: rows, old: &old.rows, importance: weights.map(|own| &own.rows), trained };
+        let first = first.zip(old.first.as_ref()).map(|(logprobs, old)| SequencePart {
+            logprobs,
+            old,
+            importance: weights.and_then(|own| own.first.as_ref()),
+            trained: answer.first_is_trained(),
+        });
+        let parts: Vec<SequencePart> = std::iter::once(rows).chain(first).collect();
+        Some(SequenceMeans::of(&parts, weights.is_some(), answer.trained_tokens(), cp))
+    }
+
     /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities. `trained` is 1
     /// for tokens that take part and 0 for others; `None`: all do. `part` picks these tokens from scores of the answer.
     fn loss(
@@ -428,6 +458,7 @@ impl Replay<'_> {
             advantage,
             weight,
             trained: trained.as_ref(),
+            means: self.means[index],
         };
         let added = objective::tokens(&tokens, self.targets.objective);
         self.done.loss += added.loss;

@@ -395,11 +395,7 @@ impl Study<'_> {
         let rewards: Vec<Option<f64>> = group.answers.iter().map(|answer| answer.reward).collect();
         let answer_ids: Vec<Vec<i64>> = group.answers.iter().map(|answer| answer.ids.clone()).collect();
         let aggregation = Objective::DEFAULT.aggregation;
-        let answers = TrainedAnswer::whole_batch(
-            &answer_ids,
-            &advantages(&rewards, Scaling::Group { std_min: 0.0 }),
-            aggregation,
-        );
+        let answers = TrainedAnswer::whole_batch(&answer_ids, &advantages(&rewards, Scaling::DEFAULT), aggregation);
         let mut observer = Observer::new(world.tracker(), self.options.device);
         let done = transaction.train(&data.prompt_ids(index)?, None, &answers, None, &mut observer)?;
         let summed =

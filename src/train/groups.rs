@@ -122,11 +122,12 @@ impl Turns<'_> {
         for (rewarded, group) in rewarded.iter().zip(&groups) {
             let lines = rewards::answer_lines(session, self.step, group, rewarded);
             self.reporter.answers(&lines).map_err(Failure::from)?;
-            self.round.add(rewarded, session.has_no_gradient(&rewarded.values()));
+            let advantages = session.advantages(rewarded);
+            self.round.add(rewarded, &advantages, session.has_no_gradient(&advantages));
         }
-        let rewards = rewarded[world.dp_index].values();
-        let advantages = session.advantages(&rewards);
-        let skipped = session.has_no_gradient(&rewards);
+        let own = &rewarded[world.dp_index];
+        let (rewards, advantages) = (own.values(), session.advantages(own));
+        let skipped = session.has_no_gradient(&advantages);
         let frozen = FrozenGroup { place, answers, rewards, advantages, scores: None };
         let answers = frozen.trained_answers(session.objective().aggregation);
         self.round.mine.push(frozen);

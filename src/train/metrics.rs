@@ -4,7 +4,7 @@ use crate::report::{Seconds, Step};
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{Rank, float, from_index};
 use crate::step::extremes::{Range, max_or_nan};
-use crate::step::objective::{self, TokenStats};
+use crate::step::objective::{self, Importance, Objective, TokenStats};
 use crate::step::observer::PhaseSeconds;
 use crate::step::replay::Replayed;
 use crate::step::rollout::{ChangedChoices, SampledAnswer};
@@ -28,7 +28,7 @@ pub(super) struct UpdateMetrics {
 }
 
 /// An [`UpdateMetrics`] on its way to the other ranks: one word of 64 bits a field, floats by their bits.
-const WORDS: usize = 16;
+const WORDS: usize = 17;
 
 impl UpdateMetrics {
     /// Adds sampled answers.
@@ -76,6 +76,7 @@ impl UpdateMetrics {
                 tokens: count(|rank| rank.trained.tokens),
                 clipped_low: count(|rank| rank.trained.clipped_low),
                 clipped_high: count(|rank| rank.trained.clipped_high),
+                clipped_dual: count(|rank| rank.trained.clipped_dual),
                 kl: sum(|rank| rank.trained.kl),
                 importance: sum(|rank| rank.trained.importance),
                 importance_capped: count(|rank| rank.trained.importance_capped),
@@ -109,6 +110,7 @@ impl UpdateMetrics {
             self.trained.importance_capped,
             self.choices.choices,
             self.choices.changed,
+            self.trained.clipped_dual,
         ]
     }
 
@@ -125,6 +127,7 @@ impl UpdateMetrics {
                 tokens: word(4),
                 clipped_low: word(5),
                 clipped_high: word(6),
+                clipped_dual: word(16),
                 kl: number(7),
                 importance: number(12),
                 importance_capped: word(13),
@@ -136,10 +139,12 @@ impl UpdateMetrics {
         }
     }
 
-    /// The numbers of an update over all ranks, as far as they follow from these metrics. `denominator`: the batch's;
-    /// `has_kl`: whether there is a KL term; `has_weights`: whether tokens have importance weights.
-    pub(super) fn describe(&self, denominator: f64, has_kl: bool, has_weights: bool) -> Step {
-        let TokenStats { tokens, clipped_low, clipped_high, kl, importance, importance_capped } = self.trained;
+    /// The numbers of an update over all ranks, as far as they follow from these metrics. `denominator`: the batch's; `terms`:
+    /// the run's objective.
+    pub(super) fn describe(&self, denominator: f64, terms: &Objective) -> Step {
+        let (has_kl, has_weights) = (terms.kl_coef > 0.0, terms.importance != Importance::Ratio);
+        let TokenStats { tokens, clipped_low, clipped_high, clipped_dual, kl, importance, importance_capped } =
+            self.trained;
         let share = |count: u64| float(count) / float(tokens.max(1));
         let finite = |ratio: f64| ratio.clamp(-f64::MAX, f64::MAX);
         let entropy = self.sampled_entropy / float(self.sampled_tokens);
@@ -147,9 +152,10 @@ impl UpdateMetrics {
             loss: objective::mean_loss(self.loss, denominator),
             // JSON has no word for infinity, and a ratio that has overflowed was clipped.
             ratio: self.ratio.map(|Range { least, most }| [finite(least), finite(most)]),
-            clipped_tokens: clipped_low + clipped_high,
+            clipped_tokens: clipped_low + clipped_high + clipped_dual,
             clip_low_share: share(clipped_low),
             clip_high_share: share(clipped_high),
+            clip_dual_share: terms.clip_dual.map(|_| share(clipped_dual)),
             kl: (has_kl && tokens > 0).then(|| kl / float(tokens)),
             importance_mean: (has_weights && tokens > 0).then(|| importance / float(tokens)),
             importance_capped_share: (has_weights && tokens > 0).then(|| share(importance_capped)),
@@ -196,6 +202,7 @@ mod tests {
                 tokens: 7,
                 clipped_low: 1,
                 clipped_high: u64::MAX,
+                clipped_dual: 17,
                 kl: f64::MIN_POSITIVE,
                 importance: 0.3,
                 importance_capped: 5,

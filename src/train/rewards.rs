@@ -133,7 +133,7 @@ pub(super) fn answer_lines(session: &Session, step: u64, group: &Group, rewarded
     if !session.config().rollout.sample && judge_of_texts(session.config()).is_none() {
         return Vec::new();
     }
-    let advantages = session.advantages(&rewarded.values());
+    let advantages = session.advantages(rewarded);
     let answers = rewarded.answers.iter().zip(&rewarded.rewards).zip(advantages).enumerate();
     let lines = answers.map(|(index, ((answer, reward), advantage))| AnswerLine {
         step,

@@ -122,11 +122,11 @@ impl Round {
         }
     }
 
-    /// Adds a group whose answers are rewarded.
-    pub(super) fn add(&mut self, group: &RewardedGroup, skipped: bool) {
+    /// Adds a group whose answers are rewarded. An answer without an advantage takes no part: it is in no denominator.
+    pub(super) fn add(&mut self, group: &RewardedGroup, advantages: &[Option<f64>], skipped: bool) {
         let rewards = group.values();
-        for (answer, reward) in group.answers.iter().zip(&rewards) {
-            self.counts.add(Counted { tokens: answer.trained_tokens(), scored: reward.is_some() });
+        for (answer, advantage) in group.answers.iter().zip(advantages) {
+            self.counts.add(Counted { tokens: answer.trained_tokens(), scored: advantage.is_some() });
         }
         self.groups.push(GroupSummary {
             rewards,

@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
+use super::answer::{Answer, RewardedGroup};
 use super::round::{FrozenGroup, Round};
 use super::signal::{self, has_margin};
 use crate::config::{
@@ -354,8 +355,8 @@ impl Session {
             ImportanceWeights::Token => Importance::Token { most },
             ImportanceWeights::Sequence => Importance::Sequence { most },
         };
-        let GrpoConfig { clip_low, clip_high, kl_coef, .. } = *grpo;
-        Objective { clip_low, clip_high, kl_coef, aggregation, importance }
+        let GrpoConfig { loss, clip_low, clip_high, clip_dual, kl_coef, kl_estimator, .. } = *grpo;
+        Objective { loss, clip_low, clip_high, clip_dual, kl_coef, kl_estimator, aggregation, importance }
     }
 
     /// Whether the policy gives the answers; otherwise they come with the data.
@@ -409,34 +410,35 @@ impl Session {
         if self.samples() { self.config().sampled_len() } else { self.config().context.answer_len }
     }
 
-    /// Advantages of a group under the run's rule.
-    pub(super) fn advantages(&self, rewards: &[Option<f64>]) -> Vec<Option<f64>> {
+    /// Advantages of a group under the run's rule; `None` for an answer that takes no part: one without a reward, or one that
+    /// was cut off where those are masked. The reward of a masked answer counts for mean and deviation.
+    pub(super) fn advantages(&self, group: &RewardedGroup) -> Vec<Option<f64>> {
         let grpo = &self.config().grpo;
+        let rewards = group.values();
         // A reward of 1 for every answer is plain likelihood training: no mean is subtracted.
-        if grpo.has_only(RewardName::One) {
-            rewards.to_vec()
+        let advantages = if grpo.has_only(RewardName::One) {
+            rewards
         } else {
-            let std_min = grpo.std_min;
+            let (std_min, deviation) = (grpo.std_min, grpo.deviation);
             let is_of_group = grpo.scale_rewards == ScaleRewards::Group;
-            objective::advantages(rewards, if is_of_group { Scaling::Group { std_min } } else { Scaling::None })
-        }
+            let scaling = if is_of_group { Scaling::Group { std_min, deviation } } else { Scaling::None };
+            objective::advantages(&rewards, scaling)
+        };
+        let masked = |answer: &Answer| grpo.mask_truncated && answer.truncated;
+        let pairs = advantages.into_iter().zip(&group.answers);
+        pairs.map(|(advantage, answer)| advantage.filter(|_| !masked(answer))).collect()
     }
 
     /// What the advantages of a whole batch with these `rewards` are divided by, where they are scaled by the batch.
     pub(super) fn batch_scale(&self, rewards: &[Option<f64>]) -> Option<f64> {
         let grpo = &self.config().grpo;
         let scales = grpo.scale_rewards == ScaleRewards::Batch && !grpo.has_only(RewardName::One);
-        scales.then(|| objective::batch_deviation(rewards, grpo.std_min))
+        scales.then(|| objective::batch_deviation(rewards, grpo.std_min, grpo.deviation))
     }
 
-    /// Whether tokens have importance weights.
-    pub(super) fn weighs_by_importance(&self) -> bool {
-        self.objective().importance != Importance::Ratio
-    }
-
-    /// Whether a group with these rewards has no gradient: all advantages are 0 and there is no KL term.
-    pub(super) fn has_no_gradient(&self, rewards: &[Option<f64>]) -> bool {
-        self.policy.reference.is_none() && self.advantages(rewards).iter().flatten().all(|&advantage| advantage == 0.0)
+    /// Whether a group with these advantages has no gradient: all are 0 and there is no KL term.
+    pub(super) fn has_no_gradient(&self, advantages: &[Option<f64>]) -> bool {
+        self.policy.reference.is_none() && advantages.iter().flatten().all(|&advantage| advantage == 0.0)
     }
 
     /// Distance in nats between a token's log-probabilities at sampling and at scoring beyond which a user is warned.

@@ -3,7 +3,9 @@
 
 use std::path::PathBuf;
 
-use crate::config::{ImportanceWeights, RewardFn, RewardName, RunConfig, ScaleRewards, WeightedReward};
+use crate::config::{
+    Deviation, ImportanceWeights, KlEstimator, Loss, RewardFn, RewardName, RunConfig, ScaleRewards, WeightedReward,
+};
 use crate::data::{Dataset, Group};
 use crate::runtime::failure::{Classified, Exit};
 use crate::step::objective;
@@ -144,13 +146,12 @@ pub(super) fn objective_line(config: &RunConfig, is_named: bool) -> String {
         }
     };
     let rewards: Vec<String> = grpo.rewards().iter().map(reward).collect();
-    let kl = if grpo.kl_coef > 0.0 { format!("KL term × {}", grpo.kl_coef) } else { "no KL term".to_owned() };
     format!(
-        "objective: reward {}; advantage {}; ratio clipped to {} … {}; {kl}; {} of token losses; gradient {}; temperature {}",
+        "objective: reward {}; advantage {}; {}; {}; {} of token losses; gradient {}; temperature {}",
         rewards.join(" + "),
         advantage_words(config),
-        1.0 - grpo.clip_low,
-        1.0 + grpo.clip_high,
+        ratio_words(config),
+        kl_words(config),
         aggregation_words(config),
         grpo.gradient,
         grpo.temperature,
@@ -177,18 +178,46 @@ pub(super) fn has_margin(group: &Group) -> bool {
     objective::spread(&rewards).is_some()
 }
 
+fn ratio_words(config: &RunConfig) -> String {
+    let grpo = &config.grpo;
+    let ratio = match grpo.loss {
+        Loss::Grpo => "ratio clipped",
+        Loss::Gspo => "ratio of the whole answer (gspo) clipped",
+        Loss::Cispo => "log-probability weighted by the ratio (cispo) clipped",
+    };
+    let dual = grpo.clip_dual.map(|most| format!(", at most {most} where the advantage is negative"));
+    let (least, most) = (1.0 - grpo.clip_low, 1.0 + grpo.clip_high);
+    format!("{ratio} to {least} … {most}{}", dual.unwrap_or_default())
+}
+
+fn kl_words(config: &RunConfig) -> String {
+    let grpo = &config.grpo;
+    match grpo.kl_estimator {
+        _ if grpo.kl_coef <= 0.0 => "no KL term".to_owned(),
+        KlEstimator::K1 => format!("KL term (k1) × {}", grpo.kl_coef),
+        KlEstimator::K2 => format!("KL term (k2) × {}", grpo.kl_coef),
+        KlEstimator::K3 => format!("KL term × {}", grpo.kl_coef),
+        KlEstimator::K3Ratio => format!("KL term (k3 times the ratio) × {}", grpo.kl_coef),
+    }
+}
+
 fn advantage_words(config: &RunConfig) -> String {
     let grpo = &config.grpo;
     if grpo.has_only(RewardName::One) {
-        return "+1".to_owned();
+        return format!("+1{}", masked_words(config));
     }
     let deviation = match grpo.scale_rewards {
         ScaleRewards::Group => "deviation of the group",
         ScaleRewards::Batch => "deviation of all rewards of the update",
-        ScaleRewards::None => return "reward − group mean".to_owned(),
+        ScaleRewards::None => return format!("reward − group mean{}", masked_words(config)),
     };
+    let sample = if grpo.deviation == Deviation::Sample { "sample " } else { "" };
     let floor = if grpo.std_min > 0.0 { format!(", at least {}", grpo.std_min) } else { String::new() };
-    format!("(reward − group mean) / {deviation}{floor}")
+    format!("(reward − group mean) / {sample}{deviation}{floor}{}", masked_words(config))
+}
+
+fn masked_words(config: &RunConfig) -> &'static str {
+    if config.grpo.mask_truncated { ", none for an answer that was cut off" } else { "" }
 }
 
 /// One line about the old policy of the ratio, where it is not the policy that drew the answers. Random tokens have none.

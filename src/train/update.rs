@@ -12,8 +12,9 @@ use super::stop_policy::StopPolicy;
 use crate::prompt::handoff::ReducedGrads;
 use crate::report::{Reporter, Seconds, Step};
 use crate::runtime::failure::{Failure, Phase};
+use crate::step::finalize;
+use crate::step::objective::{divide_gradients, mean_loss};
 use crate::step::observer::Observer;
-use crate::step::{finalize, objective};
 use crate::world::World;
 
 /// What follows an update and decides on it.
@@ -45,11 +46,11 @@ pub(super) fn update(
     require_rewards(session, world, round, step)?;
     // Advantages of a batch share one factor, which is known only now: it divides as the count of answers does.
     let advantage_scale = session.batch_scale(&round.rewards());
-    let aggregation = session.objective().aggregation;
-    let denominator = round.counts.denominator(aggregation) * advantage_scale.unwrap_or(1.0);
+    let objective = session.objective();
+    let denominator = round.counts.denominator(objective.aggregation) * advantage_scale.unwrap_or(1.0);
     let gradients = finalize(session, world, observer, denominator)?;
     let metrics = metrics.reduce(world);
-    require_finite(world, objective::mean_loss(metrics.loss, denominator))?;
+    require_finite(world, mean_loss(metrics.loss, denominator))?;
     let learning_rate = learning_rate(session.config(), step);
     optimize(session, world, observer, &gradients, learning_rate)?;
     let spent = observer.take_seconds();
@@ -60,7 +61,7 @@ pub(super) fn update(
         learning_rate,
         seconds: Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) },
         advantage_scale,
-        ..metrics.describe(denominator, session.policy.reference.is_some(), session.weighs_by_importance())
+        ..metrics.describe(denominator, &objective)
     };
     let numbers = describe_groups(session, round, numbers);
     Ok(Update { step: numbers, pinning_s: spent.pinning })
@@ -92,7 +93,7 @@ fn finalize(
 ) -> Result<ReducedGrads, Failure> {
     let adapters = &session.policy.adapters;
     let reduced = observer.host_phase(Phase::Finalize, || {
-        let local = objective::divide_gradients(finalize::take(adapters), denominator);
+        let local = divide_gradients(finalize::take(adapters), denominator);
         finalize::run_everywhere(world, local, adapters, session.config().optimizer.max_grad_norm)
     });
     world.agree(reduced)

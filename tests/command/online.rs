@@ -184,3 +184,41 @@ fn a_group_with_equal_rewards_is_left_out_and_counted_and_with_a_reference_polic
     let step = numbers(&room, "kl").remove(0);
     assert_eq!((&step["groups_skipped"], step["kl"].as_f64()), (&0.into(), Some(0.0)));
 }
+
+/// A fifth of the vocabulary ends an answer, so that of answers of three tokens at most some are cut off.
+#[test]
+fn answers_that_were_cut_off_are_in_no_denominator_of_the_whole_batch() {
+    let room = room("mask_truncated = true\n");
+    room.write("model/config.json", std::fs::read(case("qwen3").join("config.json")).unwrap());
+    let ends: Vec<i64> = (0..256).filter(|id| id % 5 == 0).collect();
+    room.write("model/generation_config.json", serde_json::json!({"eos_token_id": ends}).to_string());
+    let sets = ["model.path=model", "model.random_init=true", "model.dtype=float64", "rollout.max_tokens=3"];
+    for (aggregation, more) in [("token_mean", "run.steps=2"), ("constant", "grpo.constant_divisor=5")] {
+        let rule = format!("grpo.aggregation={aggregation}");
+        let sets: Vec<&str> = sets.iter().copied().chain(["run.steps=2", &rule, more]).collect();
+        side_by_side_equals_accumulated(&room, &sets);
+        let answers = room.read("side/answers.jsonl");
+        let mut counts = [0, 0];
+        for step in numbers(&room, "side") {
+            let lines = answers.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+            let (cut, whole): (Vec<Value>, Vec<Value>) =
+                lines.filter(|line| line["step"] == step["step"]).partition(|line| line["truncated"] == true);
+            counts = [counts[0] + cut.len(), counts[1] + whole.len()];
+            assert!(cut.iter().all(|line| line["advantage"].is_null() && line["reward"].is_number()), "{cut:?}");
+            // The ratio is 1, so the loss of a token is −advantage.
+            let of = |key: &str| whole.iter().map(|line| line[key].as_f64().unwrap()).collect::<Vec<f64>>();
+            let (advantages, tokens) = (of("advantage"), of("tokens"));
+            let count = f64::from(u32::try_from(whole.len().max(1)).unwrap());
+            let by_token: f64 = advantages.iter().zip(&tokens).map(|(advantage, tokens)| advantage * tokens).sum();
+            let expected = match aggregation {
+                "token_mean" => -by_token / tokens.iter().sum::<f64>().max(1.0),
+                _ => -by_token / (5.0 * count),
+            };
+            assert!((step["loss"].as_f64().unwrap() - expected).abs() < 1e-12, "{aggregation}: {step} for {expected}");
+        }
+        assert!(counts[0] > 1 && counts[1] > 1 && counts[0] + counts[1] == 12, "{counts:?}");
+        for run in ["side", "one"] {
+            std::fs::remove_dir_all(room.path().join(run)).unwrap();
+        }
+    }
+}

@@ -23,7 +23,7 @@ fn model() -> Model {
 pub(crate) fn equal_rewards(world: &mut World) {
     let model = model();
     let mut group = Group::random(5, 61, 50, &[9, 2]);
-    group.advantages = objective::advantages(&[Some(0.3), Some(0.3)], Scaling::Group { std_min: 0.0 });
+    group.advantages = objective::advantages(&[Some(0.3), Some(0.3)], Scaling::DEFAULT);
     let ratio = one_update(world, &model, &group);
     assert!(ratio.is_none_or(|range| range == Range::at(1.0)));
     assert!(own(&model.adapters).iter().all(|gradient| gradient.any().int64_value(&[]) == 0));

@@ -116,6 +116,7 @@ fn policy(steps: &[Step]) -> Vec<Option<Figure>> {
     let clipped = [
         seldom("from below", steps, |step| step.clip_low_share),
         seldom("from above", steps, |step| step.clip_high_share),
+        seldom("by the dual clip", steps, |step| step.clip_dual_share.unwrap_or(0.0)),
     ];
     let kl = "Divergence from the starting policy";
     let gap = "Largest difference of log-probabilities.";

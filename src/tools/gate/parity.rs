@@ -145,7 +145,7 @@ impl Case {
         let spec = whole.first_layers(layers);
         let rewards: Vec<Option<f64>> =
             (0..answer_ids.len()).map(|index| Some(if index % 2 == 0 { 0.0 } else { 1.0 })).collect();
-        let advantages = objective::advantages(&rewards, Scaling::Group { std_min: 0.0 });
+        let advantages = objective::advantages(&rewards, Scaling::DEFAULT);
         let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
         let lora = &config.lora;
         let linears = spec.adapted(lora.targets.as_deref())?;

@@ -72,7 +72,8 @@ fn settings(config: &RunConfig) -> Value {
     let RunConfig { context, optimizer, grpo, lora, run, .. } = config;
     json!({
         "steps": run.steps, "group_size": grpo.group_size, "grad_accum": optimizer.grad_accum, "lr": optimizer.lr,
-        "kl_coef": grpo.kl_coef, "clip_low": grpo.clip_low, "clip_high": grpo.clip_high,
+        "loss": grpo.loss, "clip_low": grpo.clip_low, "clip_high": grpo.clip_high, "clip_dual": grpo.clip_dual,
+        "kl_coef": grpo.kl_coef, "kl_estimator": grpo.kl_estimator, "mask_truncated": grpo.mask_truncated,
         "scale_rewards": grpo.scale_rewards, "std_min": grpo.std_min, "temperature": grpo.temperature, "reward_fn": grpo.reward_fn,
         "gradient": grpo.gradient.to_string(), "lora_rank": lora.rank, "lora_alpha": lora.alpha,
         "prompt_len": context.prompt_len, "answer_len": context.answer_len, "samples": config.rollout.sample,
