@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use longstraw::config::{self, Environment, WithoutFile};
+use longstraw::config::{self, Environment, Overrides, WithoutFile};
 use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::train::{self, EvalEnded, EvalOptions};
@@ -37,7 +37,9 @@ pub(super) fn eval(config: ConfigFlags, flags: EvalFlags) -> Result<Exit, Failur
     let mut world = start_world(&environment)?;
     let EvalFlags { adapters, out, anew, json, .. } = flags;
     let options = EvalOptions { adapters, out, anew };
-    let loaded = world.agree(config::load(&config.overrides(WithoutFile::Defaults)).map_err(Failure::from));
+    // No checkpoint is chosen, and the sets may be others than those of the run that it names.
+    let overrides = Overrides { left_out: &["checkpoint.keep_best"], ..config.overrides(WithoutFile::Defaults) };
+    let loaded = world.agree(config::load(&overrides).map_err(Failure::from));
     let ended = loaded.and_then(|loaded| train::evaluate(&loaded, &options, &mut world));
     let root = world.all.rank().0 == 0;
     match ended {

@@ -108,8 +108,12 @@ enum Verb {
 impl Verb {
     fn reads_configuration(&self) -> bool {
         match self {
-            Verb::Train { .. } | Verb::Eval(_) | Verb::Gate { .. } => true,
-            Verb::Plan(_) | Verb::Ping { .. } | Verb::Doctor { .. } => true,
+            Verb::Train { .. }
+            | Verb::Eval(_)
+            | Verb::Gate { .. }
+            | Verb::Plan(_)
+            | Verb::Ping { .. }
+            | Verb::Doctor { .. } => true,
             Verb::Data { kind } => matches!(kind, DataVerb::Generate(_)),
             Verb::Parity(_) | Verb::Bench(_) | Verb::Study(_) | Verb::Report(_) | Verb::Convert(_) | Verb::Merge(_) => {
                 false

@@ -34,7 +34,7 @@ impl ConfigFlags {
 
     pub(super) fn overrides(self, without_file: WithoutFile) -> Overrides {
         let ConfigFlags { config, settings, set, run_dir } = self;
-        Overrides { config, without_file, settings, set, run_dir }
+        Overrides { config, without_file, settings, set, run_dir, left_out: &[] }
     }
 }
 

@@ -48,6 +48,8 @@ pub struct Overrides {
     pub set: Vec<String>,
     /// `--run-dir DIR`, which overrides `run.dir`.
     pub run_dir: Option<PathBuf>,
+    /// Keys without a default that the verb does not read from files.
+    pub left_out: &'static [&'static str],
 }
 
 /// The configuration of this process: files of the working directory, the process environment, and `overrides`.
@@ -101,6 +103,9 @@ fn gathered(directory: &Path, environment: &Environment, overrides: &Overrides, 
         gathered.settings(&path);
     }
     let key_variable = api_key_variable(&gathered.layers);
+    for path in overrides.left_out {
+        gathered.leave_out(path);
+    }
     if let Some(gate) = gate {
         for path in gates::LEFT_OUT {
             gathered.leave_out(path);
