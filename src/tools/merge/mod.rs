@@ -118,7 +118,8 @@ fn adapted_places<'a>(
     Ok(places)
 }
 
-/// Copies what is no file of the model's weights; number and bytes of the files. Folders within are left out.
+/// Copies what is no file of the model's weights; number and bytes of the files. Folders within are left out, and what other
+/// runs have noted of the base: hidden files, and the mark of a conversion.
 fn copy_others(model: &Path, folder: &Path, checkpoint: &Checkpoint) -> Result<(usize, Bytes), Error> {
     let weights: BTreeSet<&str> = checkpoint.shards.iter().map(|shard| shard.name.as_str()).collect();
     let (mut files, mut bytes) = (0, 0);
@@ -127,7 +128,8 @@ fn copy_others(model: &Path, folder: &Path, checkpoint: &Checkpoint) -> Result<(
         let entry = entry.map_err(&failed)?;
         let (from, name) = (entry.path(), entry.file_name());
         let is_weights = name.to_str().is_some_and(|name| weights.contains(name) || is_other_weights(name));
-        if from.is_file() && !is_weights {
+        let is_note = name.to_str().is_some_and(|name| name.starts_with('.') || name == "conversion.json");
+        if from.is_file() && !is_weights && !is_note {
             bytes += fs::copy(&from, folder.join(&name)).map_err(Error::io(&from, "copy it"))?;
             files += 1;
         }
