@@ -309,7 +309,12 @@ impl Check<'_> {
         };
         if e.chat_path().ends_with(other) {
             let be = format!("absent, or a path that does not end with {other}");
-            self.should("endpoint.endpoints.chat", &["endpoint.style"], be, "that path is of the other interface");
+            self.should(
+                "endpoint.endpoints.chat",
+                &["endpoint.style"],
+                be,
+                "that path is of another interface than endpoint.style",
+            );
         }
         self.at_least_one("endpoint.timeout_sec", e.timeout_sec, "a request takes time; 120 is the default");
         self.at_most("endpoint.timeout_sec", e.timeout_sec, TIMEOUT_SEC_MAX, "an answer does not take more than a day");

@@ -80,7 +80,7 @@ impl Forecast {
         let has_held_out = config.data.held_out.is_some();
         // The one after the last update is not one on the way.
         let on_the_way = updates.saturating_sub(1).checked_div(config.eval.every).unwrap_or(0);
-        let evaluations = if has_held_out { EVALUATIONS + on_the_way } else { 0 };
+        let evaluations = if has_held_out { on_the_way.saturating_add(EVALUATIONS) } else { 0 };
         let held_out_prompts = counted.held_out.filter(|_| has_held_out);
         let prompt_seconds = pace.and_then(|pace| held_out_seconds(config, plan, shape, pace));
         let turns = held_out_prompts.map(|prompts| prompts.div_ceil(config.dp_size(ranks).max(1)));
@@ -94,16 +94,18 @@ impl Forecast {
         let hours = of_updates.map(|seconds| (seconds + evaluated + save_seconds) / 3600.0);
         // Answers are drawn once for all updates of a group.
         let drawn = updates.div_ceil(config.grpo.updates_per_group.max(1)).saturating_mul(answers);
+        let evaluated_answers = config.eval_samples().saturating_add(config.eval_greedy());
         let held_out_answers =
-            held_out_prompts.unwrap_or(0) * evaluations * (config.eval_samples() + config.eval_greedy());
+            held_out_prompts.unwrap_or(0).saturating_mul(evaluations).saturating_mul(evaluated_answers);
         let samples = config.rollout.sample;
         let judges = from_index(config.grpo.rewards().iter().filter(|part| part.name == RewardName::Judge).count());
-        let tokens_drawn = if samples { (drawn + held_out_answers) * config.sampled_len().0 } else { 0 };
+        let tokens_drawn =
+            if samples { drawn.saturating_add(held_out_answers).saturating_mul(config.sampled_len().0) } else { 0 };
         let lines = if samples { drawn.saturating_mul(LINE_BYTES) } else { 0 };
-        let text = if samples { drawn.saturating_mul(config.sampled_len().0 * TEXT_BYTES) } else { 0 };
+        let text = if samples { drawn.saturating_mul(config.sampled_len().0.saturating_mul(TEXT_BYTES)) } else { 0 };
         let log_bytes = Bytes(updates.saturating_mul(METRICS_BYTES).saturating_add(lines).saturating_add(text));
         let best = u64::from(config.checkpoint.keep_best.is_some());
-        let kept = (config.checkpoint.keep + best).min(saves);
+        let kept = (config.checkpoint.keep.saturating_add(best)).min(saves);
         let adapter = all_elements(config, shape).saturating_mul(4);
         Forecast {
             updates,
@@ -116,10 +118,15 @@ impl Forecast {
             saves,
             checkpoint_bytes,
             hours,
-            judge_requests: judges * drawn,
-            held_out_requests: if samples { judges * held_out_answers } else { 0 },
+            judge_requests: judges.saturating_mul(drawn),
+            held_out_requests: if samples { judges.saturating_mul(held_out_answers) } else { 0 },
             tokens_drawn,
-            disk_bytes: Bytes((kept + 1).saturating_mul(checkpoint_bytes.0).saturating_add(adapter + log_bytes.0)),
+            disk_bytes: Bytes(
+                kept.saturating_add(1)
+                    .saturating_mul(checkpoint_bytes.0)
+                    .saturating_add(adapter)
+                    .saturating_add(log_bytes.0),
+            ),
             log_bytes,
             checkpoints_kept: kept,
             has_held_out,
@@ -214,7 +221,7 @@ fn held_out_seconds(config: &RunConfig, plan: &Plan, shape: &Shape, pace: &Pace)
     config.grpo.gradient = Gradient::Last(Tokens(0));
     config.grpo.kl_coef = 0.0;
     if config.rollout.sample {
-        config.grpo.group_size = config.eval_samples() + config.eval_greedy();
+        config.grpo.group_size = config.eval_samples().saturating_add(config.eval_greedy());
     }
     let seconds = predict(&config, plan.ranks, shape, plan.chosen(), pace)?;
     let counts = |phase: Phase| matches!(phase, Phase::Capture | Phase::Rollout | Phase::Score);

@@ -101,9 +101,9 @@ fn opened() -> String {
     DEFAULT_TOML.lines().map(open).collect::<Vec<_>>().join("\n")
 }
 
-/// The same as a configuration: three of its examples do not go with a default.
+/// The same as a configuration: some of its examples do not go with a default.
 fn whole() -> String {
-    let keys = ["constant_divisor", "schedule_steps", "importance_max"];
+    let keys = ["constant_divisor", "schedule_steps", "importance_max", "samples", "keep_best"];
     keys.iter().fold(opened(), |text, key| text.replace(&format!("\n{key}"), &format!("\n#{key}")))
 }
 
