@@ -92,6 +92,9 @@ impl State {
     }
 }
 
+/// Keys that checkpoints of earlier versions lack, and whose default is what those versions did.
+const NEUTRAL: [&str; 4] = ["grpo.loss", "grpo.kl_estimator", "grpo.deviation", "grpo.mask_truncated"];
+
 /// What a message calls [`State::groups_per_update`].
 const GROUPS: &str = "groups of an update (replicas × optimizer.grad_accum)";
 
@@ -104,9 +107,11 @@ fn config_texts(config: &Value) -> BTreeMap<String, String> {
 
 fn different(saved: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<Difference> {
     let defaults = default_texts();
-    // A key that the saved run did not know had no effect in it, which is what the default of a new key has.
-    let is_new =
-        |key: &String| !saved.contains_key(key) && defaults.get(key).is_some_and(|text| now.get(key) == Some(text));
+    // A key that the saved run did not know had no effect in it, which is what these have by default.
+    let is_new = |key: &String| {
+        let is_default = defaults.get(key).is_some_and(|text| now.get(key) == Some(text));
+        NEUTRAL.contains(&key.as_str()) && !saved.contains_key(key) && is_default
+    };
     let keys: BTreeSet<&String> = saved.keys().chain(now.keys()).filter(|key| !is_new(key)).collect();
     let of = |texts: &BTreeMap<String, String>, key| texts.get(key).cloned().unwrap_or_else(|| "absent".to_owned());
     keys.into_iter()
@@ -234,12 +239,16 @@ mod tests {
     #[test]
     fn a_key_that_the_saved_run_did_not_know_may_have_its_default_and_nothing_else() {
         let (saved, mut now) = (state(), state());
-        now.config["grpo"] = json!({"loss": "grpo", "std_min": 0.0, "mask_truncated": false});
+        now.config["grpo"] = json!({"loss": "grpo", "kl_estimator": "k3", "mask_truncated": false});
         assert!(saved.differences(&now).is_empty() && saved.config_differences(&now.config).is_empty());
         now.config["grpo"] = json!({"loss": "gspo", "clip_dual": 3.0});
         let words: Vec<String> = saved.differences(&now).iter().map(ToString::to_string).collect();
         assert_eq!(words, ["grpo.clip_dual was absent and is 3.0", "grpo.loss was absent and is \"gspo\""]);
         assert_eq!(now.differences(&saved).len(), 2, "a key that is gone is told");
+        // Earlier versions sent no temperature: the default of this key is not what they did.
+        now.config["grpo"] = json!({});
+        now.config["reward"] = json!({"judge_temperature": 0.0});
+        assert_eq!(saved.differences(&now).len(), 1);
     }
 
     #[test]

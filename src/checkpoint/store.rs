@@ -180,19 +180,20 @@ impl Store {
 
     /// Removes what is older than `keep` checkpoints that are whole as far as [`Store::looks_whole`] sees: the one after
     /// `updates` updates, which `latest` names, and the nearest such ones before it. What lies between them stays, and so do
-    /// later ones and the one after `best` updates.
+    /// later ones, the one after `best` updates, and the one that the file `best` names, of whatever measurement it is.
     ///
     /// # Errors
     /// When one cannot be removed.
     pub fn trim(&self, updates: u64, keep: u64, best: Option<u64>) -> Result<(), Error> {
         let before = self.all()?.into_iter().filter(|&step| step < updates);
+        let named_best = self.named_best();
         let mut kept = 1;
         for step in before.rev() {
             if kept < keep {
                 kept += u64::from(self.looks_whole(step));
                 continue;
             }
-            if best == Some(step) {
+            if best == Some(step) || named_best == Some(step) {
                 continue;
             }
             // Renamed first, so that a half removed folder is never taken for a checkpoint.
@@ -204,6 +205,12 @@ impl Store {
             }
         }
         Ok(())
+    }
+
+    /// Updates of the checkpoint that the file `best` names, if there is one.
+    fn named_best(&self) -> Option<u64> {
+        let text = fs::read_to_string(self.run_dir.join(BEST)).ok()?;
+        text.trim().strip_prefix(&format!("{FOLDER}/step_"))?.parse().ok()
     }
 
     /// The newest checkpoint whose digests match. Reads every file of the checkpoints it checks. A damaged one is passed over,
@@ -500,6 +507,8 @@ mod tests {
         assert_eq!(store.all().unwrap(), [8, 16], "it is one of the last ones");
         store.point_best(8).unwrap();
         assert_eq!(fs::read_to_string(folder.path().join("best")).unwrap(), "checkpoints/step_8\n");
+        store.trim(16, 1, None).unwrap();
+        assert_eq!(store.all().unwrap(), [8, 16], "what the file names stays, also in a run that asks for no best one");
     }
 
     #[test]

@@ -65,13 +65,11 @@ pub(super) enum Sent {
     Message {
         content: Vec<Block>,
         stop_reason: Option<String>,
-        #[serde(default)]
-        usage: Usage,
+        usage: Option<Value>,
     },
     Completion {
         choices: Vec<Choice>,
-        #[serde(default)]
-        usage: Usage,
+        usage: Option<Value>,
     },
 }
 
@@ -100,13 +98,10 @@ enum Content {
     Parts(Vec<Block>),
 }
 
-/// Tokens of message and reply, under the names of either interface.
-#[derive(Default, Deserialize)]
-pub(super) struct Usage {
-    #[serde(alias = "prompt_tokens")]
-    input_tokens: Option<u64>,
-    #[serde(alias = "completion_tokens")]
-    output_tokens: Option<u64>,
+/// Tokens that a service counts, under the name of either interface. Whatever stands there, the reply is a reply.
+fn tokens(usage: Option<&Value>, names: [&str; 2]) -> Option<u64> {
+    let usage = usage?;
+    names.iter().find_map(|name| usage.get(name)?.as_u64())
 }
 
 /// The reply of the form that `style` has; `None` for the other form, and where there is no choice.
@@ -133,7 +128,9 @@ pub(super) fn reply(style: EndpointStyle, sent: Sent) -> Option<Reply> {
         }
         _ => return None,
     };
-    Some(Reply { text, stop_reason, input_tokens: usage.input_tokens, output_tokens: usage.output_tokens })
+    let input_tokens = tokens(usage.as_ref(), ["input_tokens", "prompt_tokens"]);
+    let output_tokens = tokens(usage.as_ref(), ["output_tokens", "completion_tokens"]);
+    Some(Reply { text, stop_reason, input_tokens, output_tokens })
 }
 
 #[cfg(test)]
@@ -179,6 +176,21 @@ mod tests {
         assert_eq!(read(EndpointStyle::ChatCompletions, chat.clone()).as_ref(), Some(&wanted));
         assert_eq!(read(EndpointStyle::Messages, chat), None);
         assert_eq!(read(EndpointStyle::ChatCompletions, message), None);
+    }
+
+    #[test]
+    fn no_count_of_tokens_makes_a_reply_unreadable() {
+        for (usage, wanted) in [
+            (json!({"prompt_tokens": 3, "input_tokens": 3, "completion_tokens": 2, "output_tokens": 2}), Some(3)),
+            (json!({"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}), Some(3)),
+            (json!({"prompt_tokens": -1}), None),
+            (json!("many"), None),
+            (Value::Null, None),
+        ] {
+            let sent = json!({"choices": [{"message": {"content": "x"}}], "usage": usage});
+            let reply = read(EndpointStyle::ChatCompletions, sent).unwrap();
+            assert_eq!((reply.text.as_str(), reply.input_tokens), ("x", wanted), "{usage}");
+        }
     }
 
     #[test]

@@ -133,7 +133,9 @@ impl Endpoint {
         let table = &config.endpoint;
         let bad_key = || crate::config::Error::BadApiKey { variable: table.api_key_env.clone() };
         let headers = dialect::headers(table.style, &key).ok_or_else(bad_key)?;
-        let proxy = environment.proxy(&base).map(|proxy| proxy_of(&proxy)).transpose();
+        // What is sent without encryption goes to its address alone.
+        let proxy = environment.proxy(&base).filter(|_| !base.starts_with("http://"));
+        let proxy = proxy.map(|proxy| proxy_of(&proxy)).transpose();
         let proxy = proxy.map_err(|fault| Error::before_sending(&base, fault))?;
         let on_the_way = proxy.as_ref().filter(|proxy| base.parse().is_ok_and(|base| !proxy.is_no_proxy(&base)));
         let on_the_way = on_the_way.map(|proxy| format!("{}:{}", proxy.host(), proxy.port()));

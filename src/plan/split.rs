@@ -246,6 +246,10 @@ impl Splits {
             (_, Some(Split { cp_size, turns, .. })) => Some(format!(
                 "  set parallel.cp_size = {cp_size} and optimizer.grad_accum = {turns} for the fastest with the same update"
             )),
+            (SplitBecause::Fastest, None) if self.rows.iter().any(|row| row.fits.is_none()) => Some(format!(
+                "  parallel.cp_size is absent: {planned} taken, the fastest by published rates if it fits; without --device-gib and \
+                 --host-gib memory is not compared, and a run may choose another"
+            )),
             (SplitBecause::Fastest, None) => Some(format!(
                 "  parallel.cp_size is absent: {planned} chosen, the fastest that fits by published rates; a run chooses likewise"
             )),

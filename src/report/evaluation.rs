@@ -126,9 +126,14 @@ pub struct Best {
 }
 
 impl Best {
-    /// The better one of `so_far` and an evaluation that has a checkpoint; of equal ones the earlier.
+    /// The better one of `so_far` and an evaluation that has a checkpoint; of equal ones the earlier. Rewards of a set in which
+    /// answers have none choose nothing: their mean is of the others.
     #[must_use]
     pub fn of(so_far: Option<Best>, metric: &str, evaluation: &Evaluation) -> Option<Best> {
+        let set = metric.split('/').nth(1).and_then(|set| evaluation.sets.get(set));
+        if metric.ends_with("/reward") && set.is_some_and(|set| set.missing > 0) {
+            return so_far;
+        }
         let Some((_, value)) = evaluation.numbers().into_iter().find(|(name, _)| name == metric) else { return so_far };
         if so_far.as_ref().is_some_and(|best| best.value >= value) {
             return so_far;

@@ -66,8 +66,8 @@ pub struct AlarmSpan {
     pub last_update: u64,
     /// Updates that raised it.
     pub updates: u64,
-    /// The watched number in the last of them.
-    pub last_value: f64,
+    /// The watched number in the last of them; absent where it was not finite.
+    pub last_value: Option<f64>,
 }
 
 /// Bytes of one kind by rank, in each memory space.

@@ -65,8 +65,8 @@ pub struct Step {
     pub choices_changed: Option<f64>,
     /// Norm of the adapters' gradient before clipping.
     pub grad_norm: f64,
-    /// Alarms that this update has raised, each with the number that did (`[alarm]`).
-    pub alarms: BTreeMap<String, f64>,
+    /// Alarms that this update has raised (`[alarm]`), each with the number that did, if that is finite.
+    pub alarms: BTreeMap<String, Option<f64>>,
     pub learning_rate: f64,
     /// Prompts of this update, over all ranks.
     pub prompts: Vec<String>,
@@ -147,7 +147,7 @@ impl Step {
             put(&format!("reward/parts/{part}"), Some(mean));
         }
         for (alarm, &value) in &self.alarms {
-            put(&format!("alarm/{alarm}"), Some(value));
+            put(&format!("alarm/{alarm}"), value);
         }
         put("ratio/least", self.ratio.map(|[least, _]| least));
         put("ratio/most", self.ratio.map(|[_, most]| most));

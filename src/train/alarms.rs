@@ -24,13 +24,15 @@ pub(super) struct Expected {
     pub(super) device_bytes: Bytes,
     /// Answers of an update.
     pub(super) answers: u64,
+    /// Whether rewards are to differ; they do not with the reward that is always 1.
+    pub(super) rewards_differ: bool,
 }
 
 /// What rank 0 found in one update.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub(super) struct Findings {
-    /// Value of each alarm that is raised, by name.
-    pub(super) raised: BTreeMap<String, f64>,
+    /// Value of each alarm that is raised, by name; absent where it is not finite, which JSON has no word for.
+    pub(super) raised: BTreeMap<String, Option<f64>>,
     /// What a user is told now.
     pub(super) lines: Vec<String>,
     /// Why the run ends here, if it does.
@@ -78,6 +80,7 @@ impl Alarms {
         self.remember(step);
         let mut readings = self.of_update(step, compared_norm, expected);
         readings.extend(self.of_window());
+        readings.retain(|one| expected.rewards_differ || !["equal_rewards", "reward_flat"].contains(&one.name));
         let mut findings = Findings::default();
         let raised: BTreeSet<&str> = readings.iter().filter(|reading| reading.warns).map(|one| one.name).collect();
         self.lasting.retain(|name, _| raised.contains(name));
@@ -90,7 +93,8 @@ impl Alarms {
                 }
             }
             if reading.warns || reading.stops {
-                findings.raised.insert(reading.name.to_owned(), reading.value);
+                let value = Some(reading.value).filter(|value| value.is_finite());
+                findings.raised.insert(reading.name.to_owned(), value);
             }
             if reading.stops && findings.stop.is_none() {
                 findings.stop = Some(format!("alarm.{}_stop: {}", reading.name, reading.words));
@@ -235,7 +239,10 @@ impl Alarms {
             value: float(from_index(zeros)),
             warns: is_long(alarm.zero_gradient_warn),
             stops: alarm.zero_gradient_stop.is_some_and(is_long),
-            words: format!("{zeros} updates in a row had no gradient: the rewards of every group were equal"),
+            words: format!(
+                "{zeros} updates in a row had no gradient: the rewards of every group were equal, or its answers were left out \
+                 (grpo.mask_truncated)"
+            ),
         };
         shares.into_iter().flatten().chain([reward_flat, zero_gradient]).collect()
     }
@@ -315,7 +322,8 @@ fn squared_error(numbers: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    const EXPECTED: Expected = Expected { gap_warn: 1e-4, device_bytes: Bytes(1_000), answers: 8 };
+    const EXPECTED: Expected =
+        Expected { gap_warn: 1e-4, device_bytes: Bytes(1_000), answers: 8, rewards_differ: true };
 
     fn config() -> AlarmConfig {
         AlarmConfig {
@@ -413,6 +421,28 @@ mod tests {
         assert_eq!(raised[..2], [Vec::<String>::new(), Vec::new()]);
         assert_eq!(raised[2], ["zero_gradient"]);
         assert_eq!(raised[3], ["equal_rewards", "truncated", "zero_gradient"]);
+    }
+
+    #[test]
+    fn rewards_that_never_differ_raise_no_alarm_about_rewards() {
+        let config = AlarmConfig { window: 4, reward_flat_warn: 4, ..config() };
+        let mut alarms = Alarms::new(&config, &[]);
+        let equal = |step| Step { reward_mean: Some(1.0), frac_groups_zero_std: 1.0, ..healthy(step) };
+        let expected = Expected { rewards_differ: false, ..EXPECTED };
+        for step in 1..=20 {
+            assert_eq!(alarms.judge(&equal(step), &expected), Findings::default(), "update {step}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_comes_back_from_json() {
+        let findings = after_healthy(&config(), |step| step.sampled_gap = Some(f64::NAN));
+        assert_eq!(findings.raised, [("sampled_gap".to_owned(), None)].into());
+        let text = serde_json::to_string(&findings).unwrap();
+        assert_eq!(serde_json::from_str::<Findings>(&text).unwrap(), findings);
+        let step = Step { alarms: findings.raised, ..healthy(1) };
+        let line = serde_json::to_string(&step).unwrap();
+        assert_eq!(serde_json::from_str::<Step>(&line).unwrap().alarms, step.alarms);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::run_folder::{Begin, RunFolder};
 use super::session::Session;
 use super::stop_policy::StopPolicy;
 use crate::checkpoint::{self, Difference};
-use crate::config::{Dtype, Gradient, ImportanceWeights, Loaded, RunConfig};
+use crate::config::{Dtype, Gradient, ImportanceWeights, KlEstimator, Loaded, RunConfig};
 use crate::model::adapter_file;
 use crate::report::{EvalLine, EvalSummary, HeldOut, Reporter, Results, set_aside};
 use crate::runtime::failure::{Classified, Exit, Failure};
@@ -137,6 +137,7 @@ fn prepare(config: &mut RunConfig, options: &EvalOptions) -> Result<(), Failure>
     }
     config.grpo.gradient = Gradient::Last(Tokens(0));
     config.grpo.kl_coef = 0.0;
+    config.grpo.kl_estimator = KlEstimator::K3;
     config.grpo.updates_per_group = 1;
     config.grpo.importance = ImportanceWeights::None;
     config.grpo.importance_max = None;
@@ -154,13 +155,15 @@ fn prepare(config: &mut RunConfig, options: &EvalOptions) -> Result<(), Failure>
 
 /// A checkpoint is checked by its digest. Its masters are wider than the adapters' file in float64.
 fn restore_masters(session: &mut Session, options: &EvalOptions, world: &World) -> Result<(), Failure> {
-    let Some(folder) = options.adapters.as_deref().filter(|folder| checkpoint::is_checkpoint(folder)) else {
+    // Rank 0 decides what the folder is: another rank may see another copy of it.
+    let is_checkpoint = options.adapters.as_deref().is_some_and(checkpoint::is_checkpoint);
+    let Some(folder) = options.adapters.as_deref().filter(|_| world.root_says(is_checkpoint)) else {
         return Ok(());
     };
     let state = world.agree(checkpoint::state_of(folder).map_err(Failure::from))?;
     let dtype = session.config().model.dtype;
     let wide = |value: &Value| value.pointer("/model/dtype") == Some(&json!(Dtype::Float64));
-    if wide(&state.config) != (dtype == Dtype::Float64) {
+    if world.root_says(wide(&state.config) != (dtype == Dtype::Float64)) {
         return Ok(());
     }
     let saved = world.agree(checkpoint::read_folder(folder, &session.policy.adapters).map_err(Failure::from))?;
@@ -218,7 +221,9 @@ impl Alone<'_> {
     fn run(&mut self, finished: Vec<EvalLine>, out: &Path) -> Result<EvalEnded, Failure> {
         let (session, world, stop) = (self.session, self.world, self.stop);
         let mut lines: BTreeMap<String, BTreeMap<usize, EvalLine>> = BTreeMap::new();
-        for line in finished {
+        // A prompt with an answer that nobody has scored is asked about again.
+        let is_scored = |line: &EvalLine| line.answers.iter().all(|answer| answer.failure.is_none());
+        for line in finished.into_iter().filter(is_scored) {
             lines.entry(line.set.clone()).or_default().insert(line.index, line);
         }
         for set in &session.data.held_out {

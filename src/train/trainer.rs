@@ -16,7 +16,7 @@ use super::stop_files::{Ended, StopFiles};
 use super::stop_policy::StopPolicy;
 use super::totals::{RunEnd, RunTotals};
 use super::update::{self, Update, UpdateContext};
-use crate::config::Loaded;
+use crate::config::{Loaded, RewardName};
 use crate::plan::Place;
 use crate::report::{Reporter, Step, set_aside};
 use crate::runtime::failure::{Failure, Phase};
@@ -186,6 +186,7 @@ impl Trainer {
             gap_warn: self.session.gap_warn(),
             device_bytes: self.session.plan.plan.sum(Place::Device),
             answers: from_index(round.rewards().len()),
+            rewards_differ: !self.session.config().grpo.has_only(RewardName::One),
         };
         world.from_root(|| Ok(self.alarms.judge(step, &expected)))
     }

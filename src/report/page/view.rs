@@ -123,19 +123,20 @@ fn warnings(run: &Run) -> Vec<String> {
 
 /// One line for each alarm that was raised.
 fn alarms(steps: &[Step]) -> Vec<String> {
-    let mut raised: BTreeMap<&str, Vec<(u64, f64)>> = BTreeMap::new();
+    let mut raised: BTreeMap<&str, Vec<(u64, Option<f64>)>> = BTreeMap::new();
     for step in steps {
         for (name, &value) in &step.alarms {
             raised.entry(name).or_default().push((step.step, value));
         }
     }
-    let line = |(name, found): (&str, Vec<(u64, f64)>)| {
+    let shown = |value: Option<f64>| value.map_or_else(|| "not finite".to_owned(), |value| short(value).to_string());
+    let line = |(name, found): (&str, Vec<(u64, Option<f64>)>)| {
         let [(first, _), .., (last, value)] = found[..] else {
             let (step, value) = found[0];
-            return format!("alarm {name}: {} in update {step}", short(value));
+            return format!("alarm {name}: {} in update {step}", shown(value));
         };
         let updates = found.len();
-        format!("alarm {name}: in {updates} updates from {first} to {last}, {} in the last of them", short(value))
+        format!("alarm {name}: in {updates} updates from {first} to {last}, {} in the last of them", shown(value))
     };
     raised.into_iter().map(line).collect()
 }

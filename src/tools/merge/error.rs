@@ -19,6 +19,10 @@ pub enum Error {
     Exists { destination: PathBuf },
     #[error("{file} names the base model {named:?}, which is no folder of a model here: give it with --model")]
     NoBase { file: PathBuf, named: String },
+    #[error(
+        "{adapter} is of an earlier end of this run, which has gone on to {newest} and has not ended: name the one that is meant"
+    )]
+    NotNewest { adapter: PathBuf, newest: PathBuf },
     #[error("the model has no tensor {name} in a dtype that adapters can be added to")]
     NoWeight { name: String },
     #[error(
@@ -47,7 +51,7 @@ impl Error {
 impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
-            Error::Exists { .. } | Error::NoBase { .. } => Exit::Config,
+            Error::Exists { .. } | Error::NoBase { .. } | Error::NotNewest { .. } => Exit::Config,
             Error::Spec(error) => error.exit(),
             Error::Adapters(error) => error.exit(),
             Error::Weights(error) => error.exit(),

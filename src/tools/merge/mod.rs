@@ -54,7 +54,7 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
     if destination.symlink_metadata().is_ok() {
         return Err(Error::Exists { destination: destination.to_owned() });
     }
-    let adapter = adapter_folder(options.adapter);
+    let adapter = adapter_folder(options.adapter)?;
     let model = match options.model {
         Some(model) => model.to_owned(),
         None => base_of(&adapter)?,
@@ -79,10 +79,25 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
     Ok(Summary { model, layers: entries.len(), files, bytes })
 }
 
-/// The folder of adapters that `given` is, or has.
-fn adapter_folder(given: &Path) -> PathBuf {
+/// The folder of adapters that `given` is, or has. A run directory has those of its last whole end, which must be its newest.
+fn adapter_folder(given: &Path) -> Result<PathBuf, Error> {
     let inside = given.join("adapter");
-    if !given.join(CONFIG).is_file() && inside.join(CONFIG).is_file() { inside } else { given.to_owned() }
+    if given.join(CONFIG).is_file() || !inside.join(CONFIG).is_file() {
+        return Ok(given.to_owned());
+    }
+    let text = |name: &str| fs::read_to_string(given.join(name)).unwrap_or_default();
+    let receipt: serde_json::Value = serde_json::from_str(&text("receipt.json")).unwrap_or_default();
+    let latest = text("latest").trim().to_owned();
+    let is_whole = receipt["stopped"] != true && receipt["steps"].as_u64().is_some_and(|steps| is_of(&latest, steps));
+    if latest.is_empty() || is_whole {
+        return Ok(inside);
+    }
+    Err(Error::NotNewest { adapter: inside, newest: given.join(latest) })
+}
+
+/// Whether `latest` names the checkpoint after `steps` updates.
+fn is_of(latest: &str, steps: u64) -> bool {
+    latest.ends_with(&format!("step_{steps}"))
 }
 
 /// The base model's folder, as the adapters name it.
