@@ -70,7 +70,9 @@ impl Alarms {
     /// `earlier`: the updates before a resume, as far as metrics.jsonl has them.
     pub(super) fn new(config: &AlarmConfig, earlier: &[Step]) -> Alarms {
         let mut alarms = Alarms { config: config.clone(), past: VecDeque::new(), lasting: BTreeMap::new() };
-        earlier.iter().for_each(|step| alarms.remember(step));
+        for step in earlier {
+            alarms.remember(step);
+        }
         alarms
     }
 
@@ -322,6 +324,9 @@ fn squared_error(numbers: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
+    /// Name of an alarm, and what raises it.
+    type Change = (&'static str, fn(&mut Step));
+
     const EXPECTED: Expected =
         Expected { gap_warn: 1e-4, device_bytes: Bytes(1_000), answers: 8, rewards_differ: true };
 
@@ -384,7 +389,7 @@ mod tests {
 
     #[test]
     fn each_number_of_an_update_raises_its_own_alarm_and_no_other() {
-        let changes: [(&str, fn(&mut Step)); 8] = [
+        let changes: [Change; 8] = [
             ("kl", |step| step.kl = Some(3.0)),
             ("kl", |step| step.kl = Some(f64::NAN)),
             ("grad_norm", |step| step.grad_norm = 30.0),

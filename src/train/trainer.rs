@@ -175,7 +175,9 @@ impl Trainer {
         if world.all.rank() != Rank(0) {
             self.reporter.step(&step, steps)?;
         }
-        lines.iter().for_each(|line| self.reporter.line(line));
+        for line in &lines {
+            self.reporter.line(line);
+        }
         self.records.flush()?;
         Ok(stop)
     }

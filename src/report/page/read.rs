@@ -21,6 +21,7 @@ const VALUE_CHARS_MAX: usize = 200;
 /// What the page needs of a receipt; a receipt of an earlier version lacks some of it.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a field of the receipt")]
 pub(super) struct Facts {
     pub(super) gate: Option<String>,
     pub(super) passed: bool,

@@ -129,7 +129,7 @@ fn alarms(steps: &[Step]) -> Vec<String> {
             raised.entry(name).or_default().push((step.step, value));
         }
     }
-    let shown = |value: Option<f64>| value.map_or_else(|| "not finite".to_owned(), |value| short(value).to_string());
+    let shown = |value: Option<f64>| value.map_or_else(|| "not finite".to_owned(), short);
     let line = |(name, found): (&str, Vec<(u64, Option<f64>)>)| {
         let [(first, _), .., (last, value)] = found[..] else {
             let (step, value) = found[0];

@@ -129,7 +129,9 @@ fn adapted_places<'a>(
         }
         places.entry(place.shard).or_default().push((checkpoint.span(place), place, adapter));
     }
-    places.values_mut().for_each(|places| places.sort_by_key(|(span, ..)| span.start));
+    for places in places.values_mut() {
+        places.sort_by_key(|(span, ..)| span.start);
+    }
     Ok(places)
 }
 
