@@ -147,6 +147,8 @@ fn judge(case: &Case, folder: &Path, shapes: &[Shape]) -> Outcome {
     };
     check_accepted(&loaded, folder);
     let own = loaded.run.parallel.cp_size.unwrap_or([1, 8, 3][case.number % 3]);
+    // A number of pages for each rank without a number of ranks goes with some number that only the world knows.
+    let asks = loaded.run.parallel.cp_size.is_some() || loaded.run.context.cp_pages_per_gpu.is_none();
     // Two shapes a case: in two thousand cases each is met many times.
     let shapes = [&shapes[case.number % shapes.len()], &shapes[(case.number / 3 + 1) % shapes.len()]];
     let mut outcome = Outcome::Accepted;
@@ -156,7 +158,7 @@ fn judge(case: &Case, folder: &Path, shapes: &[Shape]) -> Outcome {
             check_problem(problem, folder);
         }
         if !problems.is_empty() {
-            assert_ne!(ranks, own, "what is loaded goes with the ranks that it asks for: {problems:?}");
+            assert!(!asks || ranks != own, "what is loaded goes with the ranks that it asks for: {problems:?}");
             outcome = Outcome::RefusedForAWorld;
         }
     }
