@@ -64,7 +64,11 @@ fn a_merged_model_has_the_adapters_in_its_weights_and_every_other_byte_of_the_ba
     assert_eq!(moved, 28, "seven projections of four layers have learnt");
     assert_eq!(fs::read(model.join("config.json")).unwrap(), fs::read(merged.join("config.json")).unwrap());
     let files = room.files("merged/model");
-    assert_eq!(files, ["case.json", "config.json", "model.safetensors"], "neither other weights nor notes about the base");
+    assert_eq!(
+        files,
+        ["case.json", "config.json", "model.safetensors"],
+        "neither other weights nor notes about the base"
+    );
     // The merged model is a model: it trains.
     room.alone(&["train", "--run-dir", "next", "--set", "model.path=merged/model", "--set", "run.steps=1"])
         .ended(0, &[]);
