@@ -143,31 +143,32 @@ impl Alarms {
         let device_peak = step.memory.values().map(|&[device, _]| device).max().unwrap_or(0);
         let planned = (expected.device_bytes.0 > 0).then(|| float(device_peak) / float(expected.device_bytes.0));
         let readings = [
-            above("kl", step.kl, alarm.kl_warn, alarm.kl_stop, |value| {
+            reading("kl", step.kl, f64::gt, alarm.kl_warn, alarm.kl_stop, |value| {
                 format!(
                     "{value:.3} nats a token between the policy and the one that it began from: lower optimizer.lr or raise \
                      grpo.kl_coef"
                 )
             }),
-            above("grad_norm", compared_norm, alarm.grad_norm_warn, alarm.grad_norm_stop, |value| {
+            reading("grad_norm", compared_norm, f64::gt, alarm.grad_norm_warn, alarm.grad_norm_stop, |value| {
                 format!(
                     "the gradient's norm, {:.3e}, is {value:.1} times the median of the updates before: lower optimizer.lr or \
                      optimizer.max_grad_norm",
                     step.grad_norm
                 )
             }),
-            below("entropy_low", step.entropy, alarm.entropy_low_warn, alarm.entropy_low_stop, |value| {
+            reading("entropy_low", step.entropy, f64::lt, alarm.entropy_low_warn, alarm.entropy_low_stop, |value| {
                 format!(
                     "tokens are sampled with an entropy of {value:.2e} nats: answers of a group no longer differ, so that nothing \
                      is learnt from them; lower optimizer.lr"
                 )
             }),
-            above("entropy_high", step.entropy, alarm.entropy_high_warn, alarm.entropy_high_stop, |value| {
+            reading("entropy_high", step.entropy, f64::gt, alarm.entropy_high_warn, alarm.entropy_high_stop, |value| {
                 format!("tokens are sampled with an entropy of {value:.2} nats, nearly at random: lower optimizer.lr")
             }),
-            above(
+            reading(
                 "missing_rewards",
                 (step.reward_missing > 0).then_some(missing),
+                f64::gt,
                 alarm.missing_rewards_warn,
                 alarm.missing_rewards_stop,
                 |value| {
@@ -177,14 +178,14 @@ impl Alarms {
                     )
                 },
             ),
-            above("sampled_gap", step.sampled_gap, expected.gap_warn, alarm.sampled_gap_stop, |value| {
+            reading("sampled_gap", step.sampled_gap, f64::gt, expected.gap_warn, alarm.sampled_gap_stop, |value| {
                 format!(
                     "a token was sampled with a log-probability that lies {value:.1e} from its score, more than \
                      rollout.gap_warn allows ({:.1e}): sampling and scoring do not compute the same policy",
                     expected.gap_warn
                 )
             }),
-            above("device_memory", planned, alarm.device_memory_warn, alarm.device_memory_stop, |value| {
+            reading("device_memory", planned, f64::gt, alarm.device_memory_warn, alarm.device_memory_stop, |value| {
                 format!(
                     "{} were used on the device, {value:.3} times the plan's {}: `longstraw plan` names the addends",
                     Bytes(device_peak),
@@ -207,14 +208,14 @@ impl Alarms {
         let truncated = share(|past| past.truncated);
         let equal = share(|past| Some(past.equal_groups));
         let shares = [
-            at_least("truncated", truncated, alarm.truncated_warn, alarm.truncated_stop, |value| {
+            reading("truncated", truncated, f64::ge, alarm.truncated_warn, alarm.truncated_stop, |value| {
                 format!(
                     "{:.0} % of the sampled answers of the last {window} updates were cut at their greatest length: raise \
                      context.answer_len, or reward answers that end",
                     100.0 * value
                 )
             }),
-            at_least("equal_rewards", equal, alarm.equal_rewards_warn, alarm.equal_rewards_stop, |value| {
+            reading("equal_rewards", equal, f64::ge, alarm.equal_rewards_warn, alarm.equal_rewards_stop, |value| {
                 format!(
                     "in {:.0} % of the groups of the last {window} updates all rewards are equal, and such groups teach nothing: \
                      prompts are too hard or too easy",
@@ -222,7 +223,7 @@ impl Alarms {
                 )
             }),
         ];
-        let flat = self.last(1).next().and_then(|_| self.flat(alarm.reward_flat_warn));
+        let flat = self.flat(alarm.reward_flat_warn);
         let reward_flat = Reading {
             name: "reward_flat",
             value: flat.unwrap_or_default(),
@@ -262,50 +263,18 @@ impl Alarms {
     }
 }
 
+/// A number that raises its alarm where `is_beyond` holds for it and a limit; a NaN is beyond every limit.
 fn reading(
     name: &'static str,
     value: Option<f64>,
-    [warns, stops]: [bool; 2],
+    is_beyond: fn(&f64, &f64) -> bool,
+    warn: f64,
+    stop: Option<f64>,
     words: impl FnOnce(f64) -> String,
 ) -> Option<Reading> {
     let value = value?;
-    Some(Reading { name, value, warns, stops, words: words(value) })
-}
-
-/// Raised by a value above its limit; a NaN is above every limit.
-fn above(
-    name: &'static str,
-    value: Option<f64>,
-    warn: f64,
-    stop: Option<f64>,
-    words: impl FnOnce(f64) -> String,
-) -> Option<Reading> {
-    let is_beyond = |limit: f64| value.is_some_and(|value| value > limit || value.is_nan());
-    reading(name, value, [is_beyond(warn), stop.is_some_and(is_beyond)], words)
-}
-
-/// As [`above`], raised by the limit itself too.
-fn at_least(
-    name: &'static str,
-    value: Option<f64>,
-    warn: f64,
-    stop: Option<f64>,
-    words: impl FnOnce(f64) -> String,
-) -> Option<Reading> {
-    let is_beyond = |limit: f64| value.is_some_and(|value| value >= limit || value.is_nan());
-    reading(name, value, [is_beyond(warn), stop.is_some_and(is_beyond)], words)
-}
-
-/// Raised by a value below its limit.
-fn below(
-    name: &'static str,
-    value: Option<f64>,
-    warn: f64,
-    stop: Option<f64>,
-    words: impl FnOnce(f64) -> String,
-) -> Option<Reading> {
-    let is_beyond = |limit: f64| value.is_some_and(|value| value < limit || value.is_nan());
-    reading(name, value, [is_beyond(warn), stop.is_some_and(is_beyond)], words)
+    let raises = |limit: f64| is_beyond(&value, &limit) || value.is_nan();
+    Some(Reading { name, value, warns: raises(warn), stops: stop.is_some_and(raises), words: words(value) })
 }
 
 fn mean(numbers: &[f64]) -> f64 {
