@@ -53,6 +53,8 @@ const CLAIMS: &[Claim] = &[
 
 fn main() {
     let Some(mut world) = claims::start() else { return };
+    // Why kernels are not used is said as a warning.
+    tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
     let device = devices::choose(&world, DeviceChoice::Cuda, true, false);
     let device = device.unwrap_or_else(|failure| panic!("{failure}"));
     claims::run(

@@ -264,7 +264,8 @@ pub(crate) fn adam(_world: &World, device: Device) -> Vec<Value> {
             let gradient = &gradients[at];
             let mean = &means[at] * 0.9 + gradient * (1.0 - 0.9);
             let square = &squares[at] * 0.999 + gradient * gradient * (1.0 - 0.999);
-            let step = (&mean / 0.271) / ((&square / 0.002_997).sqrt() + 1e-8);
+            let [first, second] = numbers.corrections;
+            let step = (&mean / first) / ((&square / second).sqrt() + 1e-8);
             [&weights[at] * 0.9999 - step * 0.01, mean, square]
         })
         .collect();
