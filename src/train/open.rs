@@ -18,14 +18,13 @@ use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
 use crate::model::experts;
 use crate::model::lora::Adapters;
-use crate::model::shape::Shape;
 use crate::model::spec::{EXPERT_PROJECTIONS, Linear, Spec};
 use crate::plan::{self, Plan, Room};
 use crate::prompt::handoff::Keeping;
 use crate::report::open_log;
 use crate::runtime::failure::Failure;
 use crate::runtime::memory::{MemorySpace, Purpose};
-use crate::runtime::units::{Tokens, as_index, from_index};
+use crate::runtime::units::{as_index, from_index};
 use crate::step::optimizer::{AdamW, Settings};
 use crate::tensor::accumulation;
 use crate::tensor::boundary::storage_bytes;
@@ -63,10 +62,10 @@ impl Prepared {
         link_experts(config, world, &spec, device)?;
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
-        let is_open = config.memory.micro_block == Tokens(0);
-        loaded.run.memory.micro_block = choose_rows(config, world, &spec, device)?;
+        let (rows, rows_note) = splits::choose_rows(&loaded, begin, world, &spec, device)?;
+        loaded.run.memory.micro_block = rows;
         let mut plan = agree_on_plan(&loaded.run, direct, world, &spec, device)?;
-        plan.chooses_rows = is_open && device != Device::Cpu;
+        plan.rows_note = rows_note;
         plan.split_note = split_note;
         Ok(Prepared { loaded, device, spec, shape, plan })
     }
@@ -155,13 +154,6 @@ fn base_model(folder: &Path) -> String {
     std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()).display().to_string()
 }
 
-/// Rows of a micro-block, the same on all ranks: they follow from the configuration and from the smallest device.
-fn choose_rows(config: &RunConfig, world: &World, spec: &Spec, device: Device) -> Result<Tokens, Failure> {
-    let total = devices::memory_least(world, device)?;
-    let ranks = from_index(world.all.size());
-    Ok(plan::micro_block(config, ranks, Some(&Shape::of(spec)), total))
-}
-
 /// Plans this rank's memory, with the transport actually used, and agrees over ranks on what is kept where; refuses what does
 /// not fit. Without a GPU the model computes in the machine's own memory, so everything counts there.
 fn agree_on_plan(
@@ -189,7 +181,7 @@ fn agree_on_plan(
     }
     world.agree(plan.refuse(&room).map_err(Failure::from))?;
     let keeping = agree_on_keeping(&plan, world);
-    Ok(RunPlan { plan, keeping, direct, chooses_rows: false, split_note: None })
+    Ok(RunPlan { plan, keeping, direct, rows_note: None, split_note: None })
 }
 
 /// Machines may have different room. Every rank takes part in what is recomputed, so the tightest rank decides.

@@ -139,8 +139,8 @@ pub(super) struct RunPlan {
     pub(super) keeping: Keeping,
     /// Whether tensors go from GPU to GPU between ranks; otherwise through host memory.
     pub(super) direct: bool,
-    /// Whether the rows of a micro-block were chosen for the device.
-    pub(super) chooses_rows: bool,
+    /// Why a micro-block has so many rows, where the configuration leaves it open.
+    pub(super) rows_note: Option<String>,
     /// Why so many ranks share a prompt, where the configuration leaves it open.
     pub(super) split_note: Option<String>,
 }
@@ -255,10 +255,7 @@ impl Session {
         });
         let mut notes = self.loaded.notes();
         notes.extend(self.plan.split_note.clone());
-        notes.extend(self.plan.chooses_rows.then(|| {
-            let rows = self.config().memory.micro_block;
-            format!("memory.micro_block: {rows} rows, chosen for this device and these lengths")
-        }));
+        notes.extend(self.plan.rows_note.clone());
         notes.extend(self.drawing_notes());
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));

@@ -1,16 +1,16 @@
-//! How many ranks share a prompt, where the configuration leaves it open: as a checkpoint to go on from was made, else the fastest
-//! way that fits.
+//! How many ranks share a prompt and how many rows a micro-block has, where the configuration leaves it open: as a checkpoint to go
+//! on from was made, else the fastest way that fits.
 
 use tch::Device;
 
 use super::run_folder::Begin;
-use crate::checkpoint::Store;
+use crate::checkpoint::{State, Store};
 use crate::config::{Loaded, RunConfig};
 use crate::model::shape::Shape;
 use crate::model::spec::Spec;
 use crate::plan::{self, Room};
 use crate::runtime::failure::Failure;
-use crate::runtime::units::{Bytes, from_index};
+use crate::runtime::units::{Bytes, Tokens, from_index};
 use crate::tensor::gpu;
 use crate::world::World;
 use crate::world::devices;
@@ -65,13 +65,46 @@ pub(super) fn share_out(
     Ok(chosen.map(|(config, row)| (config, row.note(ranks))).or_else(none))
 }
 
-/// Ranks that shared a prompt when the newest whole checkpoint was made, by rank 0; what is wrong with checkpoints is said where
-/// they are opened.
+/// Ranks that shared a prompt when the newest whole checkpoint was made.
 fn stored(loaded: &Loaded, ranks: u64) -> Option<u64> {
+    // Earlier versions left it out, and all ranks shared a prompt.
+    Some(newest_state(loaded)?.cp_size.unwrap_or(ranks))
+}
+
+/// State of the newest whole checkpoint, as rank 0 finds it; what is wrong with checkpoints is said where they are opened.
+fn newest_state(loaded: &Loaded) -> Option<State> {
     let store = Store::of(&loaded.rank.dir);
     let updates = store.newest().ok()?.updates?;
-    // Earlier versions left it out, and all ranks shared a prompt.
-    Some(store.state(updates).ok()?.cp_size.unwrap_or(ranks))
+    store.state(updates).ok()
+}
+
+/// Rows of a micro-block, where `memory.micro_block` is 0: those of the checkpoint to go on from, else as the configuration and the
+/// smallest device allow; and a sentence about them. Every rank takes part and gets the same.
+pub(super) fn choose_rows(
+    loaded: &Loaded,
+    begin: Begin,
+    world: &World,
+    spec: &Spec,
+    device: Device,
+) -> Result<(Tokens, Option<String>), Failure> {
+    let config = &loaded.run;
+    let total = devices::memory_least(world, device)?;
+    let chosen = plan::micro_block(config, from_index(world.all.size()), Some(&Shape::of(spec)), total);
+    if config.memory.micro_block != Tokens(0) {
+        return Ok((chosen, None));
+    }
+    let of_state = |state: State| state.config.pointer("/memory/micro_block")?.as_u64().filter(|&rows| rows > 0);
+    let stored = match begin {
+        Begin::Resume => world.from_root(|| Ok(newest_state(loaded).and_then(of_state)))?,
+        _ => None,
+    };
+    let rows = stored.map_or(chosen, Tokens);
+    let why = match stored {
+        Some(_) if rows != chosen => "as in the checkpoint that the run goes on from",
+        _ if device == Device::Cpu => return Ok((rows, None)),
+        _ => "chosen for this device and these lengths",
+    };
+    Ok((rows, Some(format!("memory.micro_block: {rows} rows, {why}"))))
 }
 
 /// This rank's share of what its GPU can still give to tensors; `None` without a GPU.

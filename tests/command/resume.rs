@@ -447,6 +447,18 @@ fn a_finished_run_started_again_does_nothing_and_a_higher_number_of_steps_goes_o
 }
 
 #[test]
+fn rows_of_a_micro_block_that_are_left_open_are_those_of_the_checkpoint() {
+    let room = quick();
+    train(&room, "whole", &[], &["run.steps=4", "memory.micro_block=3"]).ended(0, &[]);
+    train(&room, "run", &[], &["run.steps=2", "memory.micro_block=3"]).ended(0, &[]);
+    let said = train(&room, "run", &["--resume"], &["run.steps=4", "memory.micro_block=4"]);
+    said.refused(2, &["memory.micro_block was 3 and is 4"]);
+    let said = train(&room, "run", &["--resume"], &["run.steps=4", "memory.micro_block=0"]);
+    said.ended(0, &["memory.micro_block: 3 rows, as in the checkpoint that the run goes on from"]);
+    assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
+}
+
+#[test]
 fn a_run_begun_anew_moves_the_earlier_one_aside_and_loses_none_of_it() {
     let room = quick();
     train(&room, "run", &[], &["run.steps=2"]).ended(0, &[]);

@@ -273,8 +273,12 @@ pub(crate) fn adam(_world: &World, device: Device) -> Vec<Value> {
     let tensors = AdamTensors { weights: &trained, gradients: &gradients, means: &means, squares: &squares };
     assert!(adam_step(&tensors, &numbers), "the kernels take float32 tensors on a GPU");
     for (at, [weight, mean, square]) in wanted.iter().enumerate() {
-        let equal = weights[at].equal(weight) && means[at].equal(mean) && squares[at].equal(square);
-        assert!(equal, "tensor {at} of {} elements", weight.numel());
+        for (name, found, wanted) in
+            [("weight", &weights[at], weight), ("mean", &means[at], mean), ("mean square", &squares[at], square)]
+        {
+            let apart = found.ne_tensor(wanted).sum(Kind::Int64).int64_value(&[]);
+            assert_eq!(apart, 0, "{name} of tensor {at}: {apart} of {} elements differ", weight.numel());
+        }
     }
     Vec::new()
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::file::{DrawPoint, MeasuredGradient, UpdatePoint};
+use super::file::{AttentionRate, DrawPoint, MeasuredGradient, UpdatePoint};
 use crate::model::token::Drawer;
 use crate::plan::operations::Amount;
 use crate::runtime::units::{Tokens, float};
@@ -67,8 +67,9 @@ impl Fit {
         [self.once + self.position * positions, self.rows * amount.rows_tera, self.pairs * amount.pairs_tera]
     }
 
-    /// From the shortest and the longest prompt of `samples`; `None` where there is one prompt only.
-    fn of(samples: &[Sample]) -> Option<Fit> {
+    /// From the shortest and the longest prompt of `samples`; `None` where there is one prompt only. Pairs take at least
+    /// `least_pairs` seconds for 10¹² operations.
+    fn of(samples: &[Sample], least_pairs: f64) -> Option<Fit> {
         let shortest = samples.iter().map(|sample| sample.prompt).reduce(f64::min)?;
         let longest = samples.iter().map(|sample| sample.prompt).reduce(f64::max)?;
         if shortest >= longest {
@@ -76,7 +77,7 @@ impl Fit {
         }
         let near = AtPrompt::of(samples, shortest)?;
         let far = AtPrompt::of(samples, longest)?;
-        let (rows, pairs) = paces(&near, &far);
+        let (rows, pairs) = paces(&near, &far, least_pairs);
         let (near_rest, far_rest) = (near.rest(rows, pairs), far.rest(rows, pairs));
         let position = ((far_rest - near_rest) / (far.prompt - near.prompt)).max(0.0);
         let once = (near_rest - position * near.prompt).max(0.0);
@@ -85,22 +86,47 @@ impl Fit {
 }
 
 /// Seconds for 10¹² operations of rows and of pairs, neither below 0, that explain both differences. Where pairs grow as rows
-/// do (windows, delta rules), all is counted by rows, at the pace of the longer prompt.
-fn paces(near: &AtPrompt, far: &AtPrompt) -> (f64, f64) {
+/// do (windows, delta rules), all is counted by rows, at the pace of the longer prompt. Where the pairs would be quicker than
+/// `least`, a short prompt that waited for its launches has set their pace: they take `least`, and the longer prompt sets the
+/// pace of rows.
+fn paces(near: &AtPrompt, far: &AtPrompt, least: f64) -> (f64, f64) {
     let ratio = |seconds: f64, amount: f64| if amount > 0.0 { (seconds / amount).max(0.0) } else { 0.0 };
-    let by_rows = (ratio(far.seconds, far.amount.rows_tera), 0.0);
     let crossed = near.amount.pairs_tera * far.amount.rows_tera;
     let determinant = near.amount.rows_tera * far.amount.pairs_tera - crossed;
     if far.amount.pairs_tera <= 0.0 || determinant <= 0.1 * crossed {
-        return by_rows;
+        return (ratio(far.seconds, far.amount.rows_tera), 0.0);
     }
     let rows = (near.seconds * far.amount.pairs_tera - far.seconds * near.amount.pairs_tera) / determinant;
     let pairs = (far.seconds * near.amount.rows_tera - near.seconds * far.amount.rows_tera) / determinant;
-    if pairs < 0.0 {
-        return by_rows;
+    let most = ratio(far.seconds, far.amount.pairs_tera);
+    if pairs < least {
+        let pairs = least.min(most);
+        return (ratio(far.seconds - pairs * far.amount.pairs_tera, far.amount.rows_tera), pairs);
     }
-    if rows < 0.0 { (0.0, ratio(far.seconds, far.amount.pairs_tera)) } else { (rows, pairs) }
+    if rows < 0.0 { (0.0, most) } else { (rows, pairs) }
 }
+
+/// Seconds for 10¹² operations of a forward over pairs, at the kernels' own rates; 0 where they are not known.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct LeastPairs {
+    pub(super) forward: f64,
+    /// Of the backward that belongs to it.
+    pub(super) backward: f64,
+}
+
+impl LeastPairs {
+    /// From the quickest rectangles that were measured, of a model whose layers are all alike.
+    pub(super) fn of(rates: &[AttentionRate]) -> LeastPairs {
+        let least = |operations: f64, rate: fn(&AttentionRate) -> f64| {
+            let most = rates.iter().map(rate).fold(0.0, f64::max);
+            if most > 0.0 { operations / most } else { 0.0 }
+        };
+        LeastPairs { forward: least(1.0, |rate| rate.forward), backward: least(BACKWARD, |rate| rate.backward) }
+    }
+}
+
+/// Operations of attention's backward for one of its forward.
+const BACKWARD: f64 = 2.5;
 
 /// Fits of the phases of updates of one gradient mode.
 #[derive(Clone, Copy, Debug)]
@@ -114,27 +140,34 @@ pub(super) struct UpdateFit {
 }
 
 impl UpdateFit {
-    /// `None` where updates of this gradient mode were not measured at two prompts.
-    pub(super) fn of(points: &[UpdatePoint], gradient: MeasuredGradient) -> Option<UpdateFit> {
+    /// `None` where updates of this gradient mode were not measured at two prompts. `again`: attention runs forward once more
+    /// before its backward.
+    pub(super) fn of(
+        points: &[UpdatePoint],
+        gradient: MeasuredGradient,
+        least: LeastPairs,
+        again: bool,
+    ) -> Option<UpdateFit> {
         let here: Vec<&UpdatePoint> = points.iter().filter(|point| point.gradient == gradient).collect();
-        let of = |seconds: fn(&UpdatePoint) -> f64, amount: fn(&UpdatePoint) -> Amount| {
+        let of = |seconds: fn(&UpdatePoint) -> f64, amount: fn(&UpdatePoint) -> Amount, least: f64| {
             let sample = |point: &&UpdatePoint| Sample {
                 layers: point.layers,
                 prompt: float(point.prompt.0),
                 amount: amount(point),
                 seconds: seconds(point),
             };
-            Fit::of(&here.iter().map(sample).collect::<Vec<_>>())
+            Fit::of(&here.iter().map(sample).collect::<Vec<_>>(), least)
         };
+        let back = least.backward + if again { least.forward } else { 0.0 };
         let of_tail: fn(&UpdatePoint) -> Amount = match gradient {
             MeasuredGradient::Exact => |point| point.of_prompt,
             MeasuredGradient::Response => |point| point.of_last_row,
         };
         Some(UpdateFit {
-            capture: of(|point| point.capture_seconds, |point| point.of_prompt)?,
-            score: of(|point| point.score_seconds, |point| point.of_answer)?,
-            answer: of(|point| point.answer_seconds, |point| point.of_answer)?,
-            tail: of(|point| point.tail_seconds, of_tail)?,
+            capture: of(|point| point.capture_seconds, |point| point.of_prompt, least.forward)?,
+            score: of(|point| point.score_seconds, |point| point.of_answer, least.forward)?,
+            answer: of(|point| point.answer_seconds, |point| point.of_answer, back)?,
+            tail: of(|point| point.tail_seconds, of_tail, back)?,
         })
     }
 }
@@ -189,14 +222,14 @@ mod tests {
     #[test]
     fn a_fit_finds_the_law_that_its_samples_follow() {
         let samples = [(2, 1e4), (6, 1e4), (2, 4e4), (6, 4e4)].map(|(layers, prompt)| sample(layers, prompt));
-        let Fit { once, position, rows, pairs } = Fit::of(&samples).unwrap();
+        let Fit { once, position, rows, pairs } = Fit::of(&samples, 0.0).unwrap();
         for (found, expected) in [(once, 0.2), (position, 3e-6), (rows, 0.01), (pairs, 0.002)] {
             near(found, expected);
         }
         let long = sample(36, 3e5);
-        let seconds = Fit::of(&samples).unwrap().seconds(3e5, long.amount).iter().sum::<f64>();
+        let seconds = Fit::of(&samples, 0.0).unwrap().seconds(3e5, long.amount).iter().sum::<f64>();
         near(seconds, long.seconds);
-        assert_eq!(Fit::of(&samples[..2]), None, "one prompt says nothing of another");
+        assert_eq!(Fit::of(&samples[..2], 0.0), None, "one prompt says nothing of another");
     }
 
     #[test]
@@ -206,7 +239,7 @@ mod tests {
             Sample { layers, prompt, amount, seconds: 0.05 * amount.rows_tera }
         };
         let samples = [(2, 1e4), (6, 1e4), (2, 4e4), (6, 4e4)].map(|(layers, prompt)| windowed(layers, prompt));
-        let Fit { once, rows, pairs, .. } = Fit::of(&samples).unwrap();
+        let Fit { once, rows, pairs, .. } = Fit::of(&samples, 0.0).unwrap();
         near(rows, 0.05);
         near(pairs, 0.0);
         near(once, 0.0);
@@ -217,8 +250,42 @@ mod tests {
         let mut samples = [(2, 1e4), (6, 1e4), (2, 4e4), (6, 4e4)].map(|(layers, prompt)| sample(layers, prompt));
         // A run that took far too long at the shorter prompt: more pairs seem to cost less.
         samples[1].seconds *= 10.0;
-        let Fit { once, position, rows, pairs } = Fit::of(&samples).unwrap();
+        let Fit { once, position, rows, pairs } = Fit::of(&samples, 0.0).unwrap();
         assert!([once, position, rows, pairs].into_iter().all(|part| part >= 0.0));
+    }
+
+    #[test]
+    fn pairs_are_no_quicker_than_their_kernel_where_a_short_prompt_waited_for_launches() {
+        let mut samples = [(2, 1e4), (6, 1e4), (2, 4e4), (6, 4e4)].map(|(layers, prompt)| sample(layers, prompt));
+        for short in &mut samples[..2] {
+            short.seconds += 0.2 * float(short.layers);
+        }
+        let quick = Fit::of(&samples, 0.0).unwrap();
+        assert!(quick.pairs < 0.001, "{quick:?}");
+        let Fit { rows, pairs, .. } = Fit::of(&samples, 0.002).unwrap();
+        near(pairs, 0.002);
+        near(rows, 0.01);
+        // Not more than the longer prompt took.
+        let far = sample(4, 4e4);
+        let Fit { rows, pairs, .. } = Fit::of(&samples, 1e3).unwrap();
+        near(rows, 0.0);
+        near(pairs, (far.seconds - 0.2 - 3e-6 * 4e4) / far.amount.pairs_tera);
+    }
+
+    #[test]
+    fn the_quickest_rectangle_sets_the_least_seconds_of_pairs() {
+        let rate = |forward: f64, backward: f64| AttentionRate {
+            head_dim: 64,
+            queries: 1,
+            keys: 1,
+            causal: false,
+            forward,
+            backward,
+        };
+        let least = LeastPairs::of(&[rate(400.0, 250.0), rate(500.0, 200.0)]);
+        near(least.forward, 1.0 / 500.0);
+        near(least.backward, 2.5 / 250.0);
+        assert_eq!(LeastPairs::of(&[]), LeastPairs::default());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::file::{Error, MeasuredGradient, Measurements, layer_kinds, layer_parameters};
-use super::fit::{self, Drawing, UpdateFit};
+use super::fit::{self, Drawing, LeastPairs, UpdateFit};
 use crate::config::RunConfig;
 use crate::model::shape::{Layer, Mix, Shape};
 use crate::plan::drawing::drawer;
@@ -86,8 +86,8 @@ impl MeasuredRates {
             rates: measured.rates(config, shape, drawing.as_ref()),
             attention_kept: measured.attention_kept,
             answer_rows: float(measured.answer.0.saturating_sub(1)),
-            exact: UpdateFit::of(&measured.updates, MeasuredGradient::Exact),
-            response: UpdateFit::of(&measured.updates, MeasuredGradient::Response),
+            exact: measured.fit(MeasuredGradient::Exact),
+            response: measured.fit(MeasuredGradient::Response),
             measured_at: MeasuredAt { longest, micro_block: measured.micro_block, answer: measured.answer },
             lacks: Lacks {
                 host: measured.copies.host_in.min(measured.copies.host_out) <= 0.0,
@@ -174,6 +174,12 @@ impl MeasuredRates {
 }
 
 impl Measurements {
+    /// The laws of updates of a gradient mode. Of layers that are not all alike no kernel's rate bounds the pace of pairs.
+    fn fit(&self, gradient: MeasuredGradient) -> Option<UpdateFit> {
+        let least = if self.layers.len() == 1 { LeastPairs::of(&self.attention) } else { LeastPairs::default() };
+        UpdateFit::of(&self.updates, gradient, least, !self.attention_kept)
+    }
+
     /// What sets the pace of a token, by what draws the answers of `config`.
     fn drawing(&self, config: &RunConfig, shape: &Shape) -> Option<Drawing> {
         Drawing::of(&self.draws, self.copies.device, drawer(config, shape, config.grpo.group_size))

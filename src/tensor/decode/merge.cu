@@ -60,7 +60,3 @@ __device__ inline void merge_parts(const Merge& all) {
 extern "C" __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ Merge all) {
   merge_parts(all);
 }
-// The partial results of ranks instead of those of parts.
-extern "C" __global__ void __launch_bounds__(kMergeThreads) merge_ranks(const __grid_constant__ Merge all) {
-  merge_parts(all);
-}

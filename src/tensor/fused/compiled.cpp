@@ -404,8 +404,8 @@ int longstraw_fused_merge(at::Tensor* out, at::Tensor* lse, at::Tensor* part, at
   });
 }
 
-// One step of AdamW in place. `numbers`: both betas, their complements, reciprocals of both corrections, epsilon, what
-// decay leaves, and the learning rate.
+// One step of AdamW in place. `numbers`: both betas, their complements, both corrections, epsilon, what decay leaves, and the
+// learning rate.
 int longstraw_fused_adam(at::Tensor** weights, at::Tensor** gradients, at::Tensor** means, at::Tensor** squares,
                          size_t count, const double* numbers, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
@@ -423,9 +423,9 @@ int longstraw_fused_adam(at::Tensor** weights, at::Tensor** gradients, at::Tenso
         most = std::max<int64_t>(most, weights[first + i]->numel());
       }
       argument.beta_1 = number(0), argument.beta_2 = number(1), argument.rest_1 = number(2), argument.rest_2 = number(3);
-      // As libtorch divides by a number: both are float32 before.
-      argument.first = 1.0f / number(4), argument.second = 1.0f / number(5), argument.eps = number(6), argument.decay = number(7);
-      argument.rate = number(8);
+      // As libtorch divides by a number: times its reciprocal, which is rounded to float32 once.
+      argument.first = static_cast<float>(1.0 / numbers[4]), argument.second = static_cast<float>(1.0 / numbers[5]);
+      argument.eps = number(6), argument.decay = number(7), argument.rate = number(8);
       start_raw(kAdam, blocks_of(most), static_cast<int64_t>(several), kThreads, &argument);
     }
   });

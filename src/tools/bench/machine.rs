@@ -20,14 +20,11 @@ use crate::tensor::kernels::{Heads, Kernel};
 use crate::tools::doctor::gpu_model;
 use crate::tools::parity::dtype_name;
 
-/// Longest prompt of the updates and tokens that are measured.
-const PROMPT_MAX: Tokens = Tokens(131_072);
+/// Longest prompt of the updates and tokens that are measured. The last layers of a model are not run, but its pages are made.
+const PROMPT_MAX: Tokens = Tokens(1 << 20);
 
 /// The longer of the two prompts is so many times the shorter one, where a micro-block allows; else so few.
 const PROMPTS_APART: [u64; 2] = [4, 2];
-
-/// Answers of a measured update.
-const ANSWERS: u64 = 2;
 
 /// Most runs of an update; the median of each phase counts.
 const REPEATS: usize = 3;
@@ -36,7 +33,7 @@ const REPEATS: usize = 3;
 const SECONDS_ENOUGH: f64 = 3.0;
 
 /// Tokens of a measured draw.
-const TOKENS: Tokens = Tokens(40);
+const TOKENS: Tokens = Tokens(160);
 
 /// Rows of few products, and queries of a short rectangle.
 const FEW_ROWS: u64 = 1024;
@@ -55,11 +52,11 @@ impl Bench<'_> {
         let exact = options.gradients.contains(&Gradient::Exact);
         let prompts = prompts(options.prompt, options.page_size, options.micro_block, exact)?;
         let longest = prompts[1];
+        let answers = options.groups.iter().copied().max().unwrap_or(1);
         let mut updates = Vec::new();
         for &gradient in &options.gradients {
-            updates.extend(self.updates(&shape, prompts, gradient)?);
+            updates.extend(self.updates(&shape, prompts, gradient, answers)?);
         }
-        let answers = options.groups.iter().copied().max().unwrap_or(ANSWERS);
         let mut draws = Vec::new();
         for prompt in prompts {
             let drawn = self.drawn(prompt, answers, TOKENS)?;
@@ -95,8 +92,15 @@ impl Bench<'_> {
         })
     }
 
-    /// Updates on few and on more of the first layers, at both prompts.
-    fn updates(&self, shape: &Shape, prompts: [Tokens; 2], gradient: Gradient) -> Result<Vec<UpdatePoint>, Failure> {
+    /// Updates on few and on more of the first layers, at both prompts: launches of many answers hide less behind the tail's work
+    /// than those of few, so the group is the plan's.
+    fn updates(
+        &self,
+        shape: &Shape,
+        prompts: [Tokens; 2],
+        gradient: Gradient,
+        answers: u64,
+    ) -> Result<Vec<UpdatePoint>, Failure> {
         let gradient_of = match gradient {
             Gradient::Exact => MeasuredGradient::Exact,
             Gradient::Response | Gradient::Last(_) => MeasuredGradient::Response,
@@ -106,10 +110,10 @@ impl Bench<'_> {
             let decoder = self.spec.first_layers(layers).decoder(self.weights.clone(), self.options.kind);
             for prompt in prompts {
                 // Kernels are chosen for these sizes, and host memory is pinned.
-                self.paged(&*decoder, prompt, ANSWERS, gradient)?;
+                self.paged(&*decoder, prompt, answers, gradient)?;
                 let mut runs: Vec<Run> = Vec::new();
                 while runs.len() < REPEATS && runs.iter().map(|run| run.total_seconds).sum::<f64>() < SECONDS_ENOUGH {
-                    runs.push(self.paged(&*decoder, prompt, ANSWERS, gradient)?);
+                    runs.push(self.paged(&*decoder, prompt, answers, gradient)?);
                 }
                 let of = |seconds: fn(&Run) -> f64| middle(runs.iter().map(seconds).collect());
                 let first = &shape.layers[..layers];
@@ -122,8 +126,8 @@ impl Bench<'_> {
                     of_last_row: Amount::of(first, Tokens(prompt.0 - 1), Tokens(1)),
                     of_answer: Amount::of(first, prompt, rows),
                     capture_seconds: of(|run| run.capture_seconds),
-                    score_seconds: of(|run| run.score_seconds) / float(ANSWERS),
-                    answer_seconds: of(|run| run.answers_seconds) / float(ANSWERS),
+                    score_seconds: of(|run| run.score_seconds) / float(answers),
+                    answer_seconds: of(|run| run.answers_seconds) / float(answers),
                     tail_seconds: of(|run| run.tail_seconds),
                 });
             }
@@ -227,10 +231,10 @@ pub fn shorter_prompt(longest: Tokens) -> Tokens {
     Tokens(longest.min(PROMPT_MAX).0 / apart)
 }
 
-/// Two numbers of layers to time: those with every kind of mixer, or one, and three times as many.
+/// Two numbers of layers to time: those with every kind of mixer, or one, and six times as many.
 fn depths(kinds: usize, layers: usize) -> Vec<usize> {
     let few = if kinds < layers { kinds } else { 1 };
-    let more = (3 * few).clamp(few, layers);
+    let more = (6 * few).clamp(few, layers);
     if more > few { vec![few, more] } else { vec![few] }
 }
 
@@ -271,8 +275,8 @@ mod tests {
 
     #[test]
     fn two_depths_are_timed_where_a_model_has_layers_for_them() {
-        assert_eq!(depths(2, 36), [2, 6]);
-        assert_eq!(depths(4, 64), [4, 12]);
+        assert_eq!(depths(2, 36), [2, 12]);
+        assert_eq!(depths(4, 64), [4, 24]);
         assert_eq!(depths(4, 6), [4, 6]);
         assert_eq!(depths(2, 2), [1, 2]);
         assert_eq!(depths(1, 1), [1]);
