@@ -241,8 +241,6 @@ extern "C" {
 // Opens libtorch's CUDA library, from `folder` if it is there, else from the loader's search path. Must be called before
 // the first tensor.
 int longstraw_gpu_open(const char* folder, char* message, size_t capacity) {
-  // Matrix products repeat bit for bit only with a fixed workspace. cuBLAS reads this variable at its first use.
-  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
   const std::string beside = std::string(folder) + "/libtorch_cuda.so";
   // If the library is in `folder` and does not load, its error message says more than the loader's.
   const bool there = access(beside.c_str(), F_OK) == 0;
@@ -269,6 +267,9 @@ int longstraw_gpu_drive(int index, int deterministic, char* message, size_t capa
     at::globalContext().setAllowTF32CuBLAS(false);
     at::globalContext().setAllowBF16ReductionCuBLAS(false);
     at::globalContext().setDeterministicAlgorithms(deterministic != 0, true);
+    // libtorch asks for this variable where results have to repeat, before the first matrix product. Elsewhere it stays away: where it
+    // is set, libtorch parses it with a regular expression at every product. The workspace is the same on Hopper.
+    if (deterministic != 0) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
     // Set last: memory is only read from a GPU that works.
     driven = index;
     copy_streams();
