@@ -243,6 +243,37 @@ fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_correct_val
         ("reward.judge_parallel=0", "reward.judge_parallel should be at least 1"),
         ("data.too_long=cut", "data.too_long should be \"refuse\", \"cut_middle\" or \"cut_left\", not \"cut\""),
         ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
+        ("grpo.reward_fn=judge:", "or a list of { name, weight }, not \"judge:\""),
+        ("grpo.reward_fn=judge:style", "endpoint.usage.reward_scoring should be true"),
+        (
+            "grpo.reward_fn=[{ name = \"judge:a\", weight = 1.0 }, { name = \"judge:a\", weight = 2.0 }]",
+            "grpo.reward_fn should be without repetition: judge:a is in it twice",
+        ),
+        (
+            "reward.judges={ a = { rubrik = \"a.txt\" } }",
+            "reward.judges should be a table of judges { NAME = { rubric,",
+        ),
+        ("reward.judges={ a = { scale = [5, 1] } }", "lower first: the scale of a is [5.0, 1.0]"),
+        ("reward.judges={ a = { prompt_chars = 9999999 } }", "those of a go along with every answer"),
+        ("reward.judge_prompt_chars=9999999", "reward.judge_prompt_chars should be at most 1048576"),
+        ("endpoint.price_in=3.0", "endpoint.price_out should be set too: endpoint.price_in alone"),
+        ("endpoint.price_out=-1", "endpoint.price_out should be a finite number from 0: it is -1.0"),
+        ("data.sources=[]", "data.sources should be a list of { name, path, weight }, not a list of 0"),
+        ("data.sources=[{ path = \"a\" }]", "data.sources should be a list of { name, path, weight }, not a list of 1"),
+        (
+            "data.sources=[{ name = \"a b\", path = \"a\" }]",
+            "data.sources should be of names of letters, digits, _ and -",
+        ),
+        (
+            "data.sources=[{ name = \"a\", path = \"a\" }, { name = \"a\", path = \"b\" }]",
+            "data.sources should be without repetition: a is in it twice",
+        ),
+        (
+            "data.sources=[{ name = \"a\", path = \"a\", weight = 0 }]",
+            "data.sources should be of weights from 0.000001 to 1000000: the weight of a is 0.0; leave a source out",
+        ),
+        ("data.sources=[{ name = \"a\", path = \"a\", weight = nan }]", "the weight of a is NaN"),
+        ("data.sources=[{ name = \"a\", path = \"a\", weight = inf }]", "the weight of a is inf"),
     ] {
         let found = problems(users(&[flag]));
         assert!(found.iter().any(|p| p.contains(right)), "{flag}: {found:?}");

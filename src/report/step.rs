@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::averages::{deviation, ends, mean};
 use super::receipt::Seconds;
+use super::sources::SourceStep;
+use crate::endpoint::Spent;
 use crate::runtime::units::{float, from_index};
 use crate::step::objective;
 
@@ -68,6 +70,12 @@ pub struct Step {
     /// Alarms that this update has raised (`[alarm]`), each with the number that did, if that is finite.
     pub alarms: BTreeMap<String, Option<f64>>,
     pub learning_rate: f64,
+    /// What each source of the data has given (`data.sources`); absent where there is one file.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub sources: BTreeMap<String, SourceStep>,
+    /// What was sent to the judges since the update before; absent where nothing was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub judge: Option<Spent>,
     /// Prompts of this update, over all ranks.
     pub prompts: Vec<String>,
     /// Sum of the prompts' lengths in tokens.
@@ -146,6 +154,14 @@ impl Step {
         for (part, &mean) in &self.reward_parts {
             put(&format!("reward/parts/{part}"), Some(mean));
         }
+        for (source, step) in &self.sources {
+            for (number, value) in step.numbers() {
+                put(&format!("source/{source}/{number}"), value);
+            }
+        }
+        for (number, value) in self.judge.iter().flat_map(Spent::numbers) {
+            put(&format!("judge/{number}"), value);
+        }
         for (alarm, &value) in &self.alarms {
             put(&format!("alarm/{alarm}"), value);
         }
@@ -212,6 +228,8 @@ mod tests {
         let step = Step {
             kl: Some(0.25),
             reward_parts: [("exact_match".to_owned(), 0.5)].into(),
+            sources: ["codes", "books"].map(|name| (name.to_owned(), SourceStep::default())).into(),
+            judge: Some(Spent { requests: 3, cost: Some(0.5), ..Spent::default() }),
             memory: [("capture".to_owned(), [7, 9])].into(),
             ..Step::default()
         };
@@ -219,6 +237,10 @@ mod tests {
         let of =
             |tag: &str| numbers.iter().filter(|(known, _)| known == tag).map(|(_, value)| *value).collect::<Vec<_>>();
         assert_eq!((of("kl"), of("reward/parts/exact_match")), (vec![0.25], vec![0.5]));
+        assert_eq!(
+            (of("source/codes/epoch"), of("judge/requests"), of("judge/cost")),
+            (vec![0.0], vec![3.0], vec![0.5])
+        );
         assert_eq!((of("memory/capture/host"), of("time/rollout"), of("entropy")), (vec![9.0], vec![0.0], vec![]));
         let mut tags: Vec<&String> = numbers.iter().map(|(tag, _)| tag).collect();
         tags.sort();
