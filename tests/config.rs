@@ -168,7 +168,14 @@ fn every_wrong_value_is_refused_with_the_correct_value() {
         ("grpo.deviation=unbiased", "grpo.deviation should be \"population\" or \"sample\", not \"unbiased\""),
         ("grpo.std_min=-1", "grpo.std_min should be a finite number from 0: it is -1.0"),
         ("grpo.scale_rewards=all", "grpo.scale_rewards should be \"group\", \"batch\" or \"none\", not \"all\""),
-        ("grpo.importance=answer", "grpo.importance should be \"none\", \"token\" or \"sequence\", not \"answer\""),
+        (
+            "grpo.importance=answer",
+            "grpo.importance should be \"none\", \"token\", \"sequence\", \"token_mask\" or \"sequence_mask\", not \"answer\"",
+        ),
+        (
+            "grpo.importance_min=0.5",
+            "grpo.importance_min should be left out: only grpo.importance = \"token_mask\" and \"sequence_mask\" have",
+        ),
         (
             "grpo.importance_max=0.5",
             "grpo.importance_max should be left out: grpo.importance = \"none\" has no weights",
@@ -754,7 +761,8 @@ fn the_default_file_gives_every_key_but_the_required_ones() {
     let uncommented: String = DEFAULT_TOML
         .lines()
         .filter(|l| {
-            let others = ["constant_divisor", "schedule_steps", "importance_max =", "#samples =", "#keep_best ="];
+            let others =
+                ["constant_divisor", "schedule_steps", "importance_m", "#samples =", "#keep_best =", "#sources ="];
             !others.iter().any(|key| l.contains(key))
         })
         .map(|l| l.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(l).to_owned() + "\n")

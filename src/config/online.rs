@@ -136,6 +136,16 @@ impl Check<'_> {
             }
             None => {}
         }
+        if let Some(least) = grpo.importance_min {
+            if grpo.importance.is_mask() {
+                let most = grpo.importance_max.unwrap_or(f64::INFINITY);
+                let inside = (0.0..=1.0).contains(&least) && least <= most;
+                self.range("grpo.importance_min", least, inside, "a number from 0 to 1");
+            } else {
+                let why = "only grpo.importance = \"token_mask\" and \"sequence_mask\" have a lower bound";
+                self.should("grpo.importance_min", WITH, "left out", why);
+            }
+        }
         if weighs && (run.rollout.sample || !run.data.names_files()) {
             let why = "importance weights are of answers that come with the data and their log-probabilities";
             self.should("grpo.importance", &["rollout.sample", "data.path"], "\"none\"", why);

@@ -124,6 +124,9 @@ pub struct GrpoConfig {
     pub temperature: f64,
     pub updates_per_group: u64,
     pub importance: ImportanceWeights,
+    /// The least importance weight of a mask; absent: 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub importance_min: Option<f64>,
     /// The largest importance weight; checked to stand with weights and only with them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub importance_max: Option<f64>,

@@ -54,7 +54,8 @@ pub struct Step {
     pub kl: Option<f64>,
     /// Mean importance weight of the trained tokens; absent without weights.
     pub importance_mean: Option<f64>,
-    /// Share of the trained tokens whose importance weight is the largest that is allowed; absent without weights.
+    /// Share of the trained tokens whose importance weight is the largest that is allowed, or 0 by a mask; absent without
+    /// weights.
     pub importance_capped_share: Option<f64>,
     /// What advantages were divided by over the whole batch; absent where they are not scaled by the batch.
     pub advantage_scale: Option<f64>,

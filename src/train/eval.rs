@@ -141,6 +141,7 @@ fn prepare(config: &mut RunConfig, options: &EvalOptions) -> Result<(), Failure>
     config.grpo.updates_per_group = 1;
     config.grpo.importance = ImportanceWeights::None;
     config.grpo.importance_max = None;
+    config.grpo.importance_min = None;
     config.memory.prompt_no_grad = true;
     config.checkpoint.keep_best = None;
     config.lora.init_from.clone_from(&options.adapters);

@@ -359,10 +359,13 @@ impl Session {
             Rule::Constant => Aggregation::Constant(grpo.constant_divisor.unwrap_or(1.0)),
         };
         let most = grpo.importance_max.unwrap_or(f64::INFINITY);
+        let least = grpo.importance_min.unwrap_or(0.0);
         let importance = match grpo.importance {
             ImportanceWeights::None => Importance::Ratio,
             ImportanceWeights::Token => Importance::Token { most },
             ImportanceWeights::Sequence => Importance::Sequence { most },
+            ImportanceWeights::TokenMask => Importance::TokenMask { least, most },
+            ImportanceWeights::SequenceMask => Importance::SequenceMask { least, most },
         };
         let GrpoConfig { loss, clip_low, clip_high, clip_dual, kl_coef, kl_estimator, .. } = *grpo;
         Objective { loss, clip_low, clip_high, clip_dual, kl_coef, kl_estimator, aggregation, importance }

@@ -246,11 +246,11 @@ pub(super) fn old_policy_line(config: &RunConfig, train: &Dataset) -> Option<Str
         }
         (ImportanceWeights::None, _) => "are the old policy of the ratio".to_owned(),
         (kind, most) => {
-            let word = if kind == ImportanceWeights::Token { "token" } else { "sequence" };
-            format!(
-                "give {word} importance weights, at most {}; the ratio is to this policy's own scores",
-                most.unwrap_or(1.0)
-            )
+            let word = if kind.is_of_tokens() { "token" } else { "sequence" };
+            let (least, most) = (grpo.importance_min.unwrap_or(0.0), most.unwrap_or(1.0));
+            let bounds =
+                if kind.is_mask() { format!("0 outside {least} … {most}") } else { format!("at most {most}") };
+            format!("give {word} importance weights, {bounds}; the ratio is to this policy's own scores")
         }
     };
     Some(format!("old policy: log-probabilities of {with} of {answers} answers came with the data and {weights}{rest}"))
