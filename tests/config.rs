@@ -251,7 +251,7 @@ fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_correct_val
         ("data.too_long=cut", "data.too_long should be \"refuse\", \"cut_middle\" or \"cut_left\", not \"cut\""),
         ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
         ("grpo.reward_fn=judge:", "or a list of { name, weight }, not \"judge:\""),
-        ("grpo.reward_fn=judge:style", "endpoint.usage.reward_scoring should be true"),
+        ("grpo.reward_fn=judge:style", "reward.judges should be given a table style, as [reward.judges.style]"),
         (
             "grpo.reward_fn=[{ name = \"judge:a\", weight = 1.0 }, { name = \"judge:a\", weight = 2.0 }]",
             "grpo.reward_fn should be without repetition: judge:a is in it twice",

@@ -63,11 +63,11 @@ pub(super) fn is_reward(text: &str) -> bool {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(try_from = "Written", into = "Written")]
 pub struct WeightedReward {
-    /// Its kind.
+    /// Where its value comes from.
     pub name: RewardName,
     /// The judge's name, for one of `[reward.judges]`.
     pub judge: Option<String>,
-    /// Its factor.
+    /// Its factor in the sum.
     pub weight: f64,
 }
 

@@ -19,7 +19,7 @@ const SOURCES_MAX: usize = 1000;
 pub struct DataSource {
     /// Unique; a part of the names of its measurements and its records.
     pub name: String,
-    /// JSON lines.
+    /// File of JSON lines.
     pub path: PathBuf,
     /// Its share of the groups is this over the sum of all weights.
     #[serde(default = "weight_default")]

@@ -17,7 +17,7 @@ const RUBRIC_CHARS: u64 = 500;
 pub(super) struct Judged {
     /// About, without questions and expected answers of the records.
     pub(super) tokens_in: u64,
-    /// At most.
+    /// The same of replies, at most.
     pub(super) tokens_out: u64,
     /// Of both; absent without prices.
     pub(super) cost: Option<f64>,

@@ -33,7 +33,7 @@ pub struct Candidate<'a> {
 /// One addend of a reward.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
-    /// Its kind.
+    /// Where its value comes from.
     pub name: RewardName,
     /// The name as the configuration spells it, with that of the judge.
     pub word: String,

@@ -130,7 +130,7 @@ fn verdict(request: &str) -> Turn {
     let Some((_, rest)) = request.split_once("ANSWER ").filter(|_| request.contains("Judge the ")) else {
         return replied("ready");
     };
-    let code = rest.split("ANSWER ").last().unwrap().chars().next().unwrap().to_digit(16).unwrap();
+    let code = rest.chars().next().unwrap().to_digit(16).unwrap();
     let score = if request.contains("Judge the clarity") { 1 + code % 5 } else { code % 11 };
     replied(&format!("{{\"score\": {score}}}"))
 }
