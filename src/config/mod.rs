@@ -9,6 +9,7 @@
 mod address;
 mod check;
 mod choices;
+mod data_source;
 mod document;
 mod environment;
 mod gates;
@@ -22,6 +23,7 @@ mod precedence;
 mod problem;
 mod rewards;
 mod schema;
+mod set_name;
 mod source;
 mod sources;
 mod supported;
@@ -38,6 +40,7 @@ pub use choices::{
     ActivationCkpt, Aggregation, Deviation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights,
     KlEstimator, Loss, OptimizerName, ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
+pub use data_source::DataSource;
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
 pub use gates::{Gate, Growth, Own, Runs};
@@ -46,7 +49,7 @@ pub use judges::{JudgeConfig, JudgeSettings, Judges};
 pub use precedence::{DEFAULT_TOML, LAPTOP_TOML, Overrides, WithoutFile, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use rewards::{RewardFn, RewardName, WeightedReward};
-pub use sources::{DataSource, source_key};
+pub use sources::source_key;
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
     AlarmConfig, CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, EvalConfig,

@@ -5,7 +5,7 @@ use serde::ser::SerializeSeq as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-use super::held_out::is_set_name;
+use super::set_name::is_set_name;
 
 /// What the name of a judge follows in `grpo.reward_fn`.
 const JUDGE: &str = "judge:";

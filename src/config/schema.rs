@@ -5,8 +5,8 @@
 
 use figment::value::{Num, Value};
 
-use super::held_out::is_set_name;
 use super::rewards::{RewardName, is_reward};
+use super::set_name::is_set_name;
 use crate::runtime::names::likeness;
 
 /// What a value must look like.

@@ -14,10 +14,10 @@ use super::choices::{
     ActivationCkpt, Aggregation, Deviation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights,
     KlEstimator, Loss, OptimizerName, ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
+use super::data_source::DataSource;
 use super::held_out::HeldOutFiles;
 use super::judges::Judges;
 use super::rewards::{RewardFn, RewardName, WeightedReward};
-use super::sources::DataSource;
 use crate::runtime::units::{Pages, Tokens};
 
 /// `[parallel]`: how ranks share the work.

@@ -248,7 +248,7 @@ impl Endpoint {
             error.with_model(message.model)
         })?;
         let reply: &mut Reply = &mut answered.value;
-        self.meter.reply(reply);
+        self.meter.reply(reply.input_tokens, reply.output_tokens);
         reply.stop_reason = reply.stop_reason.take().map(|reason| self.redactor.plain(&reason));
         Ok(answered)
     }

@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::Reply;
 use crate::config::EndpointConfig;
 use crate::runtime::units::float;
 
@@ -90,8 +89,9 @@ impl Meter {
         self.requests.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn reply(&self, reply: &Reply) {
-        match (reply.input_tokens, reply.output_tokens) {
+    /// Adds a reply with its counts of tokens, where the service gives them.
+    pub(super) fn reply(&self, tokens_in: Option<u64>, tokens_out: Option<u64>) {
+        match (tokens_in, tokens_out) {
             (None, None) => drop(self.uncounted.fetch_add(1, Ordering::Relaxed)),
             (tokens_in, tokens_out) => {
                 self.tokens_in.fetch_add(tokens_in.unwrap_or(0), Ordering::Relaxed);
@@ -118,10 +118,6 @@ mod tests {
     use super::*;
     use crate::config::RunConfig;
 
-    fn reply(input_tokens: Option<u64>, output_tokens: Option<u64>) -> Reply {
-        Reply { text: String::new(), stop_reason: None, input_tokens, output_tokens }
-    }
-
     #[test]
     fn a_price_is_of_a_million_tokens_and_no_money_is_named_without_one() {
         let mut endpoint = RunConfig::laptop().endpoint;
@@ -135,9 +131,9 @@ mod tests {
     #[test]
     fn counts_are_taken_once_and_a_reply_without_tokens_is_counted_as_one() {
         let meter = Meter::default();
-        for told in [reply(Some(14), Some(3)), reply(None, None), reply(Some(6), None)] {
+        for (tokens_in, tokens_out) in [(Some(14), Some(3)), (None, None), (Some(6), None)] {
             meter.request();
-            meter.reply(&told);
+            meter.reply(tokens_in, tokens_out);
         }
         meter.request();
         let spent = meter.take();

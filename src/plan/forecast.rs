@@ -218,7 +218,7 @@ fn all_elements(config: &RunConfig, shape: &Shape) -> u64 {
 }
 
 /// `1 group`, `2 groups`.
-pub(super) fn many(count: u64, one: &str) -> String {
+fn many(count: u64, one: &str) -> String {
     if count == 1 { format!("1 {one}") } else { format!("{count} {one}s") }
 }
 

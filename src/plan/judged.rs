@@ -2,7 +2,6 @@
 
 use std::fs;
 
-use super::forecast::many;
 use crate::config::RunConfig;
 use crate::endpoint::cost_of;
 
@@ -49,9 +48,8 @@ pub(super) fn text(tokens_in: u64, tokens_out: u64, cost: Option<f64>) -> String
         |cost| format!("cost up to {cost:.2} at endpoint.price_in and price_out"),
     );
     format!(
-        "judge tokens of the run: about {} in (at four characters a token, answers at their longest, without questions of \
-         records), up to {tokens_out} out; {cost}",
-        many(tokens_in, "token")
+        "judge tokens of the run: about {tokens_in} tokens in (at four characters a token, answers at their longest, without questions of \
+         records), up to {tokens_out} out; {cost}"
     )
 }
 

@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::step::Step;
 use crate::runtime::units::float;
 
 /// A source in one update.
@@ -25,31 +24,6 @@ pub struct SourceStep {
 }
 
 impl SourceStep {
-    /// From the rewards of each group, the lengths of prompts and answers, and the answers that were cut off where the policy
-    /// gave them.
-    #[must_use]
-    pub fn of(
-        rewards: &[Vec<Option<f64>>],
-        prompt_tokens: &[u64],
-        answer_tokens: &[u64],
-        truncated: Option<u64>,
-    ) -> SourceStep {
-        let step = Step::default().with_rewards(rewards).with_lengths(prompt_tokens, answer_tokens);
-        let answers = u64::try_from(answer_tokens.len().max(1)).unwrap_or(1);
-        SourceStep {
-            groups: u64::try_from(rewards.len()).unwrap_or(0),
-            epoch: 0.0,
-            reward_mean: step.reward_mean,
-            reward_std: step.reward_std,
-            group_std: step.group_std,
-            frac_groups_zero_std: step.frac_groups_zero_std,
-            reward_missing: step.reward_missing,
-            prompt_tokens: step.prompt_tokens,
-            answer_tokens: step.answer_tokens,
-            truncated_share: truncated.map(|truncated| float(truncated) / float(answers)),
-        }
-    }
-
     /// Every number with the last part of its tag.
     pub(super) fn numbers(&self) -> [(&'static str, Option<f64>); 10] {
         [
@@ -110,16 +84,17 @@ impl SourceTotal {
 
 #[cfg(test)]
 mod tests {
+    use super::super::step::Step;
     use super::*;
 
     #[test]
     fn a_source_has_the_numbers_of_its_own_groups_and_a_run_adds_them_up() {
         let rewards = [vec![Some(0.0), Some(1.0)], vec![Some(1.0), None]];
-        let step = SourceStep { epoch: 0.5, ..SourceStep::of(&rewards, &[10, 20], &[3, 5, 4, 8], Some(1)) };
+        let step = SourceStep { epoch: 0.5, ..Step::of_source(&rewards, &[10, 20], &[3, 5, 4, 8], Some(1)) };
         assert_eq!((step.groups, step.reward_missing, step.prompt_tokens), (2, 1, 30));
         assert_eq!((step.answer_tokens, step.truncated_share), (Some([5.0, 3.0, 8.0]), Some(0.25)));
         assert!((step.reward_mean.unwrap() - 2.0 / 3.0).abs() < 1e-15);
-        let none = SourceStep::of(&[], &[], &[], Some(0));
+        let none = Step::of_source(&[], &[], &[], Some(0));
         assert_eq!((none.groups, none.reward_mean, none.truncated_share), (0, None, Some(0.0)));
         let mut total = SourceTotal::default();
         total.add(&step, true);

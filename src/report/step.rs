@@ -127,6 +127,31 @@ impl Step {
         }
     }
 
+    /// The numbers of a source, from the rewards of each of its groups, the lengths of their prompts and answers, and the answers
+    /// that were cut off, where the policy gave them.
+    #[must_use]
+    pub fn of_source(
+        rewards: &[Vec<Option<f64>>],
+        prompt_tokens: &[u64],
+        answer_tokens: &[u64],
+        truncated: Option<u64>,
+    ) -> SourceStep {
+        let step = Step::default().with_rewards(rewards).with_lengths(prompt_tokens, answer_tokens);
+        let answers = float(from_index(answer_tokens.len().max(1)));
+        SourceStep {
+            groups: from_index(rewards.len()),
+            epoch: 0.0,
+            reward_mean: step.reward_mean,
+            reward_std: step.reward_std,
+            group_std: step.group_std,
+            frac_groups_zero_std: step.frac_groups_zero_std,
+            reward_missing: step.reward_missing,
+            prompt_tokens: step.prompt_tokens,
+            answer_tokens: step.answer_tokens,
+            truncated_share: truncated.map(|truncated| float(truncated) / answers),
+        }
+    }
+
     /// Every number with its tag in event files; an absent number has no entry.
     #[must_use]
     pub fn numbers(&self) -> Vec<(String, f64)> {

@@ -272,7 +272,7 @@ impl Session {
         notes.extend(self.model.weights.notes().iter().cloned());
         let adapted = self.spec().adapted(self.config().lora.targets.as_deref());
         notes.extend(adapted.ok().and_then(|adapted| adapter_file::readers_note(self.spec(), &adapted)));
-        notes.extend(sources::notes(&self.data));
+        notes.extend(sources::notes(&self.data.train, &self.data.sources));
         notes.extend(self.held_out_notes());
         notes.extend(endless);
         notes.extend(dated);

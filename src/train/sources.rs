@@ -5,10 +5,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::round::Round;
-use super::session::TrainingData;
 use crate::config::{DataConfig, RunConfig, source_key};
 use crate::data::{Dataset, GroupOrder};
-use crate::report::SourceStep;
+use crate::report::{SourceStep, Step};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::float;
 
@@ -60,10 +59,9 @@ pub(super) fn start_of_order(config: &RunConfig, train: &Dataset, sources: &[Tra
 }
 
 /// What a user should know of the files to train on.
-pub(super) fn notes(data: &TrainingData) -> Vec<String> {
-    let sources = &data.sources;
+pub(super) fn notes(train: &Dataset, sources: &[TrainSource]) -> Vec<String> {
     if sources.is_empty() {
-        return file_notes("data.path", &data.train);
+        return file_notes("data.path", train);
     }
     let parts: u64 = sources.iter().map(|source| source.weight_parts).sum();
     let share = |source: &TrainSource| {
@@ -83,18 +81,23 @@ pub(super) fn file_notes(key: &str, data: &Dataset) -> Vec<String> {
     kept.into_iter().chain(data.cuts().map(|cuts| format!("{key}: {cuts}"))).collect()
 }
 
-/// The numbers of each source in the update that `round` was made of, by its name; empty where there is one file. `sampled`:
-/// whether the policy gave the answers.
-pub(super) fn describe(data: &TrainingData, round: &Round, sampled: bool) -> BTreeMap<String, SourceStep> {
-    let passes = data.cursor.passes();
-    let of_source = |(source, epoch): (&TrainSource, f64)| {
+/// The numbers of each source in the update that `round` was made of, by its name; empty where there is one file. `passes`:
+/// over each source; `sampled`: whether the policy gave the answers.
+pub(super) fn describe(
+    train: &Dataset,
+    sources: &[TrainSource],
+    passes: &[f64],
+    round: &Round,
+    sampled: bool,
+) -> BTreeMap<String, SourceStep> {
+    let of_source = |(source, &epoch): (&TrainSource, &f64)| {
         let range = source.first..source.first + source.groups;
         let own = || round.places.iter().zip(&round.groups).filter(|(place, _)| range.contains(&place.index));
         let rewards: Vec<_> = own().map(|(_, group)| group.rewards.clone()).collect();
-        let prompts: Vec<u64> = own().map(|(place, _)| data.train.group(place.index).prompt_tokens.0).collect();
+        let prompts: Vec<u64> = own().map(|(place, _)| train.group(place.index).prompt_tokens.0).collect();
         let answers: Vec<u64> = own().flat_map(|(_, group)| group.tokens.iter().copied()).collect();
         let truncated = sampled.then(|| own().map(|(_, group)| group.truncated).sum());
-        (source.name.clone(), SourceStep { epoch, ..SourceStep::of(&rewards, &prompts, &answers, truncated) })
+        (source.name.clone(), SourceStep { epoch, ..Step::of_source(&rewards, &prompts, &answers, truncated) })
     };
-    data.sources.iter().zip(passes).map(of_source).collect()
+    sources.iter().zip(passes).map(of_source).collect()
 }

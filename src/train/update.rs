@@ -7,7 +7,7 @@ use super::metrics::{UpdateMetrics, report_seconds};
 use super::outcome::Interruption;
 use super::rate::learning_rate;
 use super::round::Round;
-use super::session::Session;
+use super::session::{Session, TrainingData};
 use super::sources;
 use super::stop_policy::StopPolicy;
 use crate::prompt::handoff::ReducedGrads;
@@ -73,7 +73,8 @@ fn describe_groups(session: &Session, round: &Round, numbers: Step) -> Step {
     let groups = || round.places.iter().map(|place| session.data.train.group(place.index));
     let prompt_tokens: Vec<u64> = groups().map(|group| group.prompt_tokens.0).collect();
     let prompts = groups().map(|group| group.name.clone()).collect();
-    let sources = sources::describe(&session.data, round, session.samples());
+    let TrainingData { train, sources, cursor, .. } = &session.data;
+    let sources = sources::describe(train, sources, &cursor.passes(), round, session.samples());
     round.describe(Step { sources, prompts, ..numbers }, &prompt_tokens, session.samples())
 }
 

@@ -62,7 +62,6 @@ impl Importance {
     }
 
     /// [`Importance::bounded`] of many weights.
-    #[must_use]
     pub fn all_bounded(self, weights: &Tensor) -> Tensor {
         match self {
             Importance::Ratio => weights.ones_like(),
@@ -75,7 +74,6 @@ impl Importance {
     }
 
     /// Whether a bound has changed each of these weights, which are bounded.
-    #[must_use]
     pub fn is_changed(self, bounded: &Tensor) -> Tensor {
         match self {
             Importance::TokenMask { .. } | Importance::SequenceMask { .. } => bounded.eq(0.0),
