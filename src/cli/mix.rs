@@ -65,7 +65,7 @@ pub(super) fn mix(flags: ConfigFlags, mix_flags: &MixFlags) -> Result<Exit, Fail
     }
     let model = mix_flags.model.as_deref().map_or_else(|| config.model_path(), Ok)?;
     let shape = Shape::read(model, None)?;
-    let read = lengths(config, &shape, &plan::model_folder(model))?;
+    let read = lengths(config, &shape, plan::model_folder(model))?;
     let mix = Mix::of(config, ranks, &read);
     if mix_flags.json {
         print_json(&mix);
