@@ -168,7 +168,14 @@ fn every_wrong_value_is_refused_with_the_correct_value() {
         ("grpo.deviation=unbiased", "grpo.deviation should be \"population\" or \"sample\", not \"unbiased\""),
         ("grpo.std_min=-1", "grpo.std_min should be a finite number from 0: it is -1.0"),
         ("grpo.scale_rewards=all", "grpo.scale_rewards should be \"group\", \"batch\" or \"none\", not \"all\""),
-        ("grpo.importance=answer", "grpo.importance should be \"none\", \"token\" or \"sequence\", not \"answer\""),
+        (
+            "grpo.importance=answer",
+            "grpo.importance should be \"none\", \"token\", \"sequence\", \"token_mask\" or \"sequence_mask\", not \"answer\"",
+        ),
+        (
+            "grpo.importance_min=0.5",
+            "grpo.importance_min should be left out: only grpo.importance = \"token_mask\" and \"sequence_mask\" have",
+        ),
         (
             "grpo.importance_max=0.5",
             "grpo.importance_max should be left out: grpo.importance = \"none\" has no weights",
@@ -243,6 +250,37 @@ fn every_wrong_value_of_rewards_answers_and_data_is_refused_with_the_correct_val
         ("reward.judge_parallel=0", "reward.judge_parallel should be at least 1"),
         ("data.too_long=cut", "data.too_long should be \"refuse\", \"cut_middle\" or \"cut_left\", not \"cut\""),
         ("grpo.reward_fn=data", "data.path should be set to a file of JSON lines"),
+        ("grpo.reward_fn=judge:", "or a list of { name, weight }, not \"judge:\""),
+        ("grpo.reward_fn=judge:style", "reward.judges should be given a table style, as [reward.judges.style]"),
+        (
+            "grpo.reward_fn=[{ name = \"judge:a\", weight = 1.0 }, { name = \"judge:a\", weight = 2.0 }]",
+            "grpo.reward_fn should be without repetition: judge:a is in it twice",
+        ),
+        (
+            "reward.judges={ a = { rubrik = \"a.txt\" } }",
+            "reward.judges should be a table of judges { NAME = { rubric,",
+        ),
+        ("reward.judges={ a = { scale = [5, 1] } }", "lower first: the scale of a is [5.0, 1.0]"),
+        ("reward.judges={ a = { prompt_chars = 9999999 } }", "those of a go along with every answer"),
+        ("reward.judge_prompt_chars=9999999", "reward.judge_prompt_chars should be at most 1048576"),
+        ("endpoint.price_in=3.0", "endpoint.price_out should be set too: endpoint.price_in alone"),
+        ("endpoint.price_out=-1", "endpoint.price_out should be a finite number from 0: it is -1.0"),
+        ("data.sources=[]", "data.sources should be a list of { name, path, weight }, not a list of 0"),
+        ("data.sources=[{ path = \"a\" }]", "data.sources should be a list of { name, path, weight }, not a list of 1"),
+        (
+            "data.sources=[{ name = \"a b\", path = \"a\" }]",
+            "data.sources should be of names of letters, digits, _ and -",
+        ),
+        (
+            "data.sources=[{ name = \"a\", path = \"a\" }, { name = \"a\", path = \"b\" }]",
+            "data.sources should be without repetition: a is in it twice",
+        ),
+        (
+            "data.sources=[{ name = \"a\", path = \"a\", weight = 0 }]",
+            "data.sources should be of weights from 0.000001 to 1000000: the weight of a is 0.0; leave a source out",
+        ),
+        ("data.sources=[{ name = \"a\", path = \"a\", weight = nan }]", "the weight of a is NaN"),
+        ("data.sources=[{ name = \"a\", path = \"a\", weight = inf }]", "the weight of a is inf"),
     ] {
         let found = problems(users(&[flag]));
         assert!(found.iter().any(|p| p.contains(right)), "{flag}: {found:?}");
@@ -723,7 +761,8 @@ fn the_default_file_gives_every_key_but_the_required_ones() {
     let uncommented: String = DEFAULT_TOML
         .lines()
         .filter(|l| {
-            let others = ["constant_divisor", "schedule_steps", "importance_max =", "#samples =", "#keep_best ="];
+            let others =
+                ["constant_divisor", "schedule_steps", "importance_m", "#samples =", "#keep_best =", "#sources ="];
             !others.iter().any(|key| l.contains(key))
         })
         .map(|l| l.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(l).to_owned() + "\n")

@@ -14,6 +14,7 @@ use longstraw::tools::generate::{self, ChunkSize, Options, PARALLEL_MAX, Ready, 
 use longstraw::world::install_signal_handlers;
 
 use super::arguments::depth;
+use super::mix::MixFlags;
 use super::output::print_json;
 use super::start::ConfigFlags;
 
@@ -23,6 +24,8 @@ pub(super) enum DataVerb {
     Keychain(KeychainFlags),
     /// Let the endpoint's model write questions with a checkable answer about given texts; needs no MPI and no GPU
     Generate(GenerateFlags),
+    /// Show what a run draws from its files: prompts, weights, shares of the groups, epochs; needs no MPI and no GPU
+    Mix(MixFlags),
 }
 
 #[derive(Args, Clone, Debug)]

@@ -6,6 +6,7 @@ mod data;
 mod eval;
 mod measure;
 mod merge;
+mod mix;
 mod output;
 mod plan;
 mod report;
@@ -27,6 +28,7 @@ use data::{DataVerb, generate, keychain};
 use eval::{EvalFlags, eval};
 use measure::{BenchFlags, ParityFlags, StudyFlags, bench, parity, study};
 use merge::{MergeFlags, merge};
+use mix::mix;
 pub(crate) use output::print_usage;
 use plan::{PlanFlags, plan};
 use report::{ReportFlags, report};
@@ -98,7 +100,7 @@ enum Verb {
     Convert(ConvertFlags),
     /// Copy a model's folder with adapters added to its weights, for programs that know no adapters
     Merge(MergeFlags),
-    /// Make data sets for training
+    /// Make data sets for training, or show what a run will draw from its own
     Data {
         #[command(subcommand)]
         kind: DataVerb,
@@ -114,7 +116,7 @@ impl Verb {
             | Verb::Plan(_)
             | Verb::Ping { .. }
             | Verb::Doctor { .. } => true,
-            Verb::Data { kind } => matches!(kind, DataVerb::Generate(_)),
+            Verb::Data { kind } => matches!(kind, DataVerb::Generate(_) | DataVerb::Mix(_)),
             Verb::Parity(_) | Verb::Bench(_) | Verb::Study(_) | Verb::Report(_) | Verb::Convert(_) | Verb::Merge(_) => {
                 false
             }
@@ -155,6 +157,7 @@ pub(crate) fn run(command: Command, set: Vec<String>) -> anyhow::Result<Exit> {
         Verb::Merge(flags) => merge(&flags).with_context(|| format!("merging {}", flags.adapter.display()))?,
         Verb::Data { kind: DataVerb::Keychain(flags) } => keychain(flags).context("making the data set")?,
         Verb::Data { kind: DataVerb::Generate(flags) } => generate(config, flags)?,
+        Verb::Data { kind: DataVerb::Mix(flags) } => mix(config, &flags)?,
     };
     Ok(exit)
 }

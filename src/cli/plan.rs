@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use longstraw::config::{self, Gradient, HeldOutFiles, Loaded, RunConfig, WithoutFile};
+use longstraw::config::{self, DataSource, Gradient, HeldOutFiles, Loaded, RunConfig, WithoutFile};
 use longstraw::data::size_note;
 use longstraw::model::shape::Shape;
 use longstraw::plan::measured::MeasuredRates;
@@ -17,8 +17,7 @@ use super::arguments::{at_least_one, gradient, rate, share};
 use super::output::print_json;
 use super::start::ConfigFlags;
 
-/// Keys of the data sets.
-const TRAIN: &str = "data.path";
+/// Key of the held-out sets.
 const HELD_OUT: &str = "data.held_out";
 
 /// Default of `--ranks-per-node`: a node of eight GPUs.
@@ -178,7 +177,7 @@ fn whole(
     let mut config = config.clone();
     let open = plan::is_open(&config);
     let lengths = folder.map(|folder| lengths(&config, shape, folder)).transpose()?.unwrap_or_default();
-    if let Some((_, train)) = lengths.iter().find(|(key, _)| *key == TRAIN) {
+    if let Some((_, train)) = lengths.iter().find(|(key, _)| *key == config.data.train_key()) {
         // Memory is that of the longest prompt there is.
         config.context.prompt_len = train.longest;
         config.context.max_seq_len = Tokens(train.longest.0.saturating_add(config.context.answer_len.0));
@@ -204,7 +203,9 @@ fn whole(
     }
     let of = |key: &str| lengths.iter().find(|(known, _)| *known == key).map(|(_, lengths)| lengths);
     let counted = Counted {
-        update_seconds: of(TRAIN).zip(pace).and_then(|(train, pace)| train.update_seconds(&config, &plan, shape, pace)),
+        update_seconds: of(config.data.train_key())
+            .zip(pace)
+            .and_then(|(train, pace)| train.update_seconds(&config, &plan, shape, pace)),
         held_out: held_out_records(&lengths),
     };
     let forecast = Forecast::new(&config, &plan, shape, pace, counted);
@@ -212,36 +213,44 @@ fn whole(
 }
 
 /// Records of all held-out sets that were read; `None` where none was.
-fn held_out_records(lengths: &[(&'static str, Lengths)]) -> Option<u64> {
+fn held_out_records(lengths: &[(String, Lengths)]) -> Option<u64> {
     let mut records =
         lengths.iter().filter(|(key, _)| *key == HELD_OUT).map(|(_, held_out)| from_index(held_out.records));
     let first = records.next()?;
     Some(first + records.sum::<u64>())
 }
 
-/// Real lengths of the data sets, by key.
-fn lengths(config: &RunConfig, shape: &Shape, folder: &Path) -> Result<Vec<(&'static str, Lengths)>, Failure> {
-    if config.data.path.is_none() {
+/// Real lengths of the data sets, by key; of several files to train on those of the mix first.
+pub(super) fn lengths(config: &RunConfig, shape: &Shape, folder: &Path) -> Result<Vec<(String, Lengths)>, Failure> {
+    if !config.data.names_files() {
         return Err(config::Error::Unset {
-            key: TRAIN,
+            key: "data.path",
             how: "--data reads the data sets that the configuration names",
         }
         .into());
     }
-    let read = sets(config).map(|(key, path)| Ok((key, Lengths::read(config, shape, path, folder)?)));
-    read.collect::<Result<_, longstraw::data::Error>>().map_err(Failure::from)
+    let read = sets(config).into_iter().map(|(key, path)| Ok((key, Lengths::read(config, shape, path, folder)?)));
+    let mut lengths: Vec<(String, Lengths)> = read.collect::<Result<_, longstraw::data::Error>>()?;
+    let weights = config.data.sources().iter().map(DataSource::weight_parts);
+    let mix: Vec<(u64, &Lengths)> = weights.zip(lengths.iter().map(|(_, lengths)| lengths)).collect();
+    if !mix.is_empty() {
+        let joined = Lengths::joined(&mix);
+        lengths.insert(0, (config.data.train_key().to_owned(), joined));
+    }
+    Ok(lengths)
 }
 
 /// Files of the data sets, with the key of each.
-fn sets(config: &RunConfig) -> impl Iterator<Item = (&'static str, &Path)> {
-    let held_out = config.data.held_out.iter().flat_map(HeldOutFiles::sets).map(|(_, file)| (HELD_OUT, file));
-    config.data.path.iter().map(|path| (TRAIN, path.as_path())).chain(held_out)
+fn sets(config: &RunConfig) -> Vec<(String, &Path)> {
+    let held_out = config.data.held_out.iter().flat_map(HeldOutFiles::sets);
+    let held_out = held_out.map(|(_, file)| (HELD_OUT.to_owned(), file));
+    config.data.train_files().into_iter().chain(held_out).collect()
 }
 
 /// Lines beside the plan.
 fn notes(loaded: &Loaded, config: &RunConfig, shape: Option<&Shape>, reads_data: bool) {
     let context = shape.and_then(|shape| shape.context_note(config.context.max_seq_len));
-    let data = sets(config).filter_map(|(key, path)| size_note(key, path, config.context.prompt_len));
+    let data = sets(config).into_iter().filter_map(|(key, path)| size_note(&key, path, config.context.prompt_len));
     let limit = loaded.run.context.prompt_len;
     let longest = (reads_data && config.context.prompt_len < limit).then(|| {
         let longest = config.context.prompt_len;

@@ -46,9 +46,11 @@ impl RunConfig {
         check.rotary();
         check.saved();
         check.evaluation();
+        check.sources();
         check.rollout();
         check.alarm();
         check.rewards();
+        check.judges();
         check.at_least_one("gate.scale", self.gate.scale, "1 runs the gates at their full lengths");
         check.endpoint();
         check.supported();

@@ -142,6 +142,24 @@ pub enum ImportanceWeights {
     Token,
     /// A weight for each answer.
     Sequence,
+    /// A weight for each token, 0 outside its bounds.
+    TokenMask,
+    /// A weight for each answer, 0 outside its bounds.
+    SequenceMask,
+}
+
+impl ImportanceWeights {
+    /// Whether weights outside the bounds are 0.
+    #[must_use]
+    pub fn is_mask(self) -> bool {
+        matches!(self, ImportanceWeights::TokenMask | ImportanceWeights::SequenceMask)
+    }
+
+    /// Whether each token has a weight of its own.
+    #[must_use]
+    pub fn is_of_tokens(self) -> bool {
+        matches!(self, ImportanceWeights::Token | ImportanceWeights::TokenMask)
+    }
 }
 
 /// A temperature that a request states or leaves out: a number or `"none"` in a file.

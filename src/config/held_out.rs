@@ -13,8 +13,6 @@ use super::check::Check;
 
 /// The name of the only set.
 const ONLY: &str = "held_out";
-/// The most characters of a set's name.
-const NAME_CHARS_MAX: usize = 64;
 /// The most sampled answers a prompt: they are drawn side by side.
 const SAMPLES_MAX: u64 = 1 << 16;
 
@@ -25,12 +23,6 @@ pub enum HeldOutFiles {
     One(PathBuf),
     /// Sets with names, at least one.
     Named(BTreeMap<String, PathBuf>),
-}
-
-/// Whether a set may have this name: it is a part of a metric's name.
-pub(super) fn is_set_name(name: &str) -> bool {
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
-    !name.is_empty() && name.len() <= NAME_CHARS_MAX && name.chars().all(plain)
 }
 
 impl HeldOutFiles {
@@ -155,6 +147,7 @@ impl Check<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::set_name::is_set_name;
     use super::*;
 
     #[test]

@@ -9,11 +9,13 @@
 mod address;
 mod check;
 mod choices;
+mod data_source;
 mod document;
 mod environment;
 mod gates;
 mod held_out;
 mod json;
+mod judges;
 mod objective;
 mod online;
 mod other_names;
@@ -21,7 +23,9 @@ mod precedence;
 mod problem;
 mod rewards;
 mod schema;
+mod set_name;
 mod source;
+mod sources;
 mod supported;
 mod tables;
 
@@ -36,13 +40,16 @@ pub use choices::{
     ActivationCkpt, Aggregation, Deviation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights,
     KlEstimator, Loss, OptimizerName, ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
+pub use data_source::DataSource;
 pub use document::document;
 pub use environment::{Environment, LauncherTasks, OTHER_VARIABLES, ProxyAddress, Secret};
 pub use gates::{Gate, Growth, Own, Runs};
 pub use held_out::HeldOutFiles;
+pub use judges::{JudgeConfig, JudgeSettings, Judges};
 pub use precedence::{DEFAULT_TOML, LAPTOP_TOML, Overrides, WithoutFile, load, load_gate, load_gate_in, load_in};
 pub use problem::{Error, Fault, Problem, Source, variable_of};
 pub use rewards::{RewardFn, RewardName, WeightedReward};
+pub use sources::source_key;
 pub use supported::{SUPPORTED, Supported};
 pub use tables::{
     AlarmConfig, CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, EvalConfig,
@@ -128,7 +135,7 @@ impl Loaded {
 
 /// Keys and tables that a resumed run may change: those that change no number of an update but by the order of sums, and
 /// those whose content is compared by digest instead of by name. docs/command.md lists them for users.
-const OPERATIONAL: [&str; 35] = [
+const OPERATIONAL: [&str; 37] = [
     // Compared by what they lead to: digests, groups of an update, the end of the decay.
     "model.path",
     "data.path",
@@ -165,6 +172,8 @@ const OPERATIONAL: [&str; 35] = [
     "endpoint.timeout_sec",
     "endpoint.max_retries",
     "endpoint.retry_backoff",
+    "endpoint.price_in",
+    "endpoint.price_out",
     "endpoint.endpoints",
     "endpoint.usage",
 ];
@@ -182,7 +191,20 @@ pub fn compared(mut values: serde_json::Value) -> serde_json::Value {
             let _ = table.shift_remove(key);
         }
     }
+    leave_out_files(&mut values);
     values
+}
+
+/// Leaves out the files that lists and tables name: their content is compared by digest.
+fn leave_out_files(values: &mut serde_json::Value) {
+    use serde_json::Value;
+    let leave_out = |value: &mut Value, key: &str| {
+        let _ = value.as_object_mut().and_then(|table| table.shift_remove(key));
+    };
+    let sources = values.pointer_mut("/data/sources").and_then(Value::as_array_mut);
+    sources.into_iter().flatten().for_each(|source| leave_out(source, "path"));
+    let judges = values.pointer_mut("/reward/judges").and_then(Value::as_object_mut);
+    judges.into_iter().flatten().for_each(|(_, judge)| leave_out(judge, "rubric"));
 }
 
 impl RunConfig {

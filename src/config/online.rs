@@ -2,7 +2,7 @@
 
 use super::check::Check;
 use super::choices::{ImportanceWeights, SentTemperature};
-use super::rewards::RewardName;
+use super::rewards::{RewardName, WeightedReward};
 
 /// The most requests at one time; services allow far fewer.
 const PARALLEL_MAX: u64 = 64;
@@ -83,23 +83,23 @@ impl Check<'_> {
         let (run, reward) = (self.run, &self.run.reward);
         let parts = run.grpo.rewards();
         for (index, part) in parts.iter().enumerate() {
-            let word = part.name.word();
+            let word = part.word();
             if !(part.weight.is_finite() && part.weight != 0.0) {
                 let why = format!("the weight of {word} is {:?}", part.weight);
                 self.should(KEY, &[], "of finite weights that are not 0", why);
             }
-            if parts[..index].iter().any(|other| other.name == part.name) {
+            if parts[..index].iter().any(|other| other.word() == word) {
                 self.should(KEY, &[], "without repetition", format!("{word} is in it twice"));
             }
             if part.name.is_for_validation() && parts.len() > 1 {
                 self.should(KEY, &[], "without it", format!("{word} is for validation runs and stands alone"));
             }
-            self.reward(part.name);
+            self.reward(part);
         }
-        if run.data.path.is_none()
+        if !run.data.names_files()
             && let Some(part) = parts.iter().find(|part| !part.name.is_for_validation())
         {
-            let why = format!("grpo.reward_fn = \"{}\" reads its records", part.name.word());
+            let why = format!("grpo.reward_fn = \"{}\" reads its records", part.word());
             self.should("data.path", &[KEY], "set to a file of JSON lines", why);
         }
         self.at_least_one("reward.command_sec", reward.command_sec, "a program takes time; 60 is the default");
@@ -136,18 +136,28 @@ impl Check<'_> {
             }
             None => {}
         }
-        if weighs && (run.rollout.sample || run.data.path.is_none()) {
+        if let Some(least) = grpo.importance_min {
+            if grpo.importance.is_mask() {
+                let most = grpo.importance_max.unwrap_or(f64::INFINITY);
+                let inside = (0.0..=1.0).contains(&least) && least <= most;
+                self.range("grpo.importance_min", least, inside, "a number from 0 to 1");
+            } else {
+                let why = "only grpo.importance = \"token_mask\" and \"sequence_mask\" have a lower bound";
+                self.should("grpo.importance_min", WITH, "left out", why);
+            }
+        }
+        if weighs && (run.rollout.sample || !run.data.names_files()) {
             let why = "importance weights are of answers that come with the data and their log-probabilities";
             self.should("grpo.importance", &["rollout.sample", "data.path"], "\"none\"", why);
         }
     }
 
     /// What one reward needs.
-    fn reward(&mut self, name: RewardName) {
+    fn reward(&mut self, part: &WeightedReward) {
         const WITH: &[&str] = &["grpo.reward_fn"];
         let (run, reward) = (self.run, &self.run.reward);
-        let why = format!("grpo.reward_fn = \"{}\" needs it", name.word());
-        match name {
+        let why = format!("grpo.reward_fn = \"{}\" needs it", part.word());
+        match part.name {
             RewardName::Data if run.rollout.sample => {
                 let why = "sampled answers have no rewards in the data; judge them, or set rollout.sample = false";
                 self.should("grpo.reward_fn", &["rollout.sample"], "another one", why);
@@ -161,18 +171,7 @@ impl Check<'_> {
             RewardName::Command if reward.command.as_ref().is_none_or(Vec::is_empty) => {
                 self.should("reward.command", WITH, "set to a program with its arguments", why);
             }
-            RewardName::Judge if !run.endpoint.usage.reward_scoring => {
-                let why = "grpo.reward_fn names the judge, and nothing is sent to it unless this key is true";
-                self.should("endpoint.usage.reward_scoring", WITH, "true", why);
-            }
-            RewardName::Judge => {
-                if run.endpoint.api_base.is_none() {
-                    self.should("endpoint.api_base", WITH, "set to the service's address", why.clone());
-                }
-                if run.endpoint.default_model.is_none() {
-                    self.should("endpoint.default_model", WITH, "set to the model that judges", why);
-                }
-            }
+            RewardName::Judge => self.judge(part),
             _ => {}
         }
     }

@@ -67,6 +67,7 @@ const ROWS: &[Row] = &[
     ("rollout_is_threshold", &["grpo.importance_max"], ""),
     ("tis_imp_ratio_cap", &["grpo.importance_max"], ""),
     ("vllm_importance_sampling_mode", &["grpo.importance"], ""),
+    ("vllm_importance_sampling_clip_min", &["grpo.importance_min"], "for the masks"),
     ("vllm_importance_sampling_clip_max", &["grpo.importance_max"], ""),
     ("vllm_importance_sampling_cap", &["grpo.importance_max"], ""),
     ("norm_adv_by_std_in_grpo", &["grpo.scale_rewards"], "true is \"group\", false is \"none\""),

@@ -5,6 +5,11 @@ use serde::ser::SerializeSeq as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
+use super::set_name::is_set_name;
+
+/// What the name of a judge follows in `grpo.reward_fn`.
+const JUDGE: &str = "judge:";
+
 /// The rewards, in the order of [`RewardName::WORDS`].
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -49,13 +54,59 @@ impl RewardName {
     }
 }
 
+/// Whether this is the name of a reward: a known word, or a judge's name after `judge:`.
+pub(super) fn is_reward(text: &str) -> bool {
+    RewardName::WORDS.contains(&text) || text.strip_prefix(JUDGE).is_some_and(is_set_name)
+}
+
 /// One reward and its factor in the sum.
-#[expect(missing_docs, reason = "both fields say what they are")]
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(try_from = "Written", into = "Written")]
 pub struct WeightedReward {
+    /// Where its value comes from.
     pub name: RewardName,
+    /// The judge's name, for one of `[reward.judges]`.
+    pub judge: Option<String>,
+    /// Its factor in the sum.
     pub weight: f64,
+}
+
+/// A [`WeightedReward`] as a configuration spells it.
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    name: String,
+    weight: f64,
+}
+
+impl TryFrom<Written> for WeightedReward {
+    type Error = de::value::Error;
+
+    fn try_from(written: Written) -> Result<WeightedReward, Self::Error> {
+        WeightedReward::parse(&written.name, written.weight)
+    }
+}
+
+impl From<WeightedReward> for Written {
+    fn from(reward: WeightedReward) -> Written {
+        Written { name: reward.word(), weight: reward.weight }
+    }
+}
+
+impl WeightedReward {
+    fn parse<E: de::Error>(word: &str, weight: f64) -> Result<WeightedReward, E> {
+        if let Some(judge) = word.strip_prefix(JUDGE) {
+            return Ok(WeightedReward { name: RewardName::Judge, judge: Some(judge.to_owned()), weight });
+        }
+        let name = RewardName::deserialize(de::value::StrDeserializer::new(word))?;
+        Ok(WeightedReward { name, judge: None, weight })
+    }
+
+    /// The name as a configuration spells it, with that of the judge.
+    #[must_use]
+    pub fn word(&self) -> String {
+        self.judge.as_ref().map_or_else(|| self.name.word().to_owned(), |judge| format!("{JUDGE}{judge}"))
+    }
 }
 
 /// Where rewards come from: a weighted sum, most often of one addend.
@@ -66,7 +117,7 @@ impl RewardFn {
     /// One reward with the weight 1.
     #[must_use]
     pub fn only(name: RewardName) -> RewardFn {
-        RewardFn(vec![WeightedReward { name, weight: 1.0 }])
+        RewardFn(vec![WeightedReward { name, judge: None, weight: 1.0 }])
     }
 
     /// The addends of the sum.
@@ -91,8 +142,10 @@ impl RewardFn {
 /// One name where there is one addend of weight 1, else a list.
 impl Serialize for RewardFn {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        if *self == RewardFn::only(self.0[0].name) {
-            return self.0[0].name.serialize(serializer);
+        if let [only] = &self.0[..]
+            && only.weight.to_bits() == 1.0_f64.to_bits()
+        {
+            return only.word().serialize(serializer);
         }
         let mut list = serializer.serialize_seq(Some(self.0.len()))?;
         self.0.iter().try_for_each(|part| list.serialize_element(part))?;
@@ -111,8 +164,7 @@ impl<'de> Deserialize<'de> for RewardFn {
             }
 
             fn visit_str<E: de::Error>(self, word: &str) -> Result<RewardFn, E> {
-                let name = RewardName::deserialize(de::value::StrDeserializer::new(word))?;
-                Ok(RewardFn::only(name))
+                Ok(RewardFn(vec![WeightedReward::parse(word, 1.0)?]))
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<RewardFn, A::Error> {
@@ -137,5 +189,18 @@ mod tests {
             let name = RewardName::deserialize(de::value::StrDeserializer::<de::value::Error>::new(word));
             assert_eq!(name.map(RewardName::word), Ok(*word));
         }
+    }
+
+    #[test]
+    fn a_judge_with_a_name_comes_back_as_it_was_written() {
+        for text in [r#""judge:clarity""#, r#"[{"name":"judge:clarity","weight":0.5},{"name":"judge","weight":1.0}]"#] {
+            let rewards: RewardFn = serde_json::from_str(text).unwrap();
+            assert_eq!(serde_json::to_string(&rewards).unwrap(), text);
+            assert_eq!(
+                (rewards.parts()[0].name, rewards.parts()[0].word().as_str()),
+                (RewardName::Judge, "judge:clarity")
+            );
+        }
+        assert!(is_reward("judge") && is_reward("judge:a-1") && !is_reward("judge:") && !is_reward("jury:a"));
     }
 }

@@ -5,8 +5,8 @@
 
 use figment::value::{Num, Value};
 
-use super::held_out::is_set_name;
-use super::rewards::RewardName;
+use super::rewards::{RewardName, is_reward};
+use super::set_name::is_set_name;
 use crate::runtime::names::likeness;
 
 /// What a value must look like.
@@ -36,6 +36,10 @@ pub(super) enum Kind {
     Reward,
     /// A file, or a table of files by name.
     Files,
+    /// A list of tables `{ name, path, weight }`.
+    Sources,
+    /// A table of judges by name.
+    Judges,
     /// A table whose keys belong to a model, not to longstraw.
     Free,
 }
@@ -154,7 +158,8 @@ pub(super) const TABLES: &[Table] = &[
             optional("constant_divisor", Kind::Number),
             key("temperature", Kind::Number),
             key("updates_per_group", Kind::Count),
-            key("importance", Kind::Choice(&["none", "token", "sequence"])),
+            key("importance", Kind::Choice(&["none", "token", "sequence", "token_mask", "sequence_mask"])),
+            optional("importance_min", Kind::Number),
             optional("importance_max", Kind::Number),
         ],
     },
@@ -182,6 +187,7 @@ pub(super) const TABLES: &[Table] = &[
         path: "data",
         keys: &[
             optional("path", Kind::Text),
+            optional("sources", Kind::Sources),
             optional("held_out", Kind::Files),
             key("shuffle", Kind::Switch),
             key("too_long", Kind::Choice(&["refuse", "cut_middle", "cut_left"])),
@@ -230,6 +236,8 @@ pub(super) const TABLES: &[Table] = &[
             key("judge_temperature", Kind::Temperature),
             key("judge_tokens", Kind::Count),
             key("judge_parallel", Kind::Count),
+            key("judge_prompt_chars", Kind::Count),
+            optional("judges", Kind::Judges),
             key("missing_share_max", Kind::Number),
         ],
     },
@@ -285,6 +293,8 @@ pub(super) const TABLES: &[Table] = &[
             key("timeout_sec", Kind::Count),
             key("max_retries", Kind::Count),
             key("retry_backoff", Kind::Number),
+            optional("price_in", Kind::Number),
+            optional("price_out", Kind::Number),
         ],
     },
     Table { path: "endpoint.endpoints", keys: &[optional("chat", Kind::Text), key("models", Kind::Text)] },
@@ -356,8 +366,39 @@ fn is_text(value: &Value) -> bool {
 /// `{ name = "contains", weight = 0.5 }`.
 fn is_weighted_reward(value: &Value) -> bool {
     let Value::Dict(_, dict) = value else { return false };
-    let known = dict.get("name").is_some_and(|name| Kind::Choice(RewardName::WORDS).accepts(name));
+    let known = dict.get("name").and_then(Value::as_str).is_some_and(is_reward);
     dict.len() == 2 && known && dict.get("weight").is_some_and(is_number)
+}
+
+/// Whether a table has only these keys, each of its kind, and those that are needed.
+fn is_table_of(value: &Value, keys: &[(&str, Kind, Need)]) -> bool {
+    let Value::Dict(_, dict) = value else { return false };
+    let of = |name: &str| keys.iter().find(|(known, ..)| *known == name);
+    let fits = |(name, value): (&String, &Value)| of(name).is_some_and(|(_, kind, _)| kind.accepts(value));
+    let is_there = |(name, _, need): &(&str, Kind, Need)| *need != Need::Required || dict.contains_key(*name);
+    dict.iter().all(fits) && keys.iter().all(is_there)
+}
+
+/// `{ name = "codes", path = "a.jsonl", weight = 3.0 }`.
+fn is_source(value: &Value) -> bool {
+    let keys = [
+        ("name", Kind::Text, Need::Required),
+        ("path", Kind::Text, Need::Required),
+        ("weight", Kind::Number, Need::Optional),
+    ];
+    is_table_of(value, &keys)
+}
+
+/// `{ clarity = { rubric = "clarity.txt" } }`.
+fn is_judges(value: &Value) -> bool {
+    let keys = [
+        ("rubric", Kind::Text, Need::Optional),
+        ("scale", Kind::Pair, Need::Optional),
+        ("model", Kind::Text, Need::Optional),
+        ("prompt_chars", Kind::Count, Need::Optional),
+    ];
+    let Value::Dict(_, judges) = value else { return false };
+    !judges.is_empty() && judges.iter().all(|(name, judge)| is_set_name(name) && is_table_of(judge, &keys))
 }
 
 /// `"a.jsonl"`, or `{ codes = "a.jsonl", books = "b.jsonl" }`.
@@ -389,7 +430,9 @@ impl Kind {
             (Kind::Text, value) => is_text(value),
             (Kind::Files, value) => is_files(value),
             (Kind::Choice(words), Value::String(_, text)) => words.contains(&text.as_str()),
-            (Kind::Reward, Value::String(_, text)) => RewardName::WORDS.contains(&text.as_str()),
+            (Kind::Reward, Value::String(_, text)) => is_reward(text),
+            (Kind::Sources, Value::Array(_, items)) => !items.is_empty() && items.iter().all(is_source),
+            (Kind::Judges, value) => is_judges(value),
             (Kind::Reward, Value::Array(_, items)) => !items.is_empty() && items.iter().all(is_weighted_reward),
             (Kind::Texts, Value::Array(_, items)) => items.iter().all(is_text),
             (Kind::Pair, Value::Array(_, items)) => items.len() == 2 && items.iter().all(is_number),
@@ -422,6 +465,12 @@ impl Kind {
             Kind::When => "true, false or \"auto\"".to_owned(),
             Kind::Gradient => "\"exact\", \"response\" or { last = N }".to_owned(),
             Kind::Files => "a file, or a table { name = file, … } with names of letters, digits, _ and -".to_owned(),
+            Kind::Sources => "a list of { name, path, weight }".to_owned(),
+            Kind::Judges => {
+                "a table of judges { NAME = { rubric, scale, model, prompt_chars }, … }, each key optional, with names of \
+                 letters, digits, _ and -"
+                    .to_owned()
+            }
             Kind::Free => "a table".to_owned(),
         }
     }

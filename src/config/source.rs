@@ -188,7 +188,7 @@ impl Gathered {
         let dict = self.table(&source, "", dict);
         let layer = Layer { source, dict };
         for (path, key) in schema::keys() {
-            if matches!(key.kind, Kind::Free | Kind::Gradient | Kind::Files) && layer.gives(&path) {
+            if matches!(key.kind, Kind::Free | Kind::Gradient | Kind::Files | Kind::Judges) && layer.gives(&path) {
                 self.layers.iter_mut().for_each(|earlier| remove(&mut earlier.dict, &path));
             }
         }

@@ -14,7 +14,9 @@ use super::choices::{
     ActivationCkpt, Aggregation, Deviation, DeviceChoice, Dtype, EndpointStyle, Gradient, ImportanceWeights,
     KlEstimator, Loss, OptimizerName, ScaleRewards, Schedule, SentTemperature, TooLong, Weights, When,
 };
+use super::data_source::DataSource;
 use super::held_out::HeldOutFiles;
+use super::judges::Judges;
 use super::rewards::{RewardFn, RewardName, WeightedReward};
 use crate::runtime::units::{Pages, Tokens};
 
@@ -122,6 +124,9 @@ pub struct GrpoConfig {
     pub temperature: f64,
     pub updates_per_group: u64,
     pub importance: ImportanceWeights,
+    /// The least importance weight of a mask; absent: 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub importance_min: Option<f64>,
     /// The largest importance weight; checked to stand with weights and only with them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub importance_max: Option<f64>,
@@ -174,6 +179,9 @@ pub struct ModelConfig {
 pub struct DataConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
+    /// At least one; checked to stand without `path`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sources: Option<Vec<DataSource>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held_out: Option<HeldOutFiles>,
     pub shuffle: bool,
@@ -231,6 +239,11 @@ pub struct RewardConfig {
     pub judge_temperature: SentTemperature,
     pub judge_tokens: u64,
     pub judge_parallel: u64,
+    /// Characters of the prompt that the judge gets. Read it through [`super::RunConfig::judge`].
+    pub judge_prompt_chars: u64,
+    /// Judges with names. Read them through [`super::RunConfig::judge`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub judges: Option<Judges>,
     pub missing_share_max: f64,
 }
 
@@ -324,6 +337,12 @@ pub struct EndpointConfig {
     pub timeout_sec: u64,
     pub max_retries: u64,
     pub retry_backoff: f64,
+    /// Price of a million tokens of messages, in any currency; checked to stand with `price_out`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub price_in: Option<f64>,
+    /// The same of replies.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub price_out: Option<f64>,
     pub endpoints: EndpointPaths,
     pub usage: EndpointUsage,
 }

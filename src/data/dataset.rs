@@ -4,12 +4,15 @@ use std::borrow::Cow;
 use std::fmt;
 use std::path::Path;
 
+use sha2::{Digest as _, Sha256};
+
 use super::data_digest::DataDigest;
 use super::error::Error;
 use super::group::{Group, Limits};
 use super::kept::{self, TokenFile};
 use super::records;
 use super::tokenizer::Tokenizer;
+use crate::runtime::digest::hex;
 use crate::runtime::units::{Bytes, Tokens};
 
 /// How much was left out of prompts longer than the plan's.
@@ -51,6 +54,21 @@ enum Prompts {
     Memory(Vec<Vec<i64>>),
     /// In a file that all ranks of a machine read, one prompt at a time.
     File(TokenFile),
+    /// Of several data sets, one after another, each with the index of its first prompt.
+    Several(Vec<(usize, Prompts)>),
+}
+
+impl Prompts {
+    fn ids(&self, index: usize) -> Result<Cow<'_, [i64]>, Error> {
+        match self {
+            Prompts::Memory(prompts) => Ok(Cow::Borrowed(&prompts[index])),
+            Prompts::File(tokens) => tokens.prompt(index).map(Cow::Owned),
+            Prompts::Several(sets) => {
+                let (first, prompts) = &sets[sets.partition_point(|(first, _)| *first <= index) - 1];
+                prompts.ids(index - first)
+            }
+        }
+    }
 }
 
 impl Dataset {
@@ -78,6 +96,21 @@ impl Dataset {
         Dataset { groups, prompts: Prompts::Memory(prompts), digest: digest.finish() }
     }
 
+    /// Several data sets one after another. The name of each stands before the names of its records.
+    #[must_use]
+    pub fn joined(sets: Vec<(String, Dataset)>) -> Dataset {
+        let mut groups = Vec::new();
+        let mut prompts = Vec::new();
+        let mut digest = Sha256::new();
+        for (name, set) in sets {
+            digest.update(format!("{name} {}\n", set.digest));
+            prompts.push((groups.len(), set.prompts));
+            let named = |group: Group| Group { name: format!("{name}/{}", group.name), ..group };
+            groups.extend(set.groups.into_iter().map(named));
+        }
+        Dataset { groups, prompts: Prompts::Several(prompts), digest: hex(digest) }
+    }
+
     /// Opens a file of kept tokens ([`super::kept::find_or_make`]).
     ///
     /// # Errors
@@ -95,17 +128,14 @@ impl Dataset {
     /// # Panics
     /// When `index` is not below [`Dataset::len`].
     pub fn prompt_ids(&self, index: usize) -> Result<Cow<'_, [i64]>, Error> {
-        match &self.prompts {
-            Prompts::Memory(prompts) => Ok(Cow::Borrowed(&prompts[index])),
-            Prompts::File(tokens) => tokens.prompt(index).map(Cow::Owned),
-        }
+        self.prompts.ids(index)
     }
 
-    /// The file of kept tokens and its length, where the prompts are in one.
+    /// The file of kept tokens and its length, where the prompts are in one file alone.
     #[must_use]
     pub fn kept_in(&self) -> Option<(&Path, Bytes)> {
         match &self.prompts {
-            Prompts::Memory(_) => None,
+            Prompts::Memory(_) | Prompts::Several(_) => None,
             Prompts::File(tokens) => Some((tokens.path(), tokens.bytes())),
         }
     }
@@ -149,5 +179,38 @@ impl Dataset {
     #[must_use]
     pub fn prompt_len_max(&self) -> Tokens {
         self.groups.iter().map(|group| group.prompt_tokens).max().unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(prompts: &[&[i64]]) -> Dataset {
+        let group = |(index, ids): (usize, &&[i64])| {
+            let (name, prompt_tokens) = (format!("line {}", index + 1), Tokens(ids.len().try_into().unwrap()));
+            let reward_data = serde_json::Map::new();
+            (Group { name, prompt_tokens, answers: Vec::new(), reward_data, cut: None }, ids.to_vec())
+        };
+        Dataset::from_groups(prompts.iter().enumerate().map(group).collect())
+    }
+
+    #[test]
+    fn joined_sets_keep_their_prompts_and_their_names_and_have_one_digest_of_all() {
+        let sets = || vec![("a".to_owned(), set(&[&[1, 2], &[3]])), ("b".to_owned(), set(&[&[4, 5, 6]]))];
+        let joined = Dataset::joined(sets());
+        let prompts: Vec<Vec<i64>> = (0..3).map(|index| joined.prompt_ids(index).unwrap().into_owned()).collect();
+        assert_eq!(prompts, [vec![1, 2], vec![3], vec![4, 5, 6]]);
+        let names: Vec<&str> = (0..3).map(|index| joined.group(index).name.as_str()).collect();
+        assert_eq!(names, ["a/line 1", "a/line 2", "b/line 1"]);
+        assert_eq!((joined.len(), joined.prompt_len_max()), (3, Tokens(3)));
+        assert_eq!(joined.digest(), Dataset::joined(sets()).digest());
+        let (mut renamed, mut turned, mut changed) = (sets(), sets(), sets());
+        renamed[1].0 = "c".to_owned();
+        turned.reverse();
+        changed[1].1 = set(&[&[4, 5, 7]]);
+        for other in [renamed, turned, changed] {
+            assert_ne!(Dataset::joined(other).digest(), joined.digest());
+        }
     }
 }

@@ -1,10 +1,17 @@
 //! Which group comes next: a shuffled order that depends on the seed alone, so all ranks and later versions agree.
+//!
+//! Several sources share the groups out by their weights. Which source a group comes from depends on its place alone: of
+//! the sources that are below their share (drawn < place × share, with places from 1) it is the one whose next group is due
+//! first (the least (drawn + 1) / share; of equal ones the first). This is the quota method of Balinski and Young (The quota
+//! method of apportionment, 1975): at every place each source has its share of the groups, rounded down or up.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
 use super::error::Error;
 use super::random::Random;
-use crate::runtime::units::from_index;
+use crate::runtime::units::{as_index, float, from_index};
 
 /// A position in the endless order of a dataset: epoch after epoch, each with a permutation of its own.
 ///
@@ -18,6 +25,39 @@ pub struct GroupOrder {
     groups: usize,
     epoch: u64,
     offset: usize,
+    /// Sources with epochs of their own; the two fields above stay 0 then.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    sources: Vec<SourceOrder>,
+}
+
+/// A position in the endless order of one source among several.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+struct SourceOrder {
+    /// In the same unit for all sources, at least 1.
+    weight: u64,
+    groups: usize,
+    /// Groups taken so far, over all epochs.
+    drawn: u64,
+}
+
+impl SourceOrder {
+    /// Whether the source is below its share of `place` groups, which have `weights` in all.
+    fn is_below(&self, place: u64, weights: u128) -> bool {
+        u128::from(self.drawn) * weights < u128::from(place) * u128::from(self.weight)
+    }
+
+    /// Whether its next group is due before the other's.
+    fn is_before(&self, other: &SourceOrder) -> bool {
+        let due = |source: &SourceOrder, weight: u64| (u128::from(source.drawn) + 1) * u128::from(weight);
+        due(self, other.weight) < due(other, self.weight)
+    }
+
+    /// Whole passes so far, and groups taken within this one.
+    fn place(&self) -> (u64, usize) {
+        let groups = from_index(self.groups);
+        (self.drawn / groups, as_index(self.drawn % groups))
+    }
 }
 
 impl GroupOrder {
@@ -28,10 +68,29 @@ impl GroupOrder {
     #[must_use]
     pub fn new(seed: impl Into<Option<u64>>, groups: usize) -> GroupOrder {
         assert!(groups > 0, "an order needs at least one group");
-        GroupOrder { seed: seed.into(), groups, epoch: 0, offset: 0 }
+        GroupOrder { seed: seed.into(), groups, epoch: 0, offset: 0, sources: Vec::new() }
     }
 
-    /// Whole passes over the dataset so far.
+    /// The start of the order over several sources, each with its weight and its number of groups. The groups of a source
+    /// follow those of the source before in the index.
+    ///
+    /// # Panics
+    /// When there is no source, or a weight or a number of groups is 0.
+    #[must_use]
+    pub fn mixed(seed: impl Into<Option<u64>>, sources: &[(u64, usize)]) -> GroupOrder {
+        assert!(sources.iter().all(|&(weight, groups)| weight > 0 && groups > 0), "a source gives groups");
+        let groups = sources.iter().map(|(_, groups)| groups).sum();
+        let source = |&(weight, groups): &(u64, usize)| SourceOrder { weight, groups, drawn: 0 };
+        GroupOrder { sources: sources.iter().map(source).collect(), ..GroupOrder::new(seed, groups) }
+    }
+
+    /// Passes over each source so far, parts of one included; empty where there is one file.
+    #[must_use]
+    pub fn passes(&self) -> Vec<f64> {
+        self.sources.iter().map(|source| float(source.drawn) / float(from_index(source.groups))).collect()
+    }
+
+    /// Whole passes over the only file so far.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch
@@ -46,7 +105,8 @@ impl GroupOrder {
     /// Groups taken so far, over all epochs.
     #[must_use]
     pub fn taken(&self) -> u64 {
-        self.epoch * from_index(self.groups) + from_index(self.offset)
+        let drawn: u64 = self.sources.iter().map(|source| source.drawn).sum();
+        self.epoch * from_index(self.groups) + from_index(self.offset) + drawn
     }
 
     /// Takes the next dataset index.
@@ -56,9 +116,12 @@ impl GroupOrder {
 
     /// Takes the next `count` dataset indices, across the end of an epoch if needed.
     pub fn take(&mut self, count: usize) -> Vec<usize> {
+        if !self.sources.is_empty() {
+            return self.take_mixed(count);
+        }
         let mut taken = Vec::with_capacity(count);
         while taken.len() < count {
-            let order = self.order();
+            let order = order(self.seed, self.epoch, self.groups);
             let end = self.groups.min(self.offset + (count - taken.len()));
             taken.extend_from_slice(&order[self.offset..end]);
             self.offset = end;
@@ -81,13 +144,46 @@ impl GroupOrder {
         Err(Error::OtherDataset { saved: self.groups, found: groups })
     }
 
-    fn order(&self) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.groups).collect();
-        if let Some(seed) = self.seed {
-            Random::new(seed, self.epoch).shuffle(&mut order);
+    fn take_mixed(&mut self, count: usize) -> Vec<usize> {
+        let mut orders: BTreeMap<(usize, u64), Vec<usize>> = BTreeMap::new();
+        let mut taken = Vec::with_capacity(count);
+        for _ in 0..count {
+            let at = self.next_source();
+            let source = &mut self.sources[at];
+            let (epoch, offset) = source.place();
+            let groups = source.groups;
+            source.drawn += 1;
+            let seed = self.seed.map(|seed| seed_of(seed, at));
+            let within = orders.entry((at, epoch)).or_insert_with(|| order(seed, epoch, groups))[offset];
+            let first: usize = self.sources[..at].iter().map(|source| source.groups).sum();
+            taken.push(first + within);
         }
-        order
+        taken
     }
+
+    /// The source of the next group.
+    fn next_source(&self) -> usize {
+        let place = self.taken() + 1;
+        let weights = self.sources.iter().map(|source| u128::from(source.weight)).sum();
+        let below = (0..self.sources.len()).filter(|&at| self.sources[at].is_below(place, weights));
+        let first =
+            below.reduce(|one, other| if self.sources[other].is_before(&self.sources[one]) { other } else { one });
+        first.expect("shares sum to 1, so at every place a source is below its own")
+    }
+}
+
+/// A permutation of `groups` groups for an epoch; without a seed their order in the file.
+fn order(seed: Option<u64>, epoch: u64, groups: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..groups).collect();
+    if let Some(seed) = seed {
+        Random::new(seed, epoch).shuffle(&mut order);
+    }
+    order
+}
+
+/// The seed of a source by its place in the list, so that sources of one length have permutations of their own.
+fn seed_of(seed: u64, source: usize) -> u64 {
+    if source == 0 { seed } else { Random::new(seed, u64::MAX - from_index(source)).next() }
 }
 
 #[cfg(test)]
@@ -127,6 +223,86 @@ mod tests {
         let mut restored: GroupOrder = serde_json::from_str(&serde_json::to_string(&cursor).unwrap()).unwrap();
         restored.check(9).unwrap();
         assert_eq!(restored.take(20), cursor.take(20));
+    }
+
+    /// How many of `taken` lie in each source.
+    fn counts(taken: &[usize], sources: &[(u64, usize)]) -> Vec<usize> {
+        let mut first = 0;
+        let of = |&(_, groups): &(u64, usize)| {
+            let range = first..first + groups;
+            first += groups;
+            taken.iter().filter(|index| range.contains(index)).count()
+        };
+        sources.iter().map(of).collect()
+    }
+
+    #[test]
+    fn at_every_place_each_source_has_its_share_to_less_than_one_group() {
+        let mixes: [&[(u64, usize)]; 4] = [
+            &[(3, 5), (1, 2)],
+            &[(700_000, 3), (200_000, 11), (100_000, 1)],
+            &[(1, 4), (1, 4), (1, 4)],
+            &[(999_999, 2), (1, 2), (1_000_000, 3), (5, 1), (31, 7)],
+        ];
+        for mix in mixes {
+            let taken = GroupOrder::mixed(7, mix).take(2000);
+            let weights: u64 = mix.iter().map(|(weight, _)| weight).sum();
+            for n in 0..=2000 {
+                for (count, (weight, _)) in counts(&taken[..n], mix).into_iter().zip(mix) {
+                    let (low, rest) = (from_index(n) * weight / weights, from_index(n) * weight % weights);
+                    let high = low + u64::from(rest > 0);
+                    assert!((low..=high).contains(&from_index(count)), "{count} of {n} in {mix:?}");
+                }
+            }
+        }
+        let taken = GroupOrder::mixed(7, &[(3, 5), (1, 2)]).take(400);
+        assert_eq!(counts(&taken, &[(3, 5), (1, 2)]), [300, 100]);
+    }
+
+    #[test]
+    fn every_prompt_of_a_source_comes_once_before_any_comes_again() {
+        let mix = [(3, 5), (1, 5), (2, 3)];
+        let mut cursor = GroupOrder::mixed(11, &mix);
+        let taken = cursor.take(600);
+        let mut orders = Vec::new();
+        for (range, drawn) in [(0..5, 300), (5..10, 100), (10..13, 200)] {
+            let own: Vec<usize> = taken.iter().copied().filter(|index| range.contains(index)).collect();
+            assert_eq!(own.len(), drawn);
+            for epoch in own.chunks_exact(range.len()) {
+                let mut sorted = epoch.to_vec();
+                sorted.sort_unstable();
+                assert_eq!(sorted, range.clone().collect::<Vec<_>>());
+            }
+            orders.push(own.iter().map(|index| index - range.start).take(50).collect::<Vec<_>>());
+        }
+        assert_ne!(orders[0], orders[1], "two sources of one length have orders of their own");
+        assert_eq!(cursor.passes(), [60.0, 20.0, 200.0 / 3.0]);
+        let in_order = GroupOrder::mixed(None, &[(1, 2), (1, 3)]).take(8);
+        assert_eq!(in_order, [0, 2, 1, 3, 0, 4, 1, 2]);
+    }
+
+    #[test]
+    fn a_mix_is_a_function_of_seed_and_place_and_goes_on_from_any_of_them() {
+        let mix = [(5, 7), (2, 3), (1, 4)];
+        let whole = GroupOrder::mixed(3, &mix).take(60);
+        for place in 0..60 {
+            let mut cursor = GroupOrder::mixed(3, &mix);
+            for _ in 0..place {
+                cursor.next_index();
+            }
+            let mut restored: GroupOrder = serde_json::from_str(&serde_json::to_string(&cursor).unwrap()).unwrap();
+            assert_eq!(restored.taken(), from_index(place));
+            assert_eq!(restored.take(60 - place), whole[place..], "from {place}");
+        }
+        assert_ne!(GroupOrder::mixed(4, &mix).take(60), whole);
+        // One source alone is one file.
+        assert_eq!(GroupOrder::mixed(3, &[(9, 7)]).take(30), GroupOrder::new(3, 7).take(30));
+    }
+
+    #[test]
+    fn the_cursor_of_one_file_is_written_as_it_always_was() {
+        let text = serde_json::to_string(&GroupOrder::new(3, 5)).unwrap();
+        assert_eq!(text, r#"{"seed":3,"groups":5,"epoch":0,"offset":0}"#);
     }
 
     #[test]

@@ -10,6 +10,7 @@ pub mod json;
 pub mod ping;
 mod redact;
 mod retry;
+mod spent;
 
 use std::time::{Duration, Instant};
 
@@ -20,11 +21,13 @@ use ureq::{Agent, Body, Proxy};
 
 use error::error_type;
 pub use error::{Error, Fault};
+pub use spent::{Spent, cost_of};
 
 use crate::config::{EndpointStyle, Environment, ProxyAddress, RunConfig};
 use crate::runtime::failure::Failure;
 use redact::Redactor;
 use retry::{Deadline, RetryPolicy, retry_after};
+use spent::Meter;
 
 const ANSWER_BYTES_MAX: u64 = 8 << 20;
 /// Maximum number of pages of the list of models.
@@ -96,6 +99,7 @@ pub struct Endpoint {
     /// The variable that the key was read from, for messages.
     variable: String,
     redactor: Redactor,
+    meter: Meter,
 }
 
 /// A request for the list of models, or with a message.
@@ -168,6 +172,7 @@ impl Endpoint {
             proxy: on_the_way,
             variable: table.api_key_env.clone(),
             redactor: Redactor::new(&key),
+            meter: Meter::default(),
         })
     }
 
@@ -197,6 +202,12 @@ impl Endpoint {
     #[must_use]
     pub fn plain(&self, text: &str) -> String {
         self.redactor.plain(text)
+    }
+
+    /// What was sent since the last time that this was asked, without its cost.
+    #[must_use]
+    pub fn take_spent(&self) -> Spent {
+        self.meter.take()
     }
 
     /// Names of the models that the service lists.
@@ -237,6 +248,7 @@ impl Endpoint {
             error.with_model(message.model)
         })?;
         let reply: &mut Reply = &mut answered.value;
+        self.meter.reply(reply.input_tokens, reply.output_tokens);
         reply.stop_reason = reply.stop_reason.take().map(|reason| self.redactor.plain(&reason));
         Ok(answered)
     }
@@ -254,6 +266,7 @@ impl Endpoint {
         let mut attempts = 0;
         loop {
             attempts += 1;
+            self.meter.request();
             let value = self.attempt(&address, request.body);
             let value = value.and_then(|(value, said)| read(value).ok_or(Fault::OtherJson { wanted, said }));
             let fault = match value {

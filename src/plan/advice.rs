@@ -19,7 +19,7 @@ pub struct Advice {
     pub splits: Option<Splits>,
     /// Real lengths of the data, by key, where they were read.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub lengths: Vec<(&'static str, Lengths)>,
+    pub lengths: Vec<(String, Lengths)>,
     /// Hours, requests, tokens and disk.
     pub forecast: Forecast,
 }

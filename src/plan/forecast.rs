@@ -3,9 +3,10 @@
 use serde::Serialize;
 
 use super::budget::Plan;
+use super::judged::{self, Judged};
 use super::predict::{Pace, predict};
 use super::sizes::{adapter_elements, element_bytes};
-use crate::config::{Gradient, RewardName, RunConfig};
+use crate::config::{Gradient, RunConfig};
 use crate::model::shape::Shape;
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{Bytes, Tokens, float, from_index};
@@ -47,6 +48,13 @@ pub struct Forecast {
     pub judge_requests: u64,
     /// The same for held-out answers, where their prompts are counted.
     pub held_out_requests: u64,
+    /// Tokens of all these requests, about; 0 without a judge.
+    pub judge_tokens_in: u64,
+    /// Tokens of the replies, at most.
+    pub judge_tokens_out: u64,
+    /// Cost of both, at most; absent without prices or a judge.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub judge_cost: Option<f64>,
     /// Tokens drawn, at most.
     pub tokens_drawn: u64,
     /// Bytes in the run directory at its end, and once more a checkpoint while it is written.
@@ -98,7 +106,8 @@ impl Forecast {
         let held_out_answers =
             held_out_prompts.unwrap_or(0).saturating_mul(evaluations).saturating_mul(evaluated_answers);
         let samples = config.rollout.sample;
-        let judges = from_index(config.grpo.rewards().iter().filter(|part| part.name == RewardName::Judge).count());
+        let judges = from_index(config.named_judges().len());
+        let judged = Judged::of(config, drawn.saturating_add(if samples { held_out_answers } else { 0 }));
         let tokens_drawn =
             if samples { drawn.saturating_add(held_out_answers).saturating_mul(config.sampled_len().0) } else { 0 };
         let lines = if samples { drawn.saturating_mul(LINE_BYTES) } else { 0 };
@@ -120,6 +129,9 @@ impl Forecast {
             hours,
             judge_requests: judges.saturating_mul(drawn),
             held_out_requests: if samples { judges.saturating_mul(held_out_answers) } else { 0 },
+            judge_tokens_in: judged.tokens_in,
+            judge_tokens_out: judged.tokens_out,
+            judge_cost: judged.cost.filter(|_| judges > 0),
             tokens_drawn,
             disk_bytes: Bytes(
                 kept.saturating_add(1)
@@ -173,6 +185,7 @@ impl Forecast {
                 "judge requests of the run: {} for training{held_out}; what fails and is sent again comes on top",
                 self.judge_requests
             ));
+            lines.push(judged::text(self.judge_tokens_in, self.judge_tokens_out, self.judge_cost));
         }
         lines.push(format!(
             "disk at the end of the run: {}: {} of {} and one that is being written, the adapter, about {} of logs",

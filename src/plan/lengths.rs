@@ -37,6 +37,9 @@ pub struct Lengths {
     /// Prompts in the order of the file.
     #[serde(skip)]
     prompts: Vec<Tokens>,
+    /// Weight and prompts of each file of a mix; empty for one file.
+    #[serde(skip)]
+    sources: Vec<(u64, usize)>,
 }
 
 impl Lengths {
@@ -79,7 +82,37 @@ impl Lengths {
             named,
             cuts: config.data.too_long != TooLong::Refuse,
             prompts,
+            sources: Vec::new(),
         })
+    }
+
+    /// Of several files, each with its weight and its lengths; the mean is that of the groups of a run.
+    #[must_use]
+    pub fn joined(sets: &[(u64, &Lengths)]) -> Lengths {
+        let weights: u64 = sets.iter().map(|(weight, _)| weight).sum();
+        let share = |weight: u64| float(weight) / float(weights.max(1));
+        let mut named: Vec<String> = sets.iter().flat_map(|(_, set)| set.named.clone()).collect();
+        named.truncate(NAMED_MAX);
+        Lengths {
+            records: sets.iter().map(|(_, set)| set.records).sum(),
+            longest: sets.iter().map(|(_, set)| set.longest).max().unwrap_or_default(),
+            mean: sets.iter().map(|(weight, set)| share(*weight) * set.mean).sum(),
+            too_long: sets.iter().map(|(_, set)| set.too_long).sum(),
+            named,
+            cuts: sets.iter().any(|(_, set)| set.cuts),
+            prompts: sets.iter().flat_map(|(_, set)| set.prompts.iter().copied()).collect(),
+            sources: sets.iter().map(|(weight, set)| (*weight, set.records)).collect(),
+        }
+    }
+
+    /// The order of the groups of a run.
+    fn order(&self, config: &RunConfig) -> GroupOrder {
+        let seed = config.data.shuffle.then_some(config.run.seed);
+        if self.sources.is_empty() {
+            GroupOrder::new(seed, self.prompts.len())
+        } else {
+            GroupOrder::mixed(seed, &self.sources)
+        }
     }
 
     /// Mean seconds of the first updates of a run, whose turns wait for their longest prompt.
@@ -95,7 +128,7 @@ impl Lengths {
         });
         let timed: Vec<f64> = timed.collect::<Option<_>>()?;
         let seconds = |tokens: Tokens| between(&knots, &timed, tokens);
-        let mut order = GroupOrder::new(config.data.shuffle.then_some(config.run.seed), self.prompts.len());
+        let mut order = self.order(config);
         let side_by_side = as_index(config.dp_size(plan.ranks)).max(1);
         let groups = as_index(config.groups_per_update(plan.ranks)).max(1);
         let updates = config.run.steps.clamp(1, UPDATES_MAX);

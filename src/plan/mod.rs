@@ -32,6 +32,7 @@ mod delta;
 mod drawing;
 mod error;
 mod forecast;
+mod judged;
 pub mod ladder;
 mod lengths;
 pub mod measured;

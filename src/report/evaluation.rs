@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::averages::mean;
+use crate::endpoint::Spent;
 use crate::runtime::units::{float, from_index};
 
 /// What a set of held-out prompts has shown.
@@ -92,6 +93,9 @@ pub struct Evaluation {
     pub seconds: f64,
     /// What each set has shown, by its name.
     pub sets: BTreeMap<String, HeldOut>,
+    /// What was sent to the judges for it; absent where nothing was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub judge: Option<Spent>,
 }
 
 impl Evaluation {
@@ -194,7 +198,7 @@ mod tests {
 
     fn evaluation(step: u64, greedy: f64) -> Evaluation {
         let sets = [("codes".to_owned(), HeldOut { greedy: Some(greedy), prompts: 2, ..HeldOut::default() })].into();
-        Evaluation { step, seconds: 0.5, sets }
+        Evaluation { step, seconds: 0.5, sets, judge: None }
     }
 
     #[test]

@@ -18,6 +18,7 @@ mod receipt;
 mod reporter;
 mod results;
 mod run_lock;
+mod sources;
 mod step;
 mod summary;
 mod trace;
@@ -33,6 +34,7 @@ pub use receipt::{AdapterForm, AlarmSpan, Check, KindBytes, PhaseMemory, Receipt
 pub use reporter::Reporter;
 pub use results::{EvalSummary, Results};
 pub use run_lock::{RunLock, no_locks};
+pub use sources::{SourceStep, SourceTotal};
 pub use step::Step;
 pub use summary::checks;
 pub use trace::{Row, TraceFile};

@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::error::Error;
 use super::evaluation::{Best, HeldOut};
+use super::sources::SourceTotal;
+use crate::endpoint::Spent;
 use crate::prompt::handoff::Keeping;
 use crate::runtime::units::{Bytes, Pages, Tokens};
 
@@ -248,6 +250,12 @@ pub struct Receipt {
     /// The same by the name of the set, where the sets have names.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub held_out_sets: BTreeMap<String, [Option<HeldOut>; 2]>,
+    /// What each source of the data has given, by its name; absent where there is one file.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub sources: BTreeMap<String, SourceTotal>,
+    /// What was sent to the judges, those of earlier starts included; absent where nothing was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub judge: Option<Spent>,
     /// The best checkpoint that is kept; absent without `checkpoint.keep_best`, or before its first evaluation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<Best>,

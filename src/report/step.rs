@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::averages::{deviation, ends, mean};
 use super::receipt::Seconds;
+use super::sources::SourceStep;
+use crate::endpoint::Spent;
 use crate::runtime::units::{float, from_index};
 use crate::step::objective;
 
@@ -52,7 +54,8 @@ pub struct Step {
     pub kl: Option<f64>,
     /// Mean importance weight of the trained tokens; absent without weights.
     pub importance_mean: Option<f64>,
-    /// Share of the trained tokens whose importance weight is the largest that is allowed; absent without weights.
+    /// Share of the trained tokens whose importance weight is the largest that is allowed, or 0 by a mask; absent without
+    /// weights.
     pub importance_capped_share: Option<f64>,
     /// What advantages were divided by over the whole batch; absent where they are not scaled by the batch.
     pub advantage_scale: Option<f64>,
@@ -68,6 +71,12 @@ pub struct Step {
     /// Alarms that this update has raised (`[alarm]`), each with the number that did, if that is finite.
     pub alarms: BTreeMap<String, Option<f64>>,
     pub learning_rate: f64,
+    /// What each source of the data has given (`data.sources`); absent where there is one file.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub sources: BTreeMap<String, SourceStep>,
+    /// What was sent to the judges since the update before; absent where nothing was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub judge: Option<Spent>,
     /// Prompts of this update, over all ranks.
     pub prompts: Vec<String>,
     /// Sum of the prompts' lengths in tokens.
@@ -118,6 +127,31 @@ impl Step {
         }
     }
 
+    /// The numbers of a source, from the rewards of each of its groups, the lengths of their prompts and answers, and the answers
+    /// that were cut off, where the policy gave them.
+    #[must_use]
+    pub fn of_source(
+        rewards: &[Vec<Option<f64>>],
+        prompt_tokens: &[u64],
+        answer_tokens: &[u64],
+        truncated: Option<u64>,
+    ) -> SourceStep {
+        let step = Step::default().with_rewards(rewards).with_lengths(prompt_tokens, answer_tokens);
+        let answers = float(from_index(answer_tokens.len().max(1)));
+        SourceStep {
+            groups: from_index(rewards.len()),
+            epoch: 0.0,
+            reward_mean: step.reward_mean,
+            reward_std: step.reward_std,
+            group_std: step.group_std,
+            frac_groups_zero_std: step.frac_groups_zero_std,
+            reward_missing: step.reward_missing,
+            prompt_tokens: step.prompt_tokens,
+            answer_tokens: step.answer_tokens,
+            truncated_share: truncated.map(|truncated| float(truncated) / answers),
+        }
+    }
+
     /// Every number with its tag in event files; an absent number has no entry.
     #[must_use]
     pub fn numbers(&self) -> Vec<(String, f64)> {
@@ -145,6 +179,14 @@ impl Step {
         }
         for (part, &mean) in &self.reward_parts {
             put(&format!("reward/parts/{part}"), Some(mean));
+        }
+        for (source, step) in &self.sources {
+            for (number, value) in step.numbers() {
+                put(&format!("source/{source}/{number}"), value);
+            }
+        }
+        for (number, value) in self.judge.iter().flat_map(Spent::numbers) {
+            put(&format!("judge/{number}"), value);
         }
         for (alarm, &value) in &self.alarms {
             put(&format!("alarm/{alarm}"), value);
@@ -212,6 +254,8 @@ mod tests {
         let step = Step {
             kl: Some(0.25),
             reward_parts: [("exact_match".to_owned(), 0.5)].into(),
+            sources: ["codes", "books"].map(|name| (name.to_owned(), SourceStep::default())).into(),
+            judge: Some(Spent { requests: 3, cost: Some(0.5), ..Spent::default() }),
             memory: [("capture".to_owned(), [7, 9])].into(),
             ..Step::default()
         };
@@ -219,6 +263,10 @@ mod tests {
         let of =
             |tag: &str| numbers.iter().filter(|(known, _)| known == tag).map(|(_, value)| *value).collect::<Vec<_>>();
         assert_eq!((of("kl"), of("reward/parts/exact_match")), (vec![0.25], vec![0.5]));
+        assert_eq!(
+            (of("source/codes/epoch"), of("judge/requests"), of("judge/cost")),
+            (vec![0.0], vec![3.0], vec![0.5])
+        );
         assert_eq!((of("memory/capture/host"), of("time/rollout"), of("entropy")), (vec![9.0], vec![0.0], vec![]));
         let mut tags: Vec<&String> = numbers.iter().map(|(tag, _)| tag).collect();
         tags.sort();

@@ -90,6 +90,9 @@ pub(super) fn table(receipt: &Receipt, folder: &Path) -> String {
     rows.extend(held_out_rows("held-out", &receipt.held_out));
     rows.extend(receipt.held_out_sets.iter().flat_map(|(set, ends)| held_out_rows(&format!("held-out {set}"), ends)));
     let mut row = |name: &str, value: String| rows.push((name.into(), value));
+    for (source, total) in &receipt.sources {
+        row(&format!("source {source}"), total.text());
+    }
     if let Some(Best { metric, value, checkpoint, .. }) = &receipt.best {
         row("best checkpoint", format!("{checkpoint} ({metric} {value:.4})"));
     }

@@ -26,13 +26,17 @@ pub struct Candidate<'a> {
     pub reward_data: &'a Map<String, Value>,
     /// The data set's own reward.
     pub given: Option<f64>,
+    /// The prompt as the tokenizer writes it; empty unless [`super::Scorer::reads_prompts`].
+    pub prompt_text: &'a str,
 }
 
 /// One addend of a reward.
-#[expect(missing_docs, reason = "a reward's name is its name")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
+    /// Where its value comes from.
     pub name: RewardName,
+    /// The name as the configuration spells it, with that of the judge.
+    pub word: String,
     /// Its factor in the sum.
     pub weight: f64,
     /// The value before the weight; none where it is missing.

@@ -46,6 +46,12 @@ pub enum Error {
         .reward.word()
     )]
     Expected { record: String, reward: RewardName, found: &'static str },
+    /// A record's passages are none.
+    #[error(
+        "record {record}: its reward_data.evidence is {found}, and the judge gets what lies around it (prompt_chars): give a list \
+         of texts of the prompt, or of [start, end] in its characters"
+    )]
+    Evidence { record: String, found: String },
     /// There is no pattern for a record.
     #[error(
         "record {record}: has no reward_data.pattern, and reward.pattern is not set: the reward regex needs one of them"
@@ -65,7 +71,9 @@ impl Classified for Error {
                 Exit::Config
             }
             Error::Temperature { error, .. } => error.exit(),
-            Error::Expected { .. } | Error::NoPattern { .. } | Error::RecordPattern { .. } => Exit::Data,
+            Error::Expected { .. } | Error::Evidence { .. } | Error::NoPattern { .. } | Error::RecordPattern { .. } => {
+                Exit::Data
+            }
         }
     }
 }

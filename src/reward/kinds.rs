@@ -11,7 +11,7 @@ use super::error::{Error, Missing};
 use super::judge::Judge;
 use super::program::Program;
 use super::text;
-use crate::config::{Environment, RewardName, RunConfig};
+use crate::config::{Environment, RewardName, RunConfig, WeightedReward};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::Tokens;
 
@@ -42,9 +42,13 @@ pub(super) enum Rule {
 impl Reward {
     /// # Errors
     /// Where the configuration's pattern, rubric or program is wrong, or the endpoint cannot be opened.
-    pub(super) fn open(name: RewardName, config: &RunConfig, environment: &Environment) -> Result<Reward, Failure> {
+    pub(super) fn open(
+        part: &WeightedReward,
+        config: &RunConfig,
+        environment: &Environment,
+    ) -> Result<Reward, Failure> {
         let settings = &config.reward;
-        Ok(Reward::Rule(match name {
+        Ok(Reward::Rule(match part.name {
             RewardName::Synthetic => Rule::Synthetic,
             RewardName::Data => Rule::Data,
             RewardName::One => Rule::One,
@@ -54,7 +58,10 @@ impl Reward {
             RewardName::JsonField => Rule::JsonField(settings.field.clone().unwrap_or_default()),
             RewardName::Length => Rule::Length(settings.length_tokens.unwrap_or_default()),
             RewardName::Command => return Ok(Reward::Command(Program::open(config)?)),
-            RewardName::Judge => return Ok(Reward::Judge(Box::new(Judge::open(config, environment)?))),
+            RewardName::Judge => {
+                let judge = Judge::open(part.judge.as_deref(), config, environment)?;
+                return Ok(Reward::Judge(Box::new(judge)));
+            }
         }))
     }
 
@@ -65,15 +72,16 @@ impl Reward {
                 text::expected(record, name, data).map(drop)
             }
             Reward::Rule(Rule::Regex(common)) => text::pattern(record, data, common.as_ref()).map(drop),
+            Reward::Judge(judge) => judge.check(record, data),
             _ => Ok(()),
         }
     }
 
-    /// Sends the judge a tiny message.
-    pub(super) fn probe(&self) -> Result<(), Failure> {
+    /// The judge, where the reward is one.
+    pub(super) fn judge(&self) -> Option<&Judge> {
         match self {
-            Reward::Judge(judge) => judge.probe(),
-            Reward::Rule(_) | Reward::Command(_) => Ok(()),
+            Reward::Judge(judge) => Some(judge),
+            Reward::Rule(_) | Reward::Command(_) => None,
         }
     }
 

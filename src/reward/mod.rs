@@ -5,6 +5,7 @@
 
 mod candidate;
 mod error;
+mod excerpt;
 mod judge;
 mod kinds;
 mod process;
@@ -12,6 +13,7 @@ mod program;
 mod text;
 mod verdict;
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde_json::{Map, Value};
@@ -20,13 +22,16 @@ pub use candidate::{Candidate, Part, Rewarded, missing_by_kind};
 pub use error::{Error, Missing, ProgramFault};
 pub use verdict::Unread;
 
-use crate::config::{Environment, RewardName, RunConfig};
+use crate::config::{EndpointConfig, Environment, RewardName, RunConfig};
+use crate::endpoint::{Spent, cost_of};
 use crate::runtime::failure::Failure;
+use judge::Judge;
 use kinds::Reward;
 
 /// One addend of the sum.
 struct Addend {
     name: RewardName,
+    word: String,
     weight: f64,
     reward: Reward,
 }
@@ -36,6 +41,8 @@ pub struct Scorer {
     addends: Vec<Addend>,
     /// Only what follows the last of these texts is scored.
     after: Option<String>,
+    /// With the prices of what judges are sent.
+    endpoint: EndpointConfig,
 }
 
 impl Scorer {
@@ -46,10 +53,14 @@ impl Scorer {
     pub fn open(config: &RunConfig, environment: &Environment) -> Result<Scorer, Failure> {
         let parts = config.grpo.rewards().iter();
         let addends = parts.map(|part| {
-            let reward = Reward::open(part.name, config, environment)?;
-            Ok(Addend { name: part.name, weight: part.weight, reward })
+            let reward = Reward::open(part, config, environment)?;
+            Ok(Addend { name: part.name, word: part.word(), weight: part.weight, reward })
         });
-        Ok(Scorer { addends: addends.collect::<Result<_, Failure>>()?, after: config.reward.after.clone() })
+        Ok(Scorer {
+            addends: addends.collect::<Result<_, Failure>>()?,
+            after: config.reward.after.clone(),
+            endpoint: config.endpoint.clone(),
+        })
     }
 
     /// Checks that every record, given by its name and its reward data, has what the rewards need.
@@ -63,13 +74,31 @@ impl Scorer {
         Ok(())
     }
 
-    /// Sends the judge, where there is one, a tiny message, so that what is wrong with the service shows before anything
-    /// long.
+    /// Sends each model that judges a tiny message, so that what is wrong with the service shows before anything long.
     ///
     /// # Errors
     /// What the request ends in.
     pub fn probe(&self) -> Result<(), Failure> {
-        self.addends.iter().try_for_each(|addend| addend.reward.probe())
+        let mut asked = BTreeSet::new();
+        self.judges().filter(|judge| asked.insert(judge.model().to_owned())).try_for_each(Judge::probe)
+    }
+
+    fn judges(&self) -> impl Iterator<Item = &Judge> {
+        self.addends.iter().filter_map(|addend| addend.reward.judge())
+    }
+
+    /// Whether a judge gets parts of the prompts.
+    #[must_use]
+    pub fn reads_prompts(&self) -> bool {
+        self.judges().any(Judge::reads_prompts)
+    }
+
+    /// What all judges were sent since the last time that this was asked.
+    #[must_use]
+    pub fn take_spent(&self) -> Spent {
+        let mut spent = Spent::default();
+        self.judges().for_each(|judge| spent.add(&judge.take_spent()));
+        Spent { cost: cost_of(&self.endpoint, spent.tokens_in, spent.tokens_out), ..spent }
     }
 
     /// The rewards of `candidates`, in their order. `alive` is called whenever a program or the service has sent something.
@@ -85,16 +114,16 @@ impl Scorer {
         let mut parts: Vec<Vec<Part>> = candidates.iter().map(|_| Vec::new()).collect();
         let after = self.after.as_deref();
         let texts: Vec<&str> = candidates.iter().map(|candidate| text::scored(candidate.text, after)).collect();
-        for Addend { name, weight, reward } in &self.addends {
+        for Addend { name, word, weight, reward } in &self.addends {
             let outcomes = reward.score(*name, candidates, &texts, alive)?;
             for ((parts, candidate), outcome) in parts.iter_mut().zip(candidates).zip(outcomes) {
                 if let Err(missing) = &outcome {
                     let Candidate { prompt, answer, .. } = candidate;
-                    tracing::debug!("record {prompt}, answer {answer}: no {}: {missing}", name.word());
+                    tracing::debug!("record {prompt}, answer {answer}: no {word}: {missing}");
                 }
                 let (value, failure) =
                     outcome.map_or_else(|missing| (None, Some(missing)), |value| (Some(value), None));
-                parts.push(Part { name: *name, weight: *weight, value, failure });
+                parts.push(Part { name: *name, word: word.clone(), weight: *weight, value, failure });
             }
         }
         Ok(parts.into_iter().map(Rewarded::sum).collect())
@@ -136,7 +165,17 @@ mod tests {
         let reward_data = data.as_object().unwrap();
         let candidates = texts.iter().enumerate().map(|(answer, text)| {
             let tokens = text.len().try_into().unwrap();
-            Candidate { prompt: "one", answer, text, tokens, tokens_max: 8, truncated: tokens >= 8, reward_data, given }
+            Candidate {
+                prompt: "one",
+                answer,
+                text,
+                tokens,
+                tokens_max: 8,
+                truncated: tokens >= 8,
+                reward_data,
+                given,
+                prompt_text: "",
+            }
         });
         let scored = scorer.score(&candidates.collect::<Vec<_>>(), &mut || panic!("a rule asks nobody")).unwrap();
         assert_eq!(scorer.longest(texts.len()), Duration::ZERO);

@@ -203,8 +203,17 @@ mod tests {
         let data = json!({ "expected": "a\nb" });
         let reward_data = data.as_object().unwrap();
         let (prompt, text) = ("one", "whole");
-        let candidate =
-            Candidate { prompt, answer: 2, text, tokens: 3, tokens_max: 8, truncated: true, reward_data, given: None };
+        let candidate = Candidate {
+            prompt,
+            answer: 2,
+            text,
+            tokens: 3,
+            tokens_max: 8,
+            truncated: true,
+            reward_data,
+            given: None,
+            prompt_text: "",
+        };
         assert_eq!(
             input(&[candidate], &["c\n\"d\""]),
             "{\"prompt\":\"one\",\"answer\":2,\"text\":\"c\\n\\\"d\\\"\",\"tokens\":3,\"truncated\":true,\

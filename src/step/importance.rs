@@ -4,7 +4,10 @@
 //!   ratio      r = e^(logprob − given)                                             the loss as in `objective`
 //!   token      r = e^(logprob − scored),  weight of a token     min(e^(scored − given), most)
 //!   sequence   r = e^(logprob − scored),  weight of its tokens  min(e^(Σ (scored − given)), most)
+//!   token_mask, sequence_mask   the same before the bound, and 0 instead of a weight outside least … most
 //! ```
+//!
+//! A mask takes tokens, or whole answers, out of the clipped term and leaves them in the denominators, as TRL's does.
 //!
 //! Weights are truncated importance weights without a graph (Ionides 2008; Yao et al. 2025 for answers of another engine). The
 //! sum of a sequence is over its trained tokens, on all ranks of the prompt. A token without a log-probability takes its score,
@@ -42,8 +45,12 @@ pub fn log_weight(scored: &Tensor, given: &Tensor, trained: Option<&Tensor>) -> 
 pub fn split(rule: Importance, scored: &Tensor, given: &Tensor, log_weight: f64) -> (Tensor, Option<Tensor>) {
     match rule {
         Importance::Ratio => (given.shallow_clone(), None),
-        Importance::Token { most } => (scored.shallow_clone(), Some((scored - given).exp().clamp_max(most))),
-        Importance::Sequence { most } => (scored.shallow_clone(), Some(scored.full_like(log_weight.exp().min(most)))),
+        Importance::Token { .. } | Importance::TokenMask { .. } => {
+            (scored.shallow_clone(), Some(rule.all_bounded(&(scored - given).exp())))
+        }
+        Importance::Sequence { .. } | Importance::SequenceMask { .. } => {
+            (scored.shallow_clone(), Some(scored.full_like(rule.bounded(log_weight.exp()))))
+        }
     }
 }
 
@@ -110,5 +117,21 @@ mod tests {
         assert_eq!((old, token), (vec![-1.0, -1.0], Some(vec![2.0, (-0.5f64).exp()])));
         assert_eq!(weights(Importance::Sequence { most: 10.0 }).1, Some(vec![1.5f64.exp(); 2]));
         assert_eq!(weights(Importance::Sequence { most: 3.0 }).1, Some(vec![3.0; 2]));
+    }
+
+    #[test]
+    fn a_mask_has_the_weight_or_nothing() {
+        let (scored, given) = (Tensor::from_slice(&[-1.0f64, -1.0, -9.0]), Tensor::from_slice(&[-3.0f64, -0.5, -9.0]));
+        let weights = |rule| {
+            let (_, weights) = split(rule, &scored, &given, log_weight(&scored, &given, None));
+            Vec::<f64>::try_from(weights.unwrap()).unwrap()
+        };
+        let low = (-0.5f64).exp();
+        assert_eq!(weights(Importance::TokenMask { least: 0.0, most: 2.0 }), [0.0, low, 1.0]);
+        assert_eq!(weights(Importance::TokenMask { least: 0.7, most: 8.0 }), [2.0f64.exp(), 0.0, 1.0]);
+        assert_eq!(weights(Importance::TokenMask { least: low, most: 2.0 }), [0.0, low, 1.0]);
+        assert_eq!(weights(Importance::SequenceMask { least: 0.5, most: 4.0 }), [0.0; 3]);
+        assert_eq!(weights(Importance::SequenceMask { least: 0.5, most: 5.0 }), [1.5f64.exp(); 3]);
+        assert_eq!(weights(Importance::SequenceMask { least: 4.6, most: 5.0 }), [0.0; 3]);
     }
 }

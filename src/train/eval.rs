@@ -141,6 +141,7 @@ fn prepare(config: &mut RunConfig, options: &EvalOptions) -> Result<(), Failure>
     config.grpo.updates_per_group = 1;
     config.grpo.importance = ImportanceWeights::None;
     config.grpo.importance_max = None;
+    config.grpo.importance_min = None;
     config.memory.prompt_no_grad = true;
     config.checkpoint.keep_best = None;
     config.lora.init_from.clone_from(&options.adapters);
@@ -276,6 +277,9 @@ impl Alone<'_> {
         let sets = lines.keys().cloned().collect::<Vec<_>>().join(", ");
         world.agree(if summary.sets.is_empty() { Err(Error::Nothing { sets }.into()) } else { Ok(()) })?;
         summary.finished = Some(chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true));
+        if let Some(spent) = session.take_spent() {
+            self.reporter.line(&format!("judges: {}", spent.text()));
+        }
         world.on_root(|| Ok(self.results.iter().try_for_each(|results| results.write(&summary))?))?;
         Ok(EvalEnded::Finished { summary: Box::new(summary), out: out.to_owned() })
     }

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::answer::{Answer, AnswerReward};
 use super::outcome::Interruption;
-use super::rewards;
+use super::rewards::{self, Asked};
 use super::session::{HeldOutSet, Session};
 use super::signal::has_margin;
 use super::stop_policy::StopPolicy;
@@ -88,12 +88,12 @@ impl Evaluator<'_> {
             // Every rank of a prompt has the same margin; the first one tells it.
             let own = (world.cp.rank() == Rank(0)).then_some(Told { margin });
             let margins = world.gather(&own).into_iter().flatten();
-            let groups: Vec<&Group> = side_by_side.iter().map(|&index| set.data.group(index)).collect();
+            let groups: Vec<Asked> = side_by_side.iter().map(|&index| Asked { data: &set.data, index }).collect();
             let mut lines: Vec<EvalLine> = side_by_side
                 .iter()
                 .zip(&groups)
                 .zip(margins)
-                .map(|((&index, group), Told { margin })| line_of(set, index, group, margin))
+                .map(|((&index, group), Told { margin })| line_of(set, index, group.group(), margin))
                 .collect();
             if session.draws_held_out() {
                 // Scoring has the deadlines of a phase of its own, here as in an update.

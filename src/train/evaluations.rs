@@ -60,7 +60,8 @@ impl Trainer {
             return Ok(Outcome::Done(()));
         }
         let seconds = start.elapsed().as_secs_f64();
-        self.take(Evaluation { step, seconds, sets }, world).map(Outcome::Done)
+        let judge = self.session.take_spent();
+        self.take(Evaluation { step, seconds, sets, judge }, world).map(Outcome::Done)
     }
 
     /// Reports an evaluation, and notes the best checkpoint.
@@ -68,6 +69,7 @@ impl Trainer {
         if evaluation.step == 0 {
             self.evaluated.before.clone_from(&evaluation.sets);
         }
+        self.totals.add_spent(evaluation.judge.as_ref());
         world.on_root(|| Ok(self.reporter.evaluation(&evaluation)?))?;
         let metric = self.session.config().checkpoint.keep_best.clone();
         let before = self.evaluated.best.clone();

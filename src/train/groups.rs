@@ -9,12 +9,11 @@ use super::answer::{Answer, GroupPlace};
 use super::conventional;
 use super::metrics::UpdateMetrics;
 use super::outcome::Interruption;
-use super::rewards;
+use super::rewards::{self, Asked};
 use super::round::{FrozenGroup, Round};
 use super::round_state::gather_logprobs;
 use super::session::Session;
 use super::stop_policy::StopPolicy;
-use crate::data::Group;
 use crate::report::Reporter;
 use crate::runtime::failure::{Failure, Phase};
 use crate::step::observer::Observer;
@@ -116,11 +115,12 @@ impl Turns<'_> {
             session.data.train.group(place.index).answers.iter().map(Answer::from_data).collect()
         };
         let side_by_side = &self.round.places[turn * world.dp_size..(turn + 1) * world.dp_size];
-        let groups: Vec<&Group> = side_by_side.iter().map(|place| session.data.train.group(place.index)).collect();
+        let data = &session.data.train;
+        let groups: Vec<Asked> = side_by_side.iter().map(|place| Asked { data, index: place.index }).collect();
         let reward_groups = || rewards::reward_groups(session, world, self.stop, &groups, &answers);
         let rewarded = observer.host_phase(Phase::Reward, reward_groups)?;
         for (rewarded, group) in rewarded.iter().zip(&groups) {
-            let lines = rewards::answer_lines(session, self.step, group, rewarded);
+            let lines = rewards::answer_lines(session, self.step, group.group(), rewarded);
             self.reporter.answers(&lines).map_err(Failure::from)?;
             let advantages = session.advantages(rewarded);
             self.round.add(rewarded, &advantages, session.has_no_gradient(&advantages));

@@ -1,11 +1,13 @@
 //! What a run reads besides the model: data sets, the tokenizer, the tokens that end an answer, and what scores answers.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use tch::{Device, Kind};
 
 use super::session::HeldOutSet;
+use super::sources::{self, TrainSource};
 use super::{progress, rewards, signal};
 use crate::config::{HeldOutFiles, Loaded, RewardFn, RewardName, RunConfig};
 use crate::data::{Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, end_ids, find_or_make};
@@ -31,6 +33,8 @@ pub(super) enum Work {
 pub(super) struct Inputs {
     /// Empty where nothing is trained.
     pub(super) train: Dataset,
+    /// The files of a mix; empty where there is one file.
+    pub(super) sources: Vec<TrainSource>,
     pub(super) train_digest: String,
     pub(super) held_out: Vec<HeldOutSet>,
     /// Absent where the model's folder has none and nothing needs one.
@@ -41,8 +45,8 @@ pub(super) struct Inputs {
     pub(super) reward_fn: RewardFn,
     /// Scores answers; on rank 0 only.
     pub(super) scorer: Option<Scorer>,
-    /// Digest of the judge's rubric on rank 0, on every rank; absent without one.
-    pub(super) rubric_digest: Option<String>,
+    /// Digests of the judges' rubrics on rank 0, by the names that checkpoints use; the same on every rank.
+    pub(super) rubric_digests: BTreeMap<String, String>,
 }
 
 /// Reads the inputs on every rank and compares the data over ranks; opens the scorer on rank 0.
@@ -52,17 +56,18 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
     let files = world.agree(read_files(&config, work))?;
     let open = |path: &Path| open_set(path, &files, &limits, &loaded.rank.dir, world);
     let mut held_out = Vec::new();
-    // Without data.path a run has random tokens, and nothing is held out.
-    let sets = config.data.held_out.iter().filter(|_| work == Work::Evaluate || config.data.path.is_some());
+    // Without a file to train on a run has random tokens, and nothing is held out.
+    let sets = config.data.held_out.iter().filter(|_| work == Work::Evaluate || config.data.names_files());
     for (name, file) in sets.clone().flat_map(HeldOutFiles::sets) {
         let named = sets.clone().any(HeldOutFiles::is_named);
         let key = if named { format!("data.held_out.{name}") } else { "data.held_out".to_owned() };
         held_out.push(HeldOutSet { name: name.to_owned(), key, data: open(file)? });
     }
-    let train = match (work, &config.data.path) {
-        (Work::Evaluate, _) => Dataset::from_groups(Vec::new()),
-        (Work::Train, Some(path)) => open(path)?,
-        (Work::Train, None) => random_group(&config, spec),
+    let (train, sources) = match (work, &config.data.path) {
+        (Work::Evaluate, _) => (Dataset::from_groups(Vec::new()), Vec::new()),
+        (Work::Train, Some(path)) => (open(path)?, Vec::new()),
+        (Work::Train, None) if config.data.names_files() => sources::open(&config.data, open)?,
+        (Work::Train, None) => (random_group(&config, spec), Vec::new()),
     };
     let reward_fn = match work {
         Work::Train => world.agree(signal::choose_reward(&config, &train).map_err(Failure::from))?,
@@ -78,11 +83,12 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
         train_digest: train.digest().to_owned(),
         reward_fn,
         train,
+        sources,
         held_out,
         tokenizer: files.tokenizer,
         end_ids: files.end_ids,
         scorer: None,
-        rubric_digest: None,
+        rubric_digests: BTreeMap::new(),
     };
     world.require_equal("the data (digest)", &inputs.train_digest)?;
     let digests: Vec<String> =
@@ -95,11 +101,19 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
         rewards::open_scorer(&config, &sets, inputs.tokenizer.is_some())
     })?;
     // Its name may change between two starts, its words may not.
-    inputs.rubric_digest = world.from_root(|| {
-        let text = config.reward.rubric.as_ref().and_then(|file| fs::read(file).ok());
-        Ok(text.map(sha256_hex))
-    })?;
+    inputs.rubric_digests = world.from_root(|| Ok(rubric_digests(&config)))?;
     Ok(inputs)
+}
+
+/// Digests of the rubrics that can be read, by the names that checkpoints and messages use.
+fn rubric_digests(config: &RunConfig) -> BTreeMap<String, String> {
+    let reward = &config.reward;
+    let only = reward.rubric.iter().map(|file| ("the rubric".to_owned(), file));
+    let judges = reward.judges.iter().flatten();
+    let named =
+        judges.filter_map(|(name, judge)| Some((format!("the rubric of judge:{name}"), judge.rubric.as_ref()?)));
+    let digest = |(name, file)| Some((name, sha256_hex(fs::read(file).ok()?)));
+    only.chain(named).filter_map(digest).collect()
 }
 
 fn limits(config: &RunConfig, spec: &Spec) -> Limits {
@@ -128,7 +142,7 @@ fn read_files(config: &RunConfig, work: Work) -> Result<Files, Failure> {
     let sampled = config.rollout.sample;
     let folder = config.model_path()?;
     // Random tokens have no text, so they need no tokenizer.
-    let needs_text = config.data.path.is_some() || config.data.held_out.is_some() || sampled;
+    let needs_text = config.data.names_files() || config.data.held_out.is_some() || sampled;
     let tokenizer =
         if needs_text && folder.join("tokenizer.json").is_file() { Some(Tokenizer::open(folder)?) } else { None };
     // Answers end with one of them, and what judges a text does not see it.

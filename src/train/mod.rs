@@ -24,6 +24,7 @@ mod run;
 mod run_folder;
 mod session;
 mod signal;
+mod sources;
 mod splits;
 mod stop_files;
 mod stop_policy;

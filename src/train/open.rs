@@ -10,11 +10,11 @@ use tch::{Device, Kind};
 use super::inputs::{self, Inputs, Work};
 use super::run_folder::Begin;
 use super::session::{Model, Policy, RunPlan, Session, TrainingData};
+use super::sources;
 use super::splits;
 use super::weights;
 use crate::checkpoint;
 use crate::config::{self, Dtype, Loaded, RankConfig, RunConfig, When};
-use crate::data::GroupOrder;
 use crate::model::adapter_file::AdapterShape;
 use crate::model::experts;
 use crate::model::lora::Adapters;
@@ -258,10 +258,10 @@ fn start_adapters(
 }
 
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
-    let Inputs { train, held_out, tokenizer, end_ids, scorer, .. } = inputs;
-    let cursor = GroupOrder::new(config.data.shuffle.then_some(config.run.seed), train.len().max(1));
+    let Inputs { train, sources, held_out, tokenizer, end_ids, scorer, .. } = inputs;
+    let cursor = sources::start_of_order(config, &train, &sources);
     let reward_is_named = config.grpo.reward_fn.is_some();
-    TrainingData { train, held_out, tokenizer, end_ids, reward_is_named, scorer, cursor, round: None }
+    TrainingData { train, sources, held_out, tokenizer, end_ids, reward_is_named, scorer, cursor, round: None }
 }
 
 /// Digests of what the run reads, under the names that checkpoints and messages use.
@@ -271,9 +271,9 @@ fn input_digests(model: &Model, inputs: &Inputs, policy: &Policy, world: &World)
         ("the data", inputs.train_digest.clone()),
         ("the starting adapters", experts::adapters::digest(&policy.adapters, &world.ep)),
     ];
-    let rubric = inputs.rubric_digest.clone().map(|digest| ("the rubric", digest));
     let mut digests: BTreeMap<String, String> =
-        digests.into_iter().chain(rubric).map(|(name, digest)| (name.to_owned(), digest)).collect();
+        digests.into_iter().map(|(name, digest)| (name.to_owned(), digest)).collect();
+    digests.extend(inputs.rubric_digests.clone());
     if inputs.held_out.is_empty() {
         digests.insert("the held-out data".to_owned(), String::new());
     }

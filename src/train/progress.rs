@@ -97,7 +97,7 @@ mod tests {
 
     fn evaluation(step: u64, greedy: f64) -> Evaluation {
         let sets = [("held_out".to_owned(), HeldOut { greedy: Some(greedy), ..HeldOut::default() })].into();
-        Evaluation { step, seconds: 1.0, sets }
+        Evaluation { step, seconds: 1.0, sets, judge: None }
     }
 
     #[test]

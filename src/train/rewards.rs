@@ -33,13 +33,26 @@ impl Classified for NoTokenizer {
     }
 }
 
+/// A group of a data set.
+#[derive(Clone, Copy)]
+pub(super) struct Asked<'a> {
+    pub(super) data: &'a Dataset,
+    pub(super) index: usize,
+}
+
+impl<'a> Asked<'a> {
+    pub(super) fn group(self) -> &'a Group {
+        self.data.group(self.index)
+    }
+}
+
 /// Rewards the answers to `groups`, one group for each prompt group of ranks that has one; `own` are this prompt group's
 /// answers, none where it has no group. Every rank takes part.
 pub(super) fn reward_groups(
     session: &Session,
     world: &World,
     stop: &StopPolicy,
-    groups: &[&Group],
+    groups: &[Asked<'_>],
     own: &[Answer],
 ) -> Result<Vec<RewardedGroup>, Interruption> {
     // Every rank of a prompt has the same answers; the first one tells them.
@@ -57,7 +70,7 @@ pub(super) fn reward_groups(
 /// Rank 0's rewards of each group's answers; `None` where a stop was requested while some were left.
 fn reward_answers(
     session: &Session,
-    groups: &[&Group],
+    groups: &[Asked<'_>],
     answers: &[Vec<Answer>],
     world: &World,
 ) -> Result<Option<Vec<Vec<AnswerReward>>>, Failure> {
@@ -70,8 +83,17 @@ fn reward_answers(
     for group in answers {
         texts.push(group.iter().map(text).collect::<Result<_, _>>()?);
     }
+    let scorer = scorer.as_ref().expect("rank 0 has opened its scorer");
+    let prompt_text = |asked: &Asked<'_>| match tokenizer {
+        Some(tokenizer) if scorer.reads_prompts() => {
+            Ok(tokenizer.answer_text(&asked.data.prompt_ids(asked.index)?, &[])?)
+        }
+        _ => Ok::<_, Failure>(String::new()),
+    };
+    let prompts: Vec<String> = groups.iter().map(prompt_text).collect::<Result<_, _>>()?;
     let mut requests = Vec::new();
-    for ((group, answers), texts) in groups.iter().zip(answers).zip(&texts) {
+    for (((asked, prompt_text), answers), texts) in groups.iter().zip(&prompts).zip(answers).zip(&texts) {
+        let group = asked.group();
         requests.extend(answers.iter().zip(texts).enumerate().map(|(index, (answer, text))| Candidate {
             prompt: &group.name,
             answer: index,
@@ -81,9 +103,9 @@ fn reward_answers(
             truncated: answer.truncated,
             reward_data: &group.reward_data,
             given: answer.given,
+            prompt_text,
         }));
     }
-    let scorer = scorer.as_ref().expect("rank 0 has opened its scorer");
     let rewarded = scorer.score(&requests, &mut || world.report_alive())?;
     if stop_requested() && rewarded.iter().any(|rewarded| rewarded.failure().is_some()) {
         return Ok(None);
@@ -103,7 +125,7 @@ fn answer_reward(text: String, rewarded: &Rewarded) -> AnswerReward {
         service: name == RewardName::Judge,
         counts: name != RewardName::Data,
     });
-    let parts = rewarded.parts.iter().filter_map(|part| Some((part.name.word().to_owned(), part.value?)));
+    let parts = rewarded.parts.iter().filter_map(|part| Some((part.word.clone(), part.value?)));
     AnswerReward { text, value: rewarded.value, parts: parts.collect(), missing }
 }
 

@@ -9,10 +9,12 @@ use tch::Tensor;
 use super::answer::{Answer, RewardedGroup};
 use super::round::{FrozenGroup, Round};
 use super::signal::{self, has_margin};
+use super::sources::{self, TrainSource, file_notes};
 use crate::config::{
     Aggregation as Rule, Dtype, GrpoConfig, ImportanceWeights, Loaded, RewardName, RunConfig, ScaleRewards,
 };
 use crate::data::{Dataset, Group, GroupOrder, Tokenizer};
+use crate::endpoint::Spent;
 use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::decoder::Decoder;
 use crate::model::experts;
@@ -111,6 +113,8 @@ pub(super) struct Gathered {
 /// What the policy learns from, and where the run stands in it.
 pub(super) struct TrainingData {
     pub(super) train: Dataset,
+    /// The files of a mix; empty where there is one file.
+    pub(super) sources: Vec<TrainSource>,
     pub(super) held_out: Vec<HeldOutSet>,
     /// Absent where the model's folder has none and nothing needs one.
     pub(super) tokenizer: Option<Tokenizer>,
@@ -265,7 +269,7 @@ impl Session {
         notes.extend(self.model.weights.notes().iter().cloned());
         let adapted = self.spec().adapted(self.config().lora.targets.as_deref());
         notes.extend(adapted.ok().and_then(|adapted| adapter_file::readers_note(self.spec(), &adapted)));
-        notes.extend(file_notes("data.path", &self.data.train));
+        notes.extend(sources::notes(&self.data.train, &self.data.sources));
         notes.extend(self.held_out_notes());
         notes.extend(endless);
         notes.extend(dated);
@@ -283,6 +287,11 @@ impl Session {
             }
         }
         notes
+    }
+
+    /// What the judges were sent since the last time that this was asked; rank 0 alone knows.
+    pub(super) fn take_spent(&self) -> Option<Spent> {
+        self.data.scorer.as_ref().map(Scorer::take_spent).and_then(Spent::if_any)
     }
 
     /// Groups of an update: one turn after another, side by side on all prompt groups of ranks.
@@ -347,10 +356,13 @@ impl Session {
             Rule::Constant => Aggregation::Constant(grpo.constant_divisor.unwrap_or(1.0)),
         };
         let most = grpo.importance_max.unwrap_or(f64::INFINITY);
+        let least = grpo.importance_min.unwrap_or(0.0);
         let importance = match grpo.importance {
             ImportanceWeights::None => Importance::Ratio,
             ImportanceWeights::Token => Importance::Token { most },
             ImportanceWeights::Sequence => Importance::Sequence { most },
+            ImportanceWeights::TokenMask => Importance::TokenMask { least, most },
+            ImportanceWeights::SequenceMask => Importance::SequenceMask { least, most },
         };
         let GrpoConfig { loss, clip_low, clip_high, clip_dual, kl_coef, kl_estimator, .. } = *grpo;
         Objective { loss, clip_low, clip_high, clip_dual, kl_coef, kl_estimator, aggregation, importance }
@@ -456,12 +468,4 @@ impl Session {
             world.ledger().hold(Purpose::Adapters, MemorySpace::Device, bytes)
         });
     }
-}
-
-/// What a user should know of a data file: where its tokens are, and what was cut.
-fn file_notes(key: &str, data: &Dataset) -> Vec<String> {
-    let kept = data.kept_in().map(|(file, bytes)| {
-        format!("{key}: the ranks of a machine read the token ids from {} ({bytes})", file.display())
-    });
-    kept.into_iter().chain(data.cuts().map(|cuts| format!("{key}: {cuts}"))).collect()
 }

@@ -1,8 +1,6 @@
 //! What a run learns from: the reward where no source names one, whether there is anything to learn, and the lines that tell a
 //! user what is optimised. All of it is known once the data are read, before weights are loaded.
 
-use std::path::PathBuf;
-
 use crate::config::{
     Deviation, ImportanceWeights, KlEstimator, Loss, RewardFn, RewardName, RunConfig, ScaleRewards, WeightedReward,
 };
@@ -29,18 +27,16 @@ pub(super) enum Error {
     GroupOfOne,
     /// Rewards of the data that say nothing.
     #[error(
-        "{}: none of its {groups} records has answers with different rewards, so every advantage is 0 and nothing would be \
-         learnt: give \"reward\" in the data, or name another reward with grpo.reward_fn",
-        file.display()
+        "{files}: none of its {groups} records has answers with different rewards, so every advantage is 0 and nothing would be \
+         learnt: give \"reward\" in the data, or name another reward with grpo.reward_fn"
     )]
-    EqualRewards { file: PathBuf, groups: usize },
+    EqualRewards { files: String, groups: usize },
     /// Importance weights of nothing.
     #[error(
-        "{}: no answer brings \"logprobs\", and grpo.importance asks for weights made of them: give them in the data, or set \
-         grpo.importance = \"none\"",
-        file.display()
+        "{files}: no answer brings \"logprobs\", and grpo.importance asks for weights made of them: give them in the data, or set \
+         grpo.importance = \"none\""
     )]
-    NoLogprobs { file: PathBuf },
+    NoLogprobs { files: String },
 }
 
 /// Why the data cannot say what answers are worth.
@@ -50,8 +46,8 @@ pub(super) enum Unnamed {
     NoData,
     #[error("the policy samples its answers (rollout.sample = true), so the data set has no rewards of them")]
     Sampled,
-    #[error("answers[{answer}] of record {record} in {} has no reward", file.display())]
-    Lacks { file: PathBuf, record: String, answer: usize },
+    #[error("answers[{answer}] of record {record} in {files} has no reward")]
+    Lacks { files: String, record: String, answer: usize },
 }
 
 /// A run that came to its end without having learnt anything.
@@ -83,9 +79,9 @@ impl Classified for Error {
 pub(super) fn check_config(config: &RunConfig) -> Result<(), Error> {
     let unnamed = |why| Err(Error::Unnamed { why });
     let grpo = &config.grpo;
-    match (&grpo.reward_fn, &config.data.path) {
+    match (&grpo.reward_fn, config.data.names_files()) {
         (None, _) if config.rollout.sample => unnamed(Unnamed::Sampled),
-        (None, None) => unnamed(Unnamed::NoData),
+        (None, false) => unnamed(Unnamed::NoData),
         _ if grpo.group_size == 1 && grpo.kl_coef <= 0.0 && !grpo.has_only(RewardName::One) => Err(Error::GroupOfOne),
         _ => Ok(()),
     }
@@ -105,10 +101,10 @@ pub(super) fn choose_reward(config: &RunConfig, train: &Dataset) -> Result<Rewar
     if let Some(named) = &config.grpo.reward_fn {
         return Ok(named.clone());
     }
-    let file = config.data.path.clone().unwrap_or_default();
+    let files = config.data.train_files_text();
     for group in (0..train.len()).map(|index| train.group(index)) {
         if let Some(answer) = group.answers.iter().position(|answer| answer.reward.is_none()) {
-            return Err(Error::Unnamed { why: Unnamed::Lacks { file, record: group.name.clone(), answer } });
+            return Err(Error::Unnamed { why: Unnamed::Lacks { files, record: group.name.clone(), answer } });
         }
     }
     Ok(RewardFn::only(RewardName::Data))
@@ -118,9 +114,9 @@ pub(super) fn choose_reward(config: &RunConfig, train: &Dataset) -> Result<Rewar
 /// log-probabilities that weights are made of. `config` names its reward.
 pub(super) fn check_data(config: &RunConfig, train: &Dataset) -> Result<(), Error> {
     let grpo = &config.grpo;
-    let file = || config.data.path.clone().unwrap_or_default();
+    let files = || config.data.train_files_text();
     if grpo.importance != ImportanceWeights::None && answers_with_logprobs(train).0 == 0 {
-        return Err(Error::NoLogprobs { file: file() });
+        return Err(Error::NoLogprobs { files: files() });
     }
     let only_data = grpo.rewards().iter().all(|part| part.name == RewardName::Data);
     if !only_data || grpo.kl_coef > 0.0 {
@@ -129,14 +125,14 @@ pub(super) fn check_data(config: &RunConfig, train: &Dataset) -> Result<(), Erro
     if (0..train.len()).any(|index| has_margin(train.group(index))) {
         return Ok(());
     }
-    Err(Error::EqualRewards { file: file(), groups: train.len() })
+    Err(Error::EqualRewards { files: files(), groups: train.len() })
 }
 
 /// One line about what is optimised. `config` names its reward; `is_named`: a source named it.
 pub(super) fn objective_line(config: &RunConfig, is_named: bool) -> String {
     let grpo = &config.grpo;
     let reward = |part: &WeightedReward| {
-        let word = part.name.word();
+        let word = part.word();
         let weight = if grpo.rewards().len() > 1 { format!(" × {}", part.weight) } else { String::new() };
         match part.name {
             RewardName::Synthetic => "synthetic (0 and 1 in turn, whatever the answers say)".to_owned(),
@@ -160,14 +156,16 @@ pub(super) fn objective_line(config: &RunConfig, is_named: bool) -> String {
 
 /// A warning where the data have rewards that a validation reward, which somebody named, takes the place of.
 pub(super) fn unused_rewards_line(config: &RunConfig, train: &Dataset) -> Option<String> {
-    let path = config.data.path.as_ref().filter(|_| !config.rollout.sample)?;
+    if config.rollout.sample || !config.data.names_files() {
+        return None;
+    }
     let validation = |name| config.grpo.has_only(name);
     let word = [RewardName::Synthetic, RewardName::One].into_iter().find(|&name| validation(name))?.word();
     let has_rewards = |index| train.group(index).answers.iter().any(|answer| answer.reward.is_some());
     (0..train.len()).any(has_rewards).then(|| {
         format!(
             "warning: the rewards in {} are not used: grpo.reward_fn is {word:?}, which is for validation runs; \"data\" takes them",
-            path.display()
+            config.data.train_files_text()
         )
     })
 }
@@ -233,23 +231,26 @@ pub(super) fn old_policy_line(config: &RunConfig, train: &Dataset) -> Option<Str
             )
         });
     }
-    config.data.path.as_ref()?;
+    if !config.data.names_files() {
+        return None;
+    }
     let (with, answers) = answers_with_logprobs(train);
     let rest = if with < answers { "; the others, and tokens with null, take this policy's scores" } else { "" };
     let clip = "1 in the first update of a group, so clipping acts only with grpo.updates_per_group above 1";
     let weights = match (grpo.importance, grpo.importance_max) {
         (ImportanceWeights::None, _) if with == 0 => {
             return Some(format!(
-                "old policy: no answer of data.path brings \"logprobs\", so the ratio is to this policy's own scores, {clip}"
+                "old policy: no answer of {} brings \"logprobs\", so the ratio is to this policy's own scores, {clip}",
+                config.data.train_key()
             ));
         }
         (ImportanceWeights::None, _) => "are the old policy of the ratio".to_owned(),
         (kind, most) => {
-            let word = if kind == ImportanceWeights::Token { "token" } else { "sequence" };
-            format!(
-                "give {word} importance weights, at most {}; the ratio is to this policy's own scores",
-                most.unwrap_or(1.0)
-            )
+            let word = if kind.is_of_tokens() { "token" } else { "sequence" };
+            let (least, most) = (grpo.importance_min.unwrap_or(0.0), most.unwrap_or(1.0));
+            let bounds =
+                if kind.is_mask() { format!("0 outside {least} … {most}") } else { format!("at most {most}") };
+            format!("give {word} importance weights, {bounds}; the ratio is to this policy's own scores")
         }
     };
     Some(format!("old policy: log-probabilities of {with} of {answers} answers came with the data and {weights}{rest}"))

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use super::metrics::largest;
 use super::records::RunRecords;
 use super::round::FrozenGroup;
-use super::session::Session;
+use super::session::{Model, Session};
 use crate::config::HeldOutFiles;
+use crate::endpoint::Spent;
 use crate::plan::Place;
-use crate::report::{AlarmSpan, Best, HeldOut, Receipt, Seconds, Step};
+use crate::report::{AlarmSpan, Best, Evaluation, HeldOut, Receipt, Seconds, SourceTotal, Step};
 use crate::runtime::units::{Bytes, Pages, from_index};
 use crate::step::observer::OwnPages;
 use crate::world::World;
@@ -26,6 +27,9 @@ pub(super) struct RunTotals {
     /// Largest distance between sampling and scoring, nats; `None` where none was compared.
     sampled_gap: Option<f64>,
     alarms: BTreeMap<String, AlarmSpan>,
+    sources: BTreeMap<String, SourceTotal>,
+    /// What the judges were sent.
+    spent: Spent,
     first: Option<Step>,
     /// `None` before the second update.
     last: Option<Step>,
@@ -50,12 +54,15 @@ pub(super) struct RunEnd {
 impl RunTotals {
     /// Totals after `updates` updates of an earlier run; `steps` are the lines of its metrics.jsonl, on rank 0 only. An update
     /// whose line is lost counts as one that trained: nothing says otherwise.
-    pub(super) fn resume(updates: u64, steps: Option<Vec<Step>>) -> RunTotals {
+    pub(super) fn resume(updates: u64, steps: Option<Vec<Step>>, evaluations: &[Evaluation]) -> RunTotals {
         let Some(steps) = steps else { return RunTotals { updates, ..RunTotals::default() } };
         let lost = updates.saturating_sub(from_index(steps.len()));
         let mut totals = RunTotals { updates_with_gradient: lost, updates_trained: lost, ..RunTotals::default() };
         for step in steps {
             totals.add_step(step);
+        }
+        for evaluation in evaluations {
+            totals.add_spent(evaluation.judge.as_ref());
         }
         RunTotals { updates, ..totals }
     }
@@ -79,7 +86,21 @@ impl RunTotals {
         }
     }
 
+    /// Adds what the judges were sent for something else than an update.
+    pub(super) fn add_spent(&mut self, spent: Option<&Spent>) {
+        self.spent.add(&spent.copied().unwrap_or_default());
+    }
+
+    /// What the judges were sent; `None` where nothing was, and on ranks that do not know.
+    pub(super) fn spent(&self) -> Option<Spent> {
+        self.spent.if_any()
+    }
+
     fn add_step(&mut self, step: Step) {
+        self.add_spent(step.judge.as_ref());
+        for (name, source) in &step.sources {
+            self.sources.entry(name.clone()).or_default().add(source, step.group_update == 0);
+        }
         self.seconds.add(&step.seconds);
         self.sampled_gap = largest(self.sampled_gap, step.sampled_gap);
         self.updates = step.step;
@@ -110,8 +131,7 @@ impl RunTotals {
     /// The receipt; every rank takes part.
     pub(super) fn receipt(self, session: &Session, world: &World, end: RunEnd) -> Receipt {
         let config = session.config();
-        let decoder = &session.model.decoder;
-        let plan = &session.plan;
+        let Session { model: Model { decoder, .. }, plan, .. } = session;
         let RunEnd { mut held_out, best, stopped, by_alarm, records, pages } = end;
         let names_sets = config.data.held_out.as_ref().is_some_and(HeldOutFiles::is_named);
         let held_out_only = if names_sets { None } else { held_out.pop_first() };
@@ -178,6 +198,8 @@ impl RunTotals {
             held_out: held_out_only.map(|(_, ends)| ends).unwrap_or_default(),
             held_out_sets: held_out,
             best,
+            judge: self.spent.if_any(),
+            sources: self.sources,
             lora_b_unmoved: records.unmoved,
             adapter_digest: world.all.gather_texts(&session.policy.digest(world)),
             // The other fields are a gate's.

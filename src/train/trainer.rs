@@ -85,7 +85,7 @@ impl Trainer {
             observer: Observer::new(world.tracker(), session.model.decoder.device()),
             stop: StopPolicy::open(&session.loaded, world),
             alarms: Alarms::new(&session.config().alarm, &earlier.steps),
-            totals: RunTotals::resume(start.updates, is_root.then_some(earlier.steps)),
+            totals: RunTotals::resume(start.updates, is_root.then_some(earlier.steps), &earlier.evaluations),
             evaluated: start.evaluated.clone(),
             whole: WholeUpdate { cursor: session.data.cursor.clone(), round: Value::Null },
             session,
@@ -164,7 +164,8 @@ impl Trainer {
     fn log(&mut self, update: Update, round: Round, world: &World) -> Result<Option<String>, Failure> {
         let steps = self.session.config().run.steps;
         let updates_per_group = self.session.config().grpo.updates_per_group;
-        let step = Step { memory: self.records.update_memory(), ..update.step };
+        let judge = self.session.take_spent();
+        let step = Step { memory: self.records.update_memory(), judge, ..update.step };
         let Findings { raised, lines, stop } = self.judge(&step, &round, world)?;
         let step = Step { alarms: raised, ..step };
         self.totals.add_update(step.clone(), update.pinning_s, round.mine.last());
@@ -209,6 +210,11 @@ impl Trainer {
             Ending::Stopped | Ending::Alarmed if self.options.keeps_progress => self.save(world)?,
             Ending::NotBegun | Ending::Stopped | Ending::Alarmed => {}
             Ending::Finished => Checkpoints::export_adapters(&self.session, world)?,
+        }
+        // What an update or an evaluation was sent that did not come to its end.
+        self.totals.add_spent(self.session.take_spent().as_ref());
+        if let Some(spent) = self.totals.spent() {
+            self.reporter.line(&format!("judges: {}", spent.text()));
         }
         let stopped = !matches!(ending, Ending::Finished);
         let by_alarm = matches!(ending, Ending::Alarmed);

@@ -7,7 +7,8 @@ use super::metrics::{UpdateMetrics, report_seconds};
 use super::outcome::Interruption;
 use super::rate::learning_rate;
 use super::round::Round;
-use super::session::Session;
+use super::session::{Session, TrainingData};
+use super::sources;
 use super::stop_policy::StopPolicy;
 use crate::prompt::handoff::ReducedGrads;
 use crate::report::{Reporter, Seconds, Step};
@@ -72,7 +73,9 @@ fn describe_groups(session: &Session, round: &Round, numbers: Step) -> Step {
     let groups = || round.places.iter().map(|place| session.data.train.group(place.index));
     let prompt_tokens: Vec<u64> = groups().map(|group| group.prompt_tokens.0).collect();
     let prompts = groups().map(|group| group.name.clone()).collect();
-    round.describe(Step { prompts, ..numbers }, &prompt_tokens, session.samples())
+    let TrainingData { train, sources, cursor, .. } = &session.data;
+    let sources = sources::describe(train, sources, &cursor.passes(), round, session.samples());
+    round.describe(Step { sources, prompts, ..numbers }, &prompt_tokens, session.samples())
 }
 
 /// All ranks agree on whether enough answers have a reward; a round asks once.

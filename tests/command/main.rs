@@ -30,6 +30,7 @@ mod launch;
 mod lines;
 mod memory;
 mod merge;
+mod mix;
 mod objective;
 mod online;
 mod parity;

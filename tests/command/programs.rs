@@ -43,6 +43,7 @@ impl Scripted {
             truncated: answer == 1,
             reward_data,
             given: None,
+            prompt_text: "",
         });
         let (start, mut alive) = (Instant::now(), 0);
         let scored = scorer.score(&asked.collect::<Vec<_>>(), &mut || alive += 1).unwrap();
@@ -197,6 +198,7 @@ fn a_program_that_cannot_be_started_ends_the_run() {
         truncated: false,
         reward_data: data.as_object().unwrap(),
         given: None,
+        prompt_text: "",
     };
     let mut refused = |program: &str, words: &str| {
         scripted.config.reward.command = Some(vec![program.to_owned()]);

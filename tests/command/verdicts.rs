@@ -48,6 +48,7 @@ fn score(scorer: &Scorer, answers: usize) -> (Result<Vec<Rewarded>, Failure>, us
             truncated: false,
             reward_data,
             given: None,
+            prompt_text: "",
         })
         .collect();
     let mut alive = 0;
@@ -225,6 +226,7 @@ fn an_answer_that_waits_for_retry_after_delays_no_other() {
         truncated: false,
         reward_data,
         given: None,
+        prompt_text: "",
     };
     let scored = scorer.score(&(0..8).map(asked).collect::<Vec<_>>(), &mut || {}).unwrap();
     // If it held up the others, it would be put off until its attempts are spent.
@@ -247,6 +249,7 @@ fn equal_answers_share_one_request_and_one_score() {
         truncated,
         reward_data: if data == "rome" { rome.as_object().unwrap() } else { paris.as_object().unwrap() },
         given: None,
+        prompt_text: "",
     };
     let all = [
         asked(0, "in Rome", false, "rome"),

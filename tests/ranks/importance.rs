@@ -25,6 +25,11 @@ fn offset(answer: usize, token: usize) -> Option<f64> {
     (token % 4 != 3).then(|| steps[(3 * answer + 2 * token) % 7])
 }
 
+/// A weight, or 0 where it lies outside.
+fn within(weight: f64, least: f64, most: f64) -> f64 {
+    if weight < least || weight > most { 0.0 } else { weight }
+}
+
 /// Old log-probabilities and importance weights of one answer, from its scores, one token at a time.
 fn expected(rule: Importance, scored: &[f64], given: &[Option<f64>], mask: Option<&Vec<bool>>) -> [Vec<f64>; 2] {
     let given: Vec<f64> = given.iter().zip(scored).map(|(given, scored)| given.unwrap_or(*scored)).collect();
@@ -34,6 +39,8 @@ fn expected(rule: Importance, scored: &[f64], given: &[Option<f64>], mask: Optio
         Importance::Ratio => 1.0,
         Importance::Token { most } => (scored[token] - given[token]).exp().min(most),
         Importance::Sequence { most } => sum.exp().min(most),
+        Importance::TokenMask { least, most } => within((scored[token] - given[token]).exp(), least, most),
+        Importance::SequenceMask { least, most } => within(sum.exp(), least, most),
     };
     let weights = (0..scored.len()).map(weight).collect();
     [if rule == Importance::Ratio { given } else { scored.to_vec() }, weights]
@@ -63,7 +70,15 @@ pub(crate) fn weights(world: &mut World) {
             // The third answer came without log-probabilities.
             answer.given = (index != 2).then(|| given(index));
         }
-        for rule in [Importance::Ratio, Importance::Token { most: 1.3 }, Importance::Sequence { most: 2.0 }] {
+        let rules = [
+            Importance::Ratio,
+            Importance::Token { most: 1.3 },
+            Importance::Sequence { most: 2.0 },
+            Importance::TokenMask { least: 0.6, most: 1.3 },
+            Importance::SequenceMask { least: 0.1, most: 2.0 },
+        ];
+        // A mask changes the weights alone, so one tail is enough for it.
+        for &rule in &rules[..if tail == 1 { rules.len() } else { 3 }] {
             let objective = Objective { importance: rule, ..Objective::DEFAULT };
             let ledger = Ledger::default();
             let paged = Transaction { objective, ..transaction(world, &model, how, &ledger) };

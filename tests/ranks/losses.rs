@@ -135,9 +135,10 @@ impl Numbers {
         };
         let all = |of: Of| (0..group.answers.len()).map(|index| tokens(of, index)).collect::<Vec<_>>();
         let weigh = |numbers: Vec<f64>| match rule {
-            Importance::Ratio => vec![1.0; numbers.len()],
-            Importance::Token { most } => numbers.into_iter().map(|number| number.exp().min(most)).collect(),
-            Importance::Sequence { most } => vec![numbers[0].exp().min(most); numbers.len()],
+            Importance::Sequence { .. } | Importance::SequenceMask { .. } => {
+                vec![rule.bounded(numbers[0].exp()); numbers.len()]
+            }
+            rule => numbers.into_iter().map(|number| rule.bounded(number.exp())).collect(),
         };
         let importance = all(Of::Importance).into_iter().map(weigh).collect();
         Numbers { old: all(Of::Old), reference: all(Of::Reference), importance }

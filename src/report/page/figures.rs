@@ -96,6 +96,9 @@ fn rewards(steps: &[Step]) -> Vec<Option<Figure>> {
     let names: BTreeSet<&String> = steps.iter().flat_map(|step| step.reward_parts.keys()).collect();
     let part = |name: &String| series(name, steps, |step| step.reward_parts.get(name).copied());
     let parts: Vec<Series> = names.into_iter().map(part).collect();
+    let names: BTreeSet<&String> = steps.iter().flat_map(|step| step.sources.keys()).collect();
+    let source = |name: &String| series(name, steps, |step| step.sources.get(name)?.reward_mean);
+    let sources: Vec<Series> = names.into_iter().map(source).collect();
     let shares = [
         series("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std)),
         series("answers cut off", steps, |step| step.truncated_share),
@@ -103,6 +106,7 @@ fn rewards(steps: &[Step]) -> Vec<Option<Figure>> {
     vec![
         curve("Reward", "Mean over the update's answers; the band is one standard deviation.", "", &[reward]),
         curve("Parts of the reward", "Mean of each part.", "", &parts),
+        curve("Reward by source", "Mean over the update's answers from each file.", "", &sources),
         curve("Equal rewards and cut answers", "Share of the update's groups, or answers.", "", &shares),
     ]
 }

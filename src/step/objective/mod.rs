@@ -88,7 +88,7 @@ pub struct TokenStats {
     pub kl: f64,
     /// Sum of the importance weights; 0 without weights.
     pub importance: f64,
-    /// Tokens whose importance weight is the largest that is allowed.
+    /// Tokens whose importance weight is the largest that is allowed, or 0 by a mask.
     pub importance_capped: u64,
 }
 
@@ -142,7 +142,7 @@ pub fn tokens(tokens: &AnswerTokens, terms: &Objective) -> Added {
     let of_those = |x: &Option<Tensor>| x.as_ref().map_or(0, |x| count(&x.logical_and(&takes_part)));
     let sum = |x: &Tensor| only(x).sum(Kind::Double).double_value(&[]);
     let (kl, loss) = (sum(&kl), sum(&token) * weight);
-    let capped = importance.map(|weights| weights.ge(terms.importance.most()));
+    let capped = importance.map(|weights| terms.importance.is_changed(weights));
     let ratios = ratio.masked_select(&takes_part);
     let any = ratios.numel() > 0;
     Added {

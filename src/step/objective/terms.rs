@@ -1,5 +1,7 @@
 //! The settings of the objective.
 
+use tch::Tensor;
+
 use super::batch::Aggregation;
 use crate::config::{KlEstimator, Loss};
 
@@ -18,6 +20,20 @@ pub enum Importance {
         /// The largest weight.
         most: f64,
     },
+    /// As [`Importance::Token`], but the weight is 0 where it would lie outside the bounds: such a token is in no clipped term.
+    TokenMask {
+        /// The smallest weight.
+        least: f64,
+        /// The largest weight.
+        most: f64,
+    },
+    /// As [`Importance::Sequence`], but the weight is 0 where it would lie outside the bounds.
+    SequenceMask {
+        /// The smallest weight.
+        least: f64,
+        /// The largest weight.
+        most: f64,
+    },
 }
 
 impl Importance {
@@ -26,7 +42,42 @@ impl Importance {
     pub fn most(self) -> f64 {
         match self {
             Importance::Ratio => f64::INFINITY,
-            Importance::Token { most } | Importance::Sequence { most } => most,
+            Importance::Token { most }
+            | Importance::Sequence { most }
+            | Importance::TokenMask { most, .. }
+            | Importance::SequenceMask { most, .. } => most,
+        }
+    }
+
+    /// A weight within the bounds: truncated, or 0 where a mask leaves it out.
+    #[must_use]
+    pub fn bounded(self, weight: f64) -> f64 {
+        match self {
+            Importance::Ratio => 1.0,
+            Importance::Token { most } | Importance::Sequence { most } => weight.min(most),
+            Importance::TokenMask { least, most } | Importance::SequenceMask { least, most } => {
+                if (least..=most).contains(&weight) { weight } else { 0.0 }
+            }
+        }
+    }
+
+    /// [`Importance::bounded`] of many weights.
+    pub fn all_bounded(self, weights: &Tensor) -> Tensor {
+        match self {
+            Importance::Ratio => weights.ones_like(),
+            Importance::Token { most } | Importance::Sequence { most } => weights.clamp_max(most),
+            Importance::TokenMask { least, most } | Importance::SequenceMask { least, most } => {
+                let inside = weights.ge(least).logical_and(&weights.le(most));
+                weights.where_self(&inside, &weights.zeros_like())
+            }
+        }
+    }
+
+    /// Whether a bound has changed each of these weights, which are bounded.
+    pub fn is_changed(self, bounded: &Tensor) -> Tensor {
+        match self {
+            Importance::TokenMask { .. } | Importance::SequenceMask { .. } => bounded.eq(0.0),
+            _ => bounded.ge(self.most()),
         }
     }
 }

@@ -82,8 +82,10 @@ fn ours(answers: &[Answer], terms: &Objective) -> (f64, Vec<Tensor>) {
         let sum = |x: &Tensor| x.sum(Kind::Double).double_value(&[]);
         let importance = match terms.importance {
             Importance::Ratio => None,
-            Importance::Token { most } => Some((old - drawn).exp().clamp_max(most)),
-            Importance::Sequence { most } => Some(old.full_like(sum(&(old - drawn)).exp().min(most))),
+            rule @ (Importance::Token { .. } | Importance::TokenMask { .. }) => {
+                Some(rule.all_bounded(&(old - drawn).exp()))
+            }
+            rule => Some(old.full_like(rule.bounded(sum(&(old - drawn)).exp()))),
         };
         let means = SequenceMeans {
             log_ratio: sum(&(logprobs - old)) / float(*count),
