@@ -8,6 +8,8 @@ use crate::runtime::units::{float, from_index};
 
 /// Most columns of stacked boxes: of longer runs, means of neighbours.
 const COLUMNS_MAX: usize = 120;
+/// Largest share of the width that a bar takes.
+const BAR_SHARE_MAX: f64 = 0.08;
 /// Most boxes of a row; closer ones are joined.
 const SPANS_MAX: f64 = 150.0;
 
@@ -96,16 +98,18 @@ pub(super) fn bars(about: About, members: &[String], all: &[Bars], limit: Option
     let frame = Frame { wide: about.wide, x, y: Axis::padded(least.min(0.0), most.max(0.0), 4), rows: None };
     let mut marks = Vec::new();
     for (at, bars) in all.iter().enumerate() {
-        let share = 0.84 / float(from_index(bars.heights.len().max(1)));
+        let members_of_name = float(from_index(bars.heights.len().max(1)));
+        let share = (0.84 / members_of_name).min(BAR_SHARE_MAX * float(from_index(all.len())));
         for (member, &height) in bars.heights.iter().enumerate() {
-            let from = float(from_index(at)) + 0.08 + share * float(from_index(member));
+            let place = float(from_index(member)) - members_of_name / 2.0;
+            let from = float(from_index(at)) + 0.5 + share * place;
             let (x, right) = (frame.x(from), frame.x(from + share));
             let (top, floor) = (frame.y(height), frame.y(0.0));
             marks.push(Mark::Box {
                 class: fill(member),
                 x,
                 y: top.min(floor),
-                width: ((right - x) * 0.94).min(8.0),
+                width: (right - x) * 0.94,
                 height: (top - floor).abs(),
                 words: format!("{}, {}: {}{}", bars.name, members[member], short(height), about.unit),
             });

@@ -85,7 +85,10 @@ impl Ending {
                 Ending::plain(Tone::Note, "a folder of gates", "Gates".to_owned(), Vec::new())
             }
             None if run.signs.life == Life::Running => Ending::going_on(run),
-            None => run.failures.first().map_or_else(|| Ending::unknown(run), |first| Ending::failed(run, first)),
+            None => {
+                let own = run.failures.iter().find(|failure| !is_echo(&failure.message));
+                own.or(run.failures.first()).map_or_else(|| Ending::unknown(run), |first| Ending::failed(run, first))
+            }
         }
     }
 
@@ -100,7 +103,7 @@ impl Ending {
             let [kind, _] = advice(Exit::Alarm);
             let facts = vec![
                 ("exit", format!("{}: {kind}", Exit::Alarm.code())),
-                ("alarms of the last update", raised.join("; ")),
+                ("alarms", raised.join("; ")),
                 ("limits", limits(run)),
                 ("last update", last_update(run)),
                 ("saved", saved(run)),
@@ -149,14 +152,18 @@ impl Ending {
 
     /// A run whose logs name a failure.
     fn failed(run: &Run, first: &Logged) -> Ending {
-        let exit = run.failures.iter().find_map(|failure| failure.exit);
+        let exit = first.exit.or_else(|| run.failures.iter().find_map(|failure| failure.exit));
         let [kind, todo] =
             exit.map_or(["", "See the cause, and docs/troubleshooting.md."], |code| advice(Exit::from_code(code)));
         let mut further: Vec<&str> = Vec::new();
         for failure in &run.failures {
             let message = failure.message.as_str();
             // Ranks that fail alike say the same.
-            if !message.starts_with(&first.message) && !further.contains(&message) && further.len() < FURTHER_MAX {
+            if !message.starts_with(&first.message)
+                && !is_echo(message)
+                && !further.contains(&message)
+                && further.len() < FURTHER_MAX
+            {
                 further.push(message);
             }
         }
@@ -227,6 +234,13 @@ fn whose(run: &Run, first: &Logged) -> String {
     }
 }
 
+/// Whether a rank says no more than that another one has failed.
+fn is_echo(message: &str) -> bool {
+    let of_rank = message.strip_prefix("rank ").and_then(|rest| rest.strip_suffix(" failed"));
+    let is_of_rank = of_rank.is_some_and(|rank| rank.bytes().all(|byte| byte.is_ascii_digit()));
+    is_of_rank || message.ends_with("(another rank says so)")
+}
+
 fn after(run: &Run) -> String {
     run.steps.last().map_or("before its first update".to_owned(), |step| format!("after update {}", step.step))
 }
@@ -286,6 +300,9 @@ mod tests {
         assert!(
             fact(&failed, "what to do").contains("longstraw plan") && fact(&failed, "what to do").contains("--resume")
         );
+        let echoes = vec![logged(0, "rank 2 failed", Some(6)), logged(2, "rank 2, score: gone", Some(6))];
+        let failed = Ending::of(&Run { failures: echoes, ..run() });
+        assert_eq!((failed.cause.as_deref(), fact(&failed, "also")), (Some("rank 2, score: gone"), ""));
         let alike = vec![logged(0, "no key", None), logged(1, "no key", None)];
         let failed = Ending::of(&Run { failures: alike, ..Run::default() });
         assert!(fact(&failed, "rank").starts_with("all alike (2 logs)") && fact(&failed, "also").is_empty());

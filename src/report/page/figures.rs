@@ -24,8 +24,8 @@ pub(super) fn series(name: &str, steps: &[Step], number: impl Fn(&Step) -> Optio
 }
 
 /// As [`series`], but without a point where all numbers are zero.
-fn seldom(name: &str, steps: &[Step], number: impl Fn(&Step) -> f64) -> Series {
-    let found = series(name, steps, |step| Some(number(step)));
+fn seldom(name: &str, steps: &[Step], number: impl Fn(&Step) -> Option<f64>) -> Series {
+    let found = series(name, steps, number);
     if found.points.iter().all(|(_, value)| *value == 0.0) { Series::default() } else { found }
 }
 
@@ -126,8 +126,8 @@ fn rewards(run: &Run) -> Vec<Option<Figure>> {
     let part = |name: &String| series(name, steps, |step| step.reward_parts.get(name).copied());
     // A single part is the reward itself, or its weight away from it.
     let parts: Vec<Series> = names.iter().copied().filter(|_| names.len() > 1).map(part).collect();
-    let equal = series("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std));
-    let cut = series("answers cut off", steps, |step| step.truncated_share);
+    let equal = seldom("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std));
+    let cut = seldom("answers cut off", steps, |step| step.truncated_share);
     let flat = alarms::besides(run, &["reward_flat"], &[]);
     let equal_raised = alarms::besides(run, &["equal_rewards"], &[]);
     let cut_raised = alarms::besides(run, &["truncated"], &[]);
@@ -156,9 +156,9 @@ fn policy(run: &Run) -> Vec<Option<Figure>> {
         series("largest", steps, |step| step.ratio.map(|[_, most]| most)),
     ];
     let clipped = [
-        seldom("from below", steps, |step| step.clip_low_share),
-        seldom("from above", steps, |step| step.clip_high_share),
-        seldom("by the dual clip", steps, |step| step.clip_dual_share.unwrap_or(0.0)),
+        seldom("from below", steps, |step| Some(step.clip_low_share)),
+        seldom("from above", steps, |step| Some(step.clip_high_share)),
+        seldom("by the dual clip", steps, |step| step.clip_dual_share),
     ];
     let entropies = ["entropy_low", "entropy_high"];
     let norm = one("norm", |step| Some(step.grad_norm));
@@ -189,8 +189,8 @@ fn answers(run: &Run) -> Vec<Option<Figure>> {
     let mut length = series("mean", steps, |step| step.answer_tokens.map(|[mean, ..]| mean));
     length.band = steps.iter().filter_map(|step| step.answer_tokens).map(|[_, least, most]| [least, most]).collect();
     length.edges = Edges::Extremes;
-    let missing = seldom("answers", steps, |step| float(step.reward_missing));
-    let skipped = seldom("groups", steps, |step| float(step.groups_skipped));
+    let missing = seldom("answers", steps, |step| Some(float(step.reward_missing)));
+    let skipped = seldom("groups", steps, |step| Some(float(step.groups_skipped)));
     let length_words = "Mean; the band goes from the shortest to the longest.";
     let raised = alarms::besides(run, &["missing_rewards"], &[]);
     vec![

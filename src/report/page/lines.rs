@@ -152,12 +152,11 @@ fn notes(drawn: &[Drawn]) -> Vec<String> {
     }
     let broken: Vec<f64> = drawn.iter().flat_map(|one| one.not_finite.iter().copied()).collect();
     if let Some([first, _]) = ends(&broken) {
-        let updates = if broken.len() == 1 { "one value" } else { "values" };
-        notes.push(format!(
-            "{} {updates} not finite and not drawn, the first in update {}.",
-            broken.len(),
-            short(first)
-        ));
+        let first = short(first);
+        notes.push(match broken.len() {
+            1 => format!("One value is not finite and not drawn, in update {first}."),
+            many => format!("{many} values are not finite and not drawn, the first in update {first}."),
+        });
     }
     notes
 }
@@ -195,14 +194,14 @@ pub(super) fn lines(about: About, series: &[Series], besides: &Besides) -> Optio
     let mut words: Vec<String> = drawn.iter().filter_map(|one| one.words(about.unit)).collect();
     let mut marks: Vec<Mark> =
         drawn.iter().enumerate().flat_map(|(index, one)| one.marks(index, &frame, &about)).collect();
+    if !besides.marked.is_empty() {
+        words.push(format!("{} updates raised an alarm", besides.marked.len()));
+        marks.extend(alarm_marks(besides, series, &frame));
+    }
     for (name, value) in besides.limits.iter().filter(|(_, value)| (least..=most).contains(value)) {
         let name = format!("{name} {}{}", short(*value), about.unit);
         words.push(name.clone());
         marks.push(Mark::Limit { y: frame.y(*value), words: name });
-    }
-    if !besides.marked.is_empty() {
-        words.push(format!("{} updates raised an alarm", besides.marked.len()));
-        marks.extend(alarm_marks(besides, series, &frame));
     }
     let notes = notes(&drawn);
     let reading: Vec<&str> = std::iter::once(about.reading.as_str())
@@ -274,7 +273,7 @@ mod tests {
         let drawn = drawn(broken);
         let stretches = drawn.marks.iter().filter(|mark| matches!(mark, Mark::Line { .. })).count();
         assert_eq!(stretches, 3);
-        assert_eq!(drawn.about.reading, "2 values not finite and not drawn, the first in update 4.");
+        assert_eq!(drawn.about.reading, "2 values are not finite and not drawn, the first in update 4.");
         assert!(!format!("{:?}", drawn.marks).contains("NaN"));
     }
 

@@ -8,6 +8,8 @@ use crate::report::averages::mean;
 
 /// Colours of the page; further series begin again, with another dash.
 const COLOURS: usize = 8;
+/// Most letters of a name in a legend.
+const NAME_CHARS_MAX: usize = 60;
 
 /// What a figure is about. `reading` may be empty; `unit` follows a number, with its space.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -40,11 +42,11 @@ pub(super) struct Key {
 
 impl Key {
     pub(super) fn line((index, name): (usize, &str)) -> Key {
-        Key { name: name.to_owned(), class: stroke(index), line: true }
+        Key { name: cut(name), class: stroke(index), line: true }
     }
 
     pub(super) fn filled((index, name): (usize, &str)) -> Key {
-        Key { name: name.to_owned(), class: fill(index), line: false }
+        Key { name: cut(name), class: fill(index), line: false }
     }
 }
 
@@ -59,6 +61,14 @@ pub(super) enum Mark {
     Box { class: String, x: f64, y: f64, width: f64, height: f64, words: String },
     Limit { y: f64, words: String },
     Label { x: f64, y: f64, words: String },
+}
+
+/// A name that leaves room for others.
+fn cut(name: &str) -> String {
+    if name.chars().count() <= NAME_CHARS_MAX {
+        return name.to_owned();
+    }
+    name.chars().take(NAME_CHARS_MAX - 1).chain("…".chars()).collect()
 }
 
 /// Line style of a series.

@@ -4,9 +4,9 @@ use super::numbers::short;
 use crate::runtime::units::as_index;
 
 /// Fewer values than these have no outlier.
-const VALUES_MIN: usize = 5;
-/// On an even axis the middle four fifths of the values must reach over this share of it.
-const MIDDLE_SHARE_MIN: f64 = 0.08;
+const VALUES_MIN: usize = 8;
+/// On an even axis the middle three fifths of the values must reach over this share of it.
+const MIDDLE_SHARE_MIN: f64 = 0.1;
 /// An axis of positive values that spans more than this factor is even below its largest value over [`AROUND_MAX`].
 const SPAN_MAX: f64 = 1e6;
 /// Largest value over the one up to which an axis around zero is even: smaller ones are noise beside it.
@@ -26,16 +26,16 @@ pub(super) enum Scale {
 
 impl Scale {
     /// The scale that shows most of `values`. A logarithm is chosen where an even axis would leave the middle of them less
-    /// than a twelfth of it.
+    /// than a tenth of it.
     pub(super) fn of(values: &[f64]) -> Scale {
         let mut sorted: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
         sorted.sort_by(f64::total_cmp);
         let (Some(&least), Some(&most)) = (sorted.first(), sorted.last()) else { return Scale::Even };
-        let tenth = sorted.len().div_ceil(10);
+        let fifth = sorted.len().div_ceil(5);
         if sorted.len() < VALUES_MIN {
             return Scale::Even;
         }
-        let middle = sorted[sorted.len() - 1 - tenth] - sorted[tenth];
+        let middle = sorted[sorted.len() - 1 - fifth] - sorted[fifth];
         if middle <= 0.0 || middle >= MIDDLE_SHARE_MIN * (most - least) {
             return Scale::Even;
         }
@@ -112,7 +112,7 @@ mod tests {
         let steady: Vec<f64> = (1..=40).map(|at| f64::from(at) / 40.0).collect();
         assert_eq!(Scale::of(&steady), Scale::Even);
         assert_eq!(Scale::of(&[]), Scale::Even);
-        assert_eq!(Scale::of(&[1.0, 2.0, 1000.0]), Scale::Even, "too few to say what is usual");
+        assert_eq!(Scale::of(&[1.0, 2.0, 3.0, 4.0, 1000.0]), Scale::Even, "too few to say what is usual");
         let mut spiked = steady.clone();
         spiked[17] = 400.0;
         assert_eq!(Scale::of(&spiked), Scale::Log);

@@ -49,9 +49,9 @@ fn truncation(steps: &[Step]) -> Option<String> {
     let known: Vec<f64> = steps.iter().filter_map(|step| step.truncated_share).collect();
     let newest = &known[known.len() - known.len().div_ceil(10)..];
     let share = mean(newest).filter(|&share| share >= TRUNCATED_NOTED)?;
-    let updates = newest.len();
+    let updates = if newest.len() > 1 { format!("{} updates", newest.len()) } else { "update".to_owned() };
     Some(format!(
-        "{:.0} % of the sampled answers of the last {updates} updates were cut off at the greatest length: raise \
+        "{:.0} % of the sampled answers of the last {updates} were cut off at the greatest length: raise \
          context.answer_len, or reward answers that end",
         100.0 * share
     ))
