@@ -231,7 +231,7 @@ mod tests {
         let broken = Step { step: 3, loss: f64::NAN, ratio: Some([0.5, f64::INFINITY]), ..Step::default() };
         let read: Step = serde_json::from_str(&serde_json::to_string(&broken).unwrap()).unwrap();
         assert!(read.loss.is_nan() && read.grad_norm == 0.0 && read.step == 3);
-        assert!(read.ratio.is_some_and(|[least, most]| least == 0.5 && most.is_nan()));
+        assert!(read.ratio.is_some_and(|[least, most]| least.to_bits() == 0.5_f64.to_bits() && most.is_nan()));
     }
 
     #[test]

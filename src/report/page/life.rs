@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use crate::runtime::liveness::Heartbeat;
 
 /// A heartbeat that is not older shows that its run goes on; ranks write theirs every two seconds at least.
-const FRESH: Duration = Duration::from_secs(60);
+const FRESH: Duration = Duration::from_mins(1);
 /// Most ranks whose places are shown.
 const PLACES_MAX: usize = 16;
 
