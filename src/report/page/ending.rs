@@ -81,9 +81,7 @@ impl Ending {
     pub(super) fn of(run: &Run) -> Ending {
         match &run.receipt {
             Some(receipt) => Ending::of_receipt(run, receipt),
-            None if run.steps.is_empty() && !run.gates.is_empty() => {
-                Ending::plain(Tone::Note, "a folder of gates", "Gates".to_owned(), Vec::new())
-            }
+            None if run.steps.is_empty() && !run.gates.is_empty() => Ending::of_gates(&run.gates),
             None if run.signs.life == Life::Running => Ending::going_on(run),
             None => {
                 let own = run.failures.iter().find(|failure| !is_echo(&failure.message));
@@ -142,6 +140,13 @@ impl Ending {
         };
         let facts = vec![("cause", why.clone()), ("last update", last_update(run))];
         Ending { exit, cause: Some(why), ..Ending::plain(Tone::Bad, "ended, not passed", title, facts) }
+    }
+
+    fn of_gates(gates: &[Facts]) -> Ending {
+        let passed = gates.iter().filter(|gate| gate.passed).count();
+        let tone = if passed == gates.len() { Tone::Good } else { Tone::Bad };
+        let title = format!("{passed} of {} gates have passed", gates.len());
+        Ending::plain(tone, "a folder of gates", title, Vec::new())
     }
 
     fn going_on(run: &Run) -> Ending {
@@ -335,6 +340,9 @@ mod tests {
         assert_eq!(fact(&ending, "limits"), "alarm.kl_stop = 2.0");
         one.receipt = Some(Facts { passed: true, steps: 7, ..Facts::default() });
         assert_eq!(Ending::of(&one).tone, Tone::Good);
+        let gates = vec![Facts { passed: true, ..Facts::default() }, Facts::default()];
+        let of_gates = Ending::of(&Run { gates, ..Run::default() });
+        assert_eq!((of_gates.tone, of_gates.title.as_str()), (Tone::Bad, "1 of 2 gates have passed"));
         one.receipt = Some(Facts { gate: Some("gate5_g2".into()), ..Facts::default() });
         assert_eq!((Ending::of(&one).state, Ending::of(&one).exit), ("ended, not passed", Some(8)));
     }

@@ -35,6 +35,10 @@ impl Signs {
     pub(super) fn read(run_dir: &Path) -> Signs {
         let mut beats: Vec<(Heartbeat, Duration)> = Vec::new();
         for entry in fs::read_dir(run_dir.join("heartbeat")).into_iter().flatten().flatten() {
+            // Beside them lie the watchdog's verdict and files that are being written.
+            if entry.path().extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
             let age = entry.metadata().and_then(|about| about.modified()).ok().map(age);
             let beat = fs::read(entry.path()).ok().and_then(|text| serde_json::from_slice(&text).ok());
             beats.extend(beat.zip(age));
