@@ -46,7 +46,7 @@ pub(super) struct OfUpdate {
     pub(super) shown: Vec<Shown>,
 }
 
-/// One answer.
+/// An answer that is shown, and its place among the others.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Shown {
     /// Its place among those of the update, by reward.

@@ -7,6 +7,8 @@ use crate::runtime::units::as_index;
 const VALUES_MIN: usize = 8;
 /// On an even axis the middle three fifths of the values must reach over this share of it.
 const MIDDLE_SHARE_MIN: f64 = 0.1;
+/// The largest value over the median one, zeros aside, below which a logarithm would gain little.
+const OUTLIER_MIN: f64 = 20.0;
 /// An axis of positive values that spans more than this factor is even below its largest value over [`AROUND_MAX`].
 const SPAN_MAX: f64 = 1e6;
 /// Largest value over the one up to which an axis around zero is even: smaller ones are noise beside it.
@@ -39,12 +41,16 @@ impl Scale {
         if middle <= 0.0 || middle >= MIDDLE_SHARE_MIN * (most - least) {
             return Scale::Even;
         }
+        let mut sizes: Vec<f64> = sorted.iter().map(|value| value.abs()).filter(|&size| size > 0.0).collect();
+        sizes.sort_by(f64::total_cmp);
+        let (median, largest) = (sizes[sizes.len() / 2], sizes[sizes.len() - 1]);
+        if largest < OUTLIER_MIN * median {
+            return Scale::Even;
+        }
         if least > 0.0 && most / least <= SPAN_MAX {
             return Scale::Log;
         }
-        let mut sizes: Vec<f64> = sorted.iter().map(|value| value.abs()).filter(|&size| size > 0.0).collect();
-        sizes.sort_by(f64::total_cmp);
-        let usual = sizes[sizes.len() / 2].max(sizes[sizes.len() - 1] / AROUND_MAX);
+        let usual = median.max(largest / AROUND_MAX);
         Scale::LogAround { even_to: 10_f64.powf(usual.log10().floor()) }
     }
 
@@ -113,6 +119,10 @@ mod tests {
         assert_eq!(Scale::of(&steady), Scale::Even);
         assert_eq!(Scale::of(&[]), Scale::Even);
         assert_eq!(Scale::of(&[1.0, 2.0, 3.0, 4.0, 1000.0]), Scale::Even, "too few to say what is usual");
+        let mut seldom = vec![0.0; 40];
+        seldom[7..10].copy_from_slice(&[0.1, 0.2, 0.3]);
+        seldom.extend((0..12).map(|at| f64::from(at) / 400.0));
+        assert_eq!(Scale::of(&seldom), Scale::Even, "what is mostly zero has no outlier for that");
         let mut spiked = steady.clone();
         spiked[17] = 400.0;
         assert_eq!(Scale::of(&spiked), Scale::Log);
