@@ -6,9 +6,9 @@ use crate::runtime::units::as_index;
 /// Fewer values than these have no outlier.
 const VALUES_MIN: usize = 8;
 /// On an even axis the middle three fifths of the values must reach over this share of it.
-const MIDDLE_SHARE_MIN: f64 = 0.1;
+const MIDDLE_SHARE_MIN: f64 = 0.15;
 /// The largest value over the median one, zeros aside, below which a logarithm would gain little.
-const OUTLIER_MIN: f64 = 20.0;
+const OUTLIER_MIN: f64 = 12.0;
 /// An axis of positive values that spans more than this factor is even below its largest value over [`AROUND_MAX`].
 const SPAN_MAX: f64 = 1e6;
 /// Largest value over the one up to which an axis around zero is even: smaller ones are noise beside it.
@@ -27,8 +27,8 @@ pub(super) enum Scale {
 }
 
 impl Scale {
-    /// The scale that shows most of `values`. A logarithm is chosen where an even axis would leave the middle of them less
-    /// than a tenth of it.
+    /// The scale that shows most of `values`. A logarithm is chosen where an even axis would leave the middle of them too little
+    /// of it, and the largest lies far from the usual one.
     pub(super) fn of(values: &[f64]) -> Scale {
         let mut sorted: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
         sorted.sort_by(f64::total_cmp);
