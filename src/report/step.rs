@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::averages::{deviation, ends, mean};
 use super::receipt::Seconds;
@@ -22,11 +22,14 @@ pub struct Step {
     pub group_update: u64,
     pub gradient: String,
     /// Loss over the whole batch.
+    #[serde(deserialize_with = "finite_or_nan")]
     pub loss: f64,
     /// Mean reward over the answers that have one.
     pub reward_mean: Option<f64>,
     /// Population standard deviation over the same answers.
     pub reward_std: Option<f64>,
+    /// Least and largest of the same rewards.
+    pub reward_range: Option<[f64; 2]>,
     /// Mean over groups of the population standard deviation within the group.
     pub group_std: Option<f64>,
     /// Share of groups whose rewards are all equal: they add nothing to the gradient.
@@ -40,6 +43,7 @@ pub struct Step {
     /// Mean of each part of the reward by name.
     pub reward_parts: BTreeMap<String, f64>,
     /// Smallest and largest ratio to the frozen scores.
+    #[serde(deserialize_with = "ends_or_nan")]
     pub ratio: Option<[f64; 2]>,
     /// Tokens whose loss a clip changed.
     pub clipped_tokens: u64,
@@ -67,6 +71,7 @@ pub struct Step {
     /// those of sampling were used, or nothing chooses.
     pub choices_changed: Option<f64>,
     /// Norm of the adapters' gradient before clipping.
+    #[serde(deserialize_with = "finite_or_nan")]
     pub grad_norm: f64,
     /// Alarms that this update has raised (`[alarm]`), each with the number that did, if that is finite.
     pub alarms: BTreeMap<String, Option<f64>>,
@@ -93,8 +98,18 @@ pub struct Step {
     pub memory: BTreeMap<String, [u64; 2]>,
 }
 
+/// JSON has no word for a number that is not finite: null stands for it.
+fn finite_or_nan<'de, D: Deserializer<'de>>(number: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(number)?.unwrap_or(f64::NAN))
+}
+
+fn ends_or_nan<'de, D: Deserializer<'de>>(ends: D) -> Result<Option<[f64; 2]>, D::Error> {
+    let ends: Option<[Option<f64>; 2]> = Option::deserialize(ends)?;
+    Ok(ends.map(|ends| ends.map(|end| end.unwrap_or(f64::NAN))))
+}
+
 impl Step {
-    /// Sets what follows from the rewards of all groups: mean, deviations, and the number of missing rewards.
+    /// Sets what follows from the rewards of all groups: mean, deviations, range, and the number of missing rewards.
     #[must_use]
     pub fn with_rewards(self, groups: &[Vec<Option<f64>>]) -> Step {
         let known: Vec<Vec<f64>> =
@@ -105,6 +120,7 @@ impl Step {
         Step {
             reward_mean: mean(&all),
             reward_std: deviation(&all),
+            reward_range: ends(&all),
             group_std: mean(&deviations),
             frac_groups_zero_std: float(from_index(equal)) / float(from_index(groups.len().max(1))),
             reward_missing: from_index(groups.iter().map(Vec::len).sum::<usize>() - all.len()),
@@ -171,6 +187,8 @@ impl Step {
         put("reward/mean", self.reward_mean);
         put("reward/std", self.reward_std);
         put("reward/group_std", self.group_std);
+        put("reward/least", self.reward_range.map(|[least, _]| least));
+        put("reward/most", self.reward_range.map(|[_, most]| most));
         put("reward/groups_zero_std_share", Some(self.frac_groups_zero_std));
         put("reward/groups_skipped", Some(float(self.groups_skipped)));
         put("reward/missing", Some(float(self.reward_missing)));
@@ -223,6 +241,7 @@ mod tests {
         let groups = [vec![Some(0.0), Some(1.0)], vec![Some(1.0), Some(1.0)], vec![None, None]];
         let step = Step::default().with_rewards(&groups);
         assert_eq!((step.reward_mean, step.group_std), (Some(0.75), Some(0.25)));
+        assert_eq!(step.reward_range, Some([0.0, 1.0]));
         assert!((step.reward_std.unwrap() - 0.1875_f64.sqrt()).abs() < 1e-15);
         assert_eq!(step.reward_missing, 2);
         assert!((step.frac_groups_zero_std - 2.0 / 3.0).abs() < 1e-15);
@@ -247,6 +266,14 @@ mod tests {
         let step: Step = serde_json::from_str(line).unwrap();
         assert_eq!((step.step, step.seconds.sweep, step.seconds.rollout), (3, 4.0, 0.0));
         assert_eq!((step.kl, step.reward_std, step.memory.len()), (None, None, 0));
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_comes_back_as_none_of_the_finite_ones() {
+        let broken = Step { step: 3, loss: f64::NAN, ratio: Some([0.5, f64::INFINITY]), ..Step::default() };
+        let read: Step = serde_json::from_str(&serde_json::to_string(&broken).unwrap()).unwrap();
+        assert!(read.loss.is_nan() && read.grad_norm == 0.0 && read.step == 3);
+        assert!(read.ratio.is_some_and(|[least, most]| least.to_bits() == 0.5_f64.to_bits() && most.is_nan()));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 pub mod digest;
 pub mod failure;
+pub mod file_error;
 pub mod file_lock;
 pub mod file_state;
 pub mod liveness;

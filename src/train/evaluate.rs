@@ -85,15 +85,15 @@ impl Evaluator<'_> {
             let own = side_by_side.get(world.dp_index);
             let shown = own.map_or(Ok(Shown::default()), |&index| evaluate_prompt(session, world, set, index));
             let Shown { answers, margin } = stop.settle(world, shown)?;
-            // Every rank of a prompt has the same margin; the first one tells it.
-            let own = (world.cp.rank() == Rank(0)).then_some(Told { margin });
+            // Every rank of a prompt has the same margin; the first one gives it.
+            let own = (world.cp.rank() == Rank(0)).then_some(GatheredMargin { margin });
             let margins = world.gather(&own).into_iter().flatten();
             let groups: Vec<Asked> = side_by_side.iter().map(|&index| Asked { data: &set.data, index }).collect();
             let mut lines: Vec<EvalLine> = side_by_side
                 .iter()
                 .zip(&groups)
                 .zip(margins)
-                .map(|((&index, group), Told { margin })| line_of(set, index, group.group(), margin))
+                .map(|((&index, group), GatheredMargin { margin })| line_of(set, index, group.group(), margin))
                 .collect();
             if session.draws_held_out() {
                 // Scoring has the deadlines of a phase of its own, here as in an update.
@@ -118,9 +118,9 @@ struct Shown {
     margin: Option<Margin>,
 }
 
-/// A margin on its way to the other ranks.
+/// The margin of one prompt as ranks gather it; a prompt without better and worse answers has none.
 #[derive(Deserialize, Serialize)]
-struct Told {
+struct GatheredMargin {
     margin: Option<Margin>,
 }
 

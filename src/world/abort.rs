@@ -68,14 +68,14 @@ fn report_panic(text: &str, site: &SharedSite, ledger: &Ledger) -> Exit {
     if out_of_memory(text) {
         let report = shortage(text, site, ledger.holdings());
         say(&format!("longstraw: {report}"));
-        tracing::error!("{report}\n{text}");
+        tracing::error!(exit = Exit::DoesNotFit.code(), "{report}\n{text}");
         return Exit::DoesNotFit;
     }
     let site = site.site();
     // libtorch appends its own stack frames, which do not help a user.
     let cause = text.split("\\nException raised from").next().unwrap_or_default();
     say(&format!("longstraw: {site}: bug: {cause}"));
-    tracing::error!("{site}: bug: {text}");
+    tracing::error!(exit = Exit::Bug.code(), "{site}: bug: {text}");
     Exit::Bug
 }
 

@@ -284,7 +284,7 @@ impl World {
         let Some(speaker) = self.speaker.get() else { self.abort(failure) };
         signals::restore_default_signals();
         let message = message(&failure, self.tracker.shared_site(), &self.ledger);
-        tracing::error!("{message}");
+        tracing::error!(exit = failure.exit().code(), "{message}");
         if speaker == self.all.rank() {
             say(&format!("longstraw: {message}"));
         }
@@ -298,7 +298,7 @@ impl World {
         let failure = failure.at(self.tracker.site());
         let message = message(&failure, self.tracker.shared_site(), &self.ledger);
         say(&format!("longstraw: {message}"));
-        tracing::error!("{message}");
+        tracing::error!(exit = failure.exit().code(), "{message}");
         abort_world(failure.exit())
     }
 

@@ -232,9 +232,9 @@ impl Watch {
         }
         if self.files.claim_report(&report) {
             say(&format!("longstraw: {report}"));
-            tracing::error!("{report}");
+            tracing::error!(exit = Exit::Disagree.code(), "{report}");
         } else {
-            tracing::error!("{report} (another rank says so)");
+            tracing::error!(exit = Exit::Disagree.code(), "{report} (another rank says so)");
             thread::sleep(REPORT_TIME);
         }
         if mpi::environment::is_finalized() {

@@ -69,6 +69,7 @@ fn a_report_of_a_run_is_a_page_in_its_directory() {
     let said = room.alone(&["report", "run"]);
     assert_eq!(said.code, 0, "{said}");
     assert!(said.out.contains("run: ended well, 3 updates") && said.out.contains("written: run/report.html"), "{said}");
+    assert_eq!(metrics(&room, "run")[0]["reward_range"], json!([0.0, 1.0]));
     let page = room.read("run/report.html");
     for part in ["Reward", "Loss", "Gradient norm", "Seconds by phase", "Device memory by phase", "rank 1", "plan "] {
         assert!(page.contains(part), "{part}");
@@ -93,9 +94,9 @@ fn several_runs_unfinished_runs_and_folders_of_gates_share_one_page() {
     let said = room.alone(&["report", "one", "two", "empty", "gates"]);
     assert_eq!(said.code, 0, "{said}");
     for words in [
-        "two: goes on, or was interrupted, 3 updates",
+        "two: was interrupted, 3 updates",
         "metrics.jsonl, line 4: torn",
-        "metrics.jsonl has no update yet",
+        "empty: goes on, or was interrupted, 0 updates\n  metrics.jsonl has no update yet",
         "gates: a folder of gates, 0 updates\n  gate5_g2: passed",
         "written: report.html",
     ] {
@@ -105,6 +106,23 @@ fn several_runs_unfinished_runs_and_folders_of_gates_share_one_page() {
     for part in ["Device peak against context", "Device peak against group size", "Run empty", "gate5_g2"] {
         assert!(page.contains(part), "{part}");
     }
+}
+
+#[test]
+fn a_run_that_failed_says_so_at_the_top_with_exit_cause_and_rank() {
+    let room = room();
+    room.ranks(2, &["--set", "optimizer.lr=1e30"]).refused(6, &["rank 0, finalize: the gradient of model.layers."]);
+    let said = room.alone(&["report", "run"]);
+    assert!(said.out.contains("run: failed (exit 6), 1 updates\n  rank 0, finalize: the gradient of "), "{said}");
+    let page = room.read("run/report.html");
+    let top = page.split("Curves").next().unwrap();
+    for words in
+        ["This run has failed after update 1", "6: a number is not finite", "rank 0, at 20", "1 of 3", "--resume"]
+    {
+        assert!(top.contains(words), "{words}");
+    }
+    let said = room.alone(&["report", "run", "--json"]).json();
+    assert_eq!((&said["runs"][0]["exit"], &said["runs"][0]["state"]), (&json!(6), &json!("failed")));
 }
 
 #[test]

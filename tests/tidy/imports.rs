@@ -11,6 +11,7 @@ const TABLE: [(u8, &[&str]); 30] = [
         &[
             "runtime::units",
             "runtime::digest",
+            "runtime::file_error",
             "runtime::file_lock",
             "runtime::file_state",
             "runtime::names",

@@ -2,8 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use super::plot::{About, Bars, Column, Figure, Series, bars, lines, stacks};
-use super::read::{Facts, Run};
+use super::alarms;
+use super::boxes::{Bars, Column, bars, stacks};
+use super::facts::Facts;
+use super::lines::{Besides, Edges, Series, lines};
+use super::plot::{About, Figure};
+use super::read::Run;
 use crate::report::averages::ends;
 use crate::report::evaluation::{Evaluation, HeldOut};
 use crate::report::receipt::Seconds;
@@ -16,23 +20,30 @@ const RANKS_MAX: usize = 8;
 /// One number of each update that has it.
 pub(super) fn series(name: &str, steps: &[Step], number: impl Fn(&Step) -> Option<f64>) -> Series {
     let points = steps.iter().filter_map(|step| Some((float(step.step), number(step)?))).collect();
-    Series { name: name.to_owned(), points, band: Vec::new() }
+    Series { name: name.to_owned(), points, ..Series::default() }
 }
 
 /// As [`series`], but without a point where all numbers are zero.
-fn seldom(name: &str, steps: &[Step], number: impl Fn(&Step) -> f64) -> Series {
-    let found = series(name, steps, |step| Some(number(step)));
+fn seldom(name: &str, steps: &[Step], number: impl Fn(&Step) -> Option<f64>) -> Series {
+    let found = series(name, steps, number);
     if found.points.iter().all(|(_, value)| *value == 0.0) { Series::default() } else { found }
 }
 
 /// Lines over updates.
-pub(super) fn curve(title: &str, reading: &str, unit: &'static str, series: &[Series]) -> Option<Figure> {
-    lines(About { title: title.into(), reading: reading.into(), x_name: "update", unit, wide: false }, series)
+pub(super) fn curve(
+    title: &str,
+    reading: &str,
+    unit: &'static str,
+    series: &[Series],
+    besides: &Besides,
+) -> Option<Figure> {
+    let about = About { title: title.into(), reading: reading.into(), x_name: "update", unit, wide: false };
+    lines(about, series, besides)
 }
 
 /// Curves over updates.
-pub(super) fn curves(steps: &[Step]) -> Vec<Figure> {
-    [rewards(steps), policy(steps), answers(steps)].into_iter().flatten().flatten().collect()
+pub(super) fn curves(run: &Run) -> Vec<Figure> {
+    [rewards(run), policy(run), answers(run)].into_iter().flatten().flatten().collect()
 }
 
 /// A number of a held-out set.
@@ -48,11 +59,11 @@ pub(super) fn evaluations(evaluations: &[Evaluation]) -> Vec<Figure> {
         let one = |set: &String, words: &str, number: Measure| Series {
             name: format!("{set}{words}"),
             points: evaluations.iter().filter_map(|at| Some((float(at.step), number(at.sets.get(set)?)?))).collect(),
-            band: Vec::new(),
+            ..Series::default()
         };
         let series: Vec<Series> =
             names.iter().flat_map(|set| lines.iter().map(|(words, number)| one(set, words, *number))).collect();
-        curve(title, reading, unit, &series)
+        curve(title, reading, unit, &series, &Besides::default())
     };
     let figures = [
         figure(
@@ -89,62 +100,107 @@ pub(super) fn evaluations(evaluations: &[Evaluation]) -> Vec<Figure> {
     figures.into_iter().flatten().collect()
 }
 
-fn rewards(steps: &[Step]) -> Vec<Option<Figure>> {
+/// One standard deviation around the mean reward, within the rewards that there were; `None` where these are not known, as in
+/// metrics of an earlier version.
+fn reward_band(run: &Run) -> Option<Vec<[f64; 2]>> {
+    let edges = |step: &Step| {
+        let [least, most] = step.reward_range.or(run.answers.reward_range)?;
+        let (mean, std) = (step.reward_mean?, step.reward_std.unwrap_or(0.0));
+        Some([(mean - std).max(least.min(mean)), (mean + std).min(most.max(mean))])
+    };
+    run.steps.iter().filter(|step| step.reward_mean.is_some()).map(edges).collect()
+}
+
+fn rewards(run: &Run) -> Vec<Option<Figure>> {
+    let steps = &run.steps;
     let mut reward = series("mean", steps, |step| step.reward_mean);
-    let spread = |step: &Step| Some((step.reward_mean?, step.reward_std.unwrap_or(0.0)));
-    reward.band = steps.iter().filter_map(spread).map(|(mean, std)| [mean - std, mean + std]).collect();
+    let band = reward_band(run);
+    let reading = match band {
+        Some(_) => {
+            "Mean over the update's answers; the band is one standard deviation, within the rewards that there were."
+        }
+        None => "Mean over the update's answers.",
+    };
+    reward.band = band.unwrap_or_default();
     let names: BTreeSet<&String> = steps.iter().flat_map(|step| step.reward_parts.keys()).collect();
     let part = |name: &String| series(name, steps, |step| step.reward_parts.get(name).copied());
-    let parts: Vec<Series> = names.into_iter().map(part).collect();
-    let names: BTreeSet<&String> = steps.iter().flat_map(|step| step.sources.keys()).collect();
+    // A single part is the reward itself, or its weight away from it.
+    let parts: Vec<Series> = names.iter().copied().filter(|_| names.len() > 1).map(part).collect();
+    let sources: BTreeSet<&String> = steps.iter().flat_map(|step| step.sources.keys()).collect();
     let source = |name: &String| series(name, steps, |step| step.sources.get(name)?.reward_mean);
-    let sources: Vec<Series> = names.into_iter().map(source).collect();
-    let shares = [
-        series("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std)),
-        series("answers cut off", steps, |step| step.truncated_share),
-    ];
+    let sources: Vec<Series> = sources.into_iter().map(source).collect();
+    let equal = seldom("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std));
+    let cut = seldom("answers cut off", steps, |step| step.truncated_share);
+    let flat = alarms::besides(run, &["reward_flat"], &[]);
+    let equal_raised = alarms::besides(run, &["equal_rewards"], &[]);
+    let cut_raised = alarms::besides(run, &["truncated"], &[]);
     vec![
-        curve("Reward", "Mean over the update's answers; the band is one standard deviation.", "", &[reward]),
-        curve("Parts of the reward", "Mean of each part.", "", &parts),
-        curve("Reward by source", "Mean over the update's answers from each file.", "", &sources),
-        curve("Equal rewards and cut answers", "Share of the update's groups, or answers.", "", &shares),
+        curve("Reward", reading, "", &[reward], &flat),
+        curve("Parts of the reward", "Mean of each part.", "", &parts, &Besides::default()),
+        curve("Reward by source", "Mean over the update's answers from each file.", "", &sources, &Besides::default()),
+        curve(
+            "Groups with equal rewards",
+            "Share of the update's groups: these teach nothing.",
+            "",
+            &[equal],
+            &equal_raised,
+        ),
+        curve("Answers cut off", "Share of the sampled answers.", "", &[cut], &cut_raised),
     ]
 }
 
-fn policy(steps: &[Step]) -> Vec<Option<Figure>> {
+fn policy(run: &Run) -> Vec<Option<Figure>> {
+    let steps = &run.steps;
     let one = |name: &str, number: fn(&Step) -> Option<f64>| [series(name, steps, number)];
+    let plain =
+        |title: &str, reading: &str, unit, series: &[Series]| curve(title, reading, unit, series, &Besides::default());
+    let raised = |names: &[&str], watched: &[&str]| alarms::besides(run, names, watched);
     let ratio = [
         series("smallest", steps, |step| step.ratio.map(|[least, _]| least)),
         series("largest", steps, |step| step.ratio.map(|[_, most]| most)),
     ];
     let clipped = [
-        seldom("from below", steps, |step| step.clip_low_share),
-        seldom("from above", steps, |step| step.clip_high_share),
-        seldom("by the dual clip", steps, |step| step.clip_dual_share.unwrap_or(0.0)),
+        seldom("from below", steps, |step| Some(step.clip_low_share)),
+        seldom("from above", steps, |step| Some(step.clip_high_share)),
+        seldom("by the dual clip", steps, |step| step.clip_dual_share),
     ];
-    let kl = "Divergence from the starting policy";
-    let gap = "Largest difference of log-probabilities.";
+    let entropies = ["entropy_low", "entropy_high"];
+    let norm = one("norm", |step| Some(step.grad_norm));
+    let kl = one("KL", |step| step.kl);
+    let entropy = one("entropy", |step| step.entropy);
+    let gap = one("gap", |step| step.sampled_gap);
+    let kl_title = "Divergence from the starting policy";
     vec![
-        curve("Loss", "", "", &one("loss", |step| Some(step.loss))),
-        curve("Gradient norm", "Before clipping.", "", &one("norm", |step| Some(step.grad_norm))),
-        curve("Ratio to the frozen scores", "", "", &ratio),
-        curve("Clipped tokens", "Share of the trained tokens.", "", &clipped),
-        curve(kl, "k3 estimate, mean over tokens.", " nats", &one("KL", |step| step.kl)),
-        curve("Entropy", "Mean over the sampled tokens.", " nats", &one("entropy", |step| step.entropy)),
-        curve("Sampling against score", gap, " nats", &one("gap", |step| step.sampled_gap)),
-        curve("Learning rate", "", "", &one("rate", |step| Some(step.learning_rate))),
+        plain("Loss", "", "", &one("loss", |step| Some(step.loss))),
+        curve("Gradient norm", "Before clipping.", "", &norm, &raised(&["grad_norm", "zero_gradient"], &[])),
+        plain("Ratio to the frozen scores", "", "", &ratio),
+        plain("Clipped tokens", "Share of the trained tokens.", "", &clipped),
+        curve(kl_title, "k3 estimate, mean over tokens.", " nats", &kl, &raised(&["kl"], &["kl"])),
+        curve("Entropy", "Mean over the sampled tokens.", " nats", &entropy, &raised(&entropies, &entropies)),
+        curve(
+            "Sampling against score",
+            "Largest difference of log-probabilities.",
+            " nats",
+            &gap,
+            &raised(&["sampled_gap"], &["sampled_gap"]),
+        ),
+        plain("Learning rate", "", "", &one("rate", |step| Some(step.learning_rate))),
     ]
 }
 
-fn answers(steps: &[Step]) -> Vec<Option<Figure>> {
+fn answers(run: &Run) -> Vec<Option<Figure>> {
+    let steps = &run.steps;
     let mut length = series("mean", steps, |step| step.answer_tokens.map(|[mean, ..]| mean));
     length.band = steps.iter().filter_map(|step| step.answer_tokens).map(|[_, least, most]| [least, most]).collect();
-    let missing = seldom("answers", steps, |step| float(step.reward_missing));
-    let skipped = seldom("groups", steps, |step| float(step.groups_skipped));
+    length.edges = Edges::Extremes;
+    let missing = seldom("answers", steps, |step| Some(float(step.reward_missing)));
+    let skipped = seldom("groups", steps, |step| Some(float(step.groups_skipped)));
+    let length_words = "Mean; the band goes from the shortest to the longest.";
+    let raised = alarms::besides(run, &["missing_rewards"], &[]);
     vec![
-        curve("Answer length", "Mean; the band goes from the shortest to the longest.", " tokens", &[length]),
-        curve("Answers without a reward", "", "", &[missing]),
-        curve("Groups left out", "", "", &[skipped]),
+        curve("Answer length", length_words, " tokens", &[length], &Besides::default()),
+        curve("Answers without a reward", "", "", &[missing], &raised),
+        curve("Groups left out", "", "", &[skipped], &Besides::default()),
     ]
 }
 
@@ -168,8 +224,8 @@ pub(super) fn time(steps: &[Step]) -> Vec<Figure> {
     let throughput = "Prompt and answer tokens, each counted once, per second of the update.";
     let figures = [
         stacks(about, &Seconds::default().phases().map(|(name, _)| name), &columns),
-        curve("Throughput", throughput, " tokens/s", &[speed]),
-        curve("Prompt tokens of an update", "", " tokens", &[prompts]),
+        curve("Throughput", throughput, " tokens/s", &[speed], &Besides::default()),
+        curve("Prompt tokens of an update", "", " tokens", &[prompts], &Besides::default()),
     ];
     figures.into_iter().flatten().collect()
 }
@@ -233,4 +289,31 @@ fn peaks_by_phase(title: &str, reading: &str, phases: &[Peaks<'_>], plan_bytes: 
     let about = About { title: title.into(), reading: reading.into(), x_name: "phase", unit, wide: true };
     let limit = (plan_bytes > 0).then_some(("plan", float(plan_bytes) / size));
     bars(about, &members, &phases.iter().map(bar).collect::<Vec<_>>(), limit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::page::answers::Answers;
+
+    #[test]
+    fn the_band_of_rewards_stays_within_the_rewards_that_there_were() {
+        let step = |step, mean, std, range| Step {
+            step,
+            reward_mean: Some(mean),
+            reward_std: Some(std),
+            reward_range: range,
+            ..Step::default()
+        };
+        let steps =
+            vec![step(1, 0.875, 0.33, Some([0.0, 1.0])), step(2, 0.1, 0.3, Some([0.0, 1.0])), step(3, 2.0, 0.5, None)];
+        let mut run = Run { steps, ..Run::default() };
+        assert_eq!(reward_band(&run), None, "an earlier version did not write what the third needs");
+        run.answers = Answers { reward_range: Some([0.0, 3.0]), ..Answers::default() };
+        let band = reward_band(&run).unwrap();
+        assert_eq!(band[..2].concat(), [0.875 - 0.33, 1.0, 0.0, 0.4]);
+        assert_eq!(band[2..].concat(), [1.5, 2.5]);
+        run.steps.push(Step { step: 4, ..Step::default() });
+        assert_eq!(reward_band(&run).unwrap().len(), 3, "an update without a reward has no point");
+    }
 }

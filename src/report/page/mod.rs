@@ -1,17 +1,30 @@
 //! One HTML page about one run or several: `longstraw report`. The page is one file that needs no network and no script.
 //!
-//! `read` reads a run directory, `figures` and `several` lay out its plots, `view` gathers what one run shows, and the
-//! template page.html.jinja writes all of it.
+//! `read` reads a run directory (with `facts`, `answers`, `log`, `life`), `ending` and `warnings` say what a reader should know
+//! first, `figures`, `alarms` and `several` lay out its plots (`lines`, `boxes`, `dots` over `axes` and `scale`), `view` gathers
+//! what one run shows, and the template page.html.jinja writes all of it.
 
+mod alarms;
+mod answers;
 mod axes;
+mod boxes;
+mod dots;
+mod ending;
 mod error;
+mod facts;
 mod figures;
+mod life;
+mod lines;
+mod log;
 mod numbers;
 mod plot;
 mod read;
+mod scale;
 mod several;
 mod view;
+mod warnings;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -22,6 +35,8 @@ use serde::Serialize;
 pub use error::Error;
 use read::Run;
 use view::View;
+
+use super::receipt::AlarmSpan;
 
 /// What was written, in short.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -40,6 +55,12 @@ pub struct InShort {
     pub folder: PathBuf,
     /// Whether the run ended, and how.
     pub state: &'static str,
+    /// Exit code, where something tells it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exit: Option<i32>,
+    /// Why it has failed, or was ended by an alarm.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cause: Option<String>,
     pub updates: u64,
     /// Mean reward of the first and of the last tenth of the updates.
     pub rewards: [Option<f64>; 2],
@@ -47,6 +68,8 @@ pub struct InShort {
     pub loss: Option<f64>,
     /// Names of its gates, each with whether it has passed.
     pub gates: Vec<(String, bool)>,
+    /// Alarms that were raised, by name; empty where there were none.
+    pub alarms: BTreeMap<String, AlarmSpan>,
     /// What a reader should not overlook.
     pub notes: Vec<String>,
 }
@@ -57,7 +80,9 @@ impl Written {
     pub fn text(&self) -> String {
         let mut lines = Vec::new();
         for run in &self.runs {
-            lines.push(format!("{}: {}, {} updates", run.folder.display(), run.state, run.updates));
+            let exit = run.exit.map_or(String::new(), |code| format!(" (exit {code})"));
+            lines.push(format!("{}: {}{exit}, {} updates", run.folder.display(), run.state, run.updates));
+            lines.extend(run.cause.iter().map(|cause| format!("  {cause}")));
             for (gate, passed) in &run.gates {
                 lines.push(format!("  {gate}: {}", if *passed { "passed" } else { "not passed" }));
             }
@@ -91,11 +116,14 @@ pub fn write(folders: &[PathBuf], out: Option<&Path>) -> Result<Written, Error> 
 fn in_short(run: &Run, view: View<'_>) -> InShort {
     InShort {
         folder: run.folder.clone(),
-        state: view.state,
+        state: view.ending.state,
+        exit: view.ending.exit,
+        cause: view.ending.cause,
         updates: view.last.map_or(0, |step| step.step),
         rewards: view.reward_ends,
         loss: view.last.map(|step| step.loss),
         gates: run.gates.iter().map(|gate| (gate.gate.clone().unwrap_or_default(), gate.passed)).collect(),
+        alarms: view.alarms,
         notes: view.notes,
     }
 }
@@ -104,13 +132,9 @@ fn render(runs: &[Run], views: &[View<'_>]) -> Result<String, minijinja::Error> 
     let mut environment = Environment::new();
     environment.set_undefined_behavior(UndefinedBehavior::Chainable);
     environment.set_keep_trailing_newline(true);
-    // A control character is no HTML, not even escaped.
-    environment.set_formatter(|out, state, value| {
-        let control = |letter: char| letter.is_control() && !matches!(letter, '\n' | '\t');
-        match value.as_str().filter(|text| text.contains(control)) {
-            Some(text) => minijinja::escape_formatter(out, state, &Value::from(text.replace(control, "\u{fffd}"))),
-            None => minijinja::escape_formatter(out, state, value),
-        }
+    environment.set_formatter(|out, state, value| match value.as_str().filter(|text| text.contains(is_unshowable)) {
+        Some(text) => minijinja::escape_formatter(out, state, &Value::from(text.replace(is_unshowable, "\u{fffd}"))),
+        None => minijinja::escape_formatter(out, state, value),
     });
     numbers::add_filters(&mut environment);
     environment.add_template("page.html.jinja", include_str!("page.html.jinja"))?;
@@ -124,6 +148,16 @@ fn render(runs: &[Run], views: &[View<'_>]) -> Result<String, minijinja::Error> 
         written => chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
         version => env!("CARGO_PKG_VERSION"),
     })
+}
+
+/// Whether a letter has no place on a page: a control character is no HTML, not even escaped, and an order that turns the
+/// direction of letters would show another text than there is. Letters of any direction stay what they are.
+fn is_unshowable(letter: char) -> bool {
+    match letter {
+        '\n' | '\t' => false,
+        '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{2028}' | '\u{2029}' => true,
+        other => other.is_control(),
+    }
 }
 
 /// The name of each run: its folder's, or the whole path where two folders have the same name.
@@ -167,10 +201,17 @@ mod tests {
             text: evil.into(),
             parts: [(evil.to_owned(), 1.0)].into(),
             failure: Some(evil.into()),
+            reward_data: [("expected".to_owned(), evil.into()), ("question".to_owned(), evil.into())]
+                .into_iter()
+                .collect(),
             ..AnswerLine::default()
         };
+        fs::create_dir_all(room.join("logs")).unwrap();
+        let start = "2026-01-01T00:00:00.000000Z  INFO longstraw 0.1.0, rank 0 of 1, process 1\n";
+        let failure = format!("2026-01-01T00:00:01.000000Z ERROR rank 0, replay, layer 1: {evil} exit=6\n");
+        fs::write(room.join("logs/rank_0.log"), start.to_owned() + &failure).unwrap();
         fs::write(room.join("answers.jsonl"), serde_json::to_string(&answer).unwrap() + "\n").unwrap();
-        let plain = evil.trim_end_matches('\u{7}');
+        let plain = evil.replace('\u{7}', "");
         fs::write(room.join("config.resolved.toml"), format!("[model]\npath = '{plain}'\n[data]\npath = '{plain}'\n"))
             .unwrap();
         let check = serde_json::json!({"name": evil, "value": evil, "limit": evil, "passed": false, "means": evil});
@@ -184,7 +225,9 @@ mod tests {
 
     #[test]
     fn no_text_of_a_run_becomes_markup_and_the_page_fetches_nothing() {
-        let evil = "<script>alert(\"1\")</script><img src=x onerror=1>&\u{7}";
+        let word = "x".repeat(3000);
+        let evil =
+            &format!("<script>alert(\"1\")</script><img src=x onerror=1>&\u{7}\u{202e}\u{5e9}\u{5dc} \u{1f980} {word}");
         let room = tempfile::tempdir().unwrap();
         for name in ["one", "two"] {
             run(&room.path().join(name), 3, evil);
@@ -195,12 +238,44 @@ mod tests {
             write(folders, Some(&out)).unwrap();
             let page = fs::read_to_string(&out).unwrap();
             assert!(!page.contains("<script") && !page.contains("<img") && !page.contains("\"1\")"), "escaped");
-            assert!(!page.contains('\u{7}') && page.contains("&amp;\u{fffd}"), "no control characters");
+            assert!(
+                !page.contains(['\u{7}', '\u{202e}']) && page.contains("&amp;\u{fffd}\u{fffd}"),
+                "no control characters"
+            );
+            assert!(page.contains("\u{5e9}\u{5dc} \u{1f980} xxx"), "letters of any direction stay");
             assert!(page.matches("&lt;script&gt;").count() > 10);
             for outside in ["http:", "https:", "url(", "@import", "<link", "src="] {
                 assert!(!page.replace("img src=x", "").contains(outside), "{outside}");
             }
             assert!(page.ends_with("</html>\n"));
+        }
+    }
+
+    #[test]
+    fn a_failure_stands_above_everything_else() {
+        let room = tempfile::tempdir().unwrap();
+        run(room.path(), 2, "out of numbers");
+        let written = write(&[room.path().to_owned()], None).unwrap();
+        let page = fs::read_to_string(&written.out).unwrap();
+        let at = |words: &str| page.find(words).unwrap_or_else(|| panic!("no {words}"));
+        assert!(at("This run has failed after update 2") < at("Warnings") && at("Warnings") < at("Curves"));
+        assert!(at("6: a number is not finite") < at("Warnings"));
+        let text = written.text();
+        assert!(text.contains(": failed (exit 6), 2 updates\n  rank 0, replay, layer 1: out of numbers\n"), "{text}");
+        assert_eq!(written.runs[0].exit, Some(6));
+    }
+
+    #[test]
+    fn a_page_about_ten_thousand_updates_is_bounded_and_says_what_it_leaves_out() {
+        let room = tempfile::tempdir().unwrap();
+        run(room.path(), 10_000, "plain");
+        let written = write(&[room.path().to_owned()], None).unwrap();
+        let page = fs::read_to_string(&written.out).unwrap();
+        assert!(page.len() < 1 << 20, "{} bytes", page.len());
+        for words in
+            ["Each point is the mean of up to 42 updates", "the mean of up to 84 updates", "200 of 10,000 updates"]
+        {
+            assert!(page.contains(words), "{words}");
         }
     }
 

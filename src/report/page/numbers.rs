@@ -9,7 +9,7 @@ pub(super) fn short(value: f64) -> String {
     let size = value.abs();
     let digits = match size {
         0.0 => return "0".to_owned(),
-        _ if !value.is_finite() => return value.to_string(),
+        _ if !value.is_finite() => return "not finite".to_owned(),
         _ if !(1e-3..1e6).contains(&size) => return format!("{value:.2e}").replace(".00e", "e"),
         10_000.0.. => return in_threes(&format!("{value:.0}")),
         1000.0.. => 0,
@@ -61,6 +61,7 @@ pub(super) fn add_filters(environment: &mut minijinja::Environment<'_>) {
     });
     environment.add_filter("percent", |share: f64| format!("{:.0} %", 100.0 * share));
     environment.add_filter("px", |place: f64| format!("{place:.1}"));
+    environment.add_filter("part", |share: f64| format!("{share:.2}%"));
 }
 
 #[cfg(test)]

@@ -1,122 +1,18 @@
 //! Reads a run directory. A run that goes on, or that was killed, has a page too, so torn lines are notes and no errors.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, BufRead as _, BufReader, ErrorKind};
+use std::fs;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Deserializer, Serialize};
-use serde_json::Value;
-
+use super::answers::Answers;
 use super::error::Error;
-use crate::report::answers::AnswerLine;
-use crate::report::evaluation::{Best, Evaluation, HeldOut};
+use super::facts::Facts;
+use super::life::Signs;
+use super::log::{self, Logged};
+use crate::report::evaluation::Evaluation;
 use crate::report::jsonl::Metrics;
-use crate::report::receipt::Seconds;
 use crate::report::step::Step;
-
-/// Most characters of a check's value on the page.
-const VALUE_CHARS_MAX: usize = 200;
-
-/// What the page needs of a receipt; a receipt of an earlier version lacks some of it.
-#[derive(Clone, Debug, Default, Deserialize, Serialize)]
-#[serde(default)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a field of the receipt")]
-pub(super) struct Facts {
-    pub(super) gate: Option<String>,
-    pub(super) passed: bool,
-    pub(super) stopped: bool,
-    pub(super) stopped_by_alarm: bool,
-    pub(super) forced: bool,
-    pub(super) checks: Vec<CheckFacts>,
-    pub(super) not_checked: Vec<String>,
-    pub(super) finished: String,
-    pub(super) commit: String,
-    pub(super) config_digest: String,
-    pub(super) model_digest: String,
-    pub(super) gradient: String,
-    pub(super) dtype: String,
-    pub(super) device: String,
-    pub(super) attention_kernel: String,
-    pub(super) delta_rule: Option<String>,
-    pub(super) ranks: usize,
-    pub(super) cp_size: usize,
-    pub(super) positions: u64,
-    pub(super) prompt_len: u64,
-    pub(super) answer_len: u64,
-    pub(super) group_size: u64,
-    pub(super) steps: u64,
-    pub(super) seconds: Seconds,
-    pub(super) capture_share: f64,
-    pub(super) peak_device_bytes: Vec<u64>,
-    pub(super) peak_host_bytes: Vec<u64>,
-    pub(super) plan_device_bytes: u64,
-    pub(super) plan_host_bytes: u64,
-    pub(super) memory: Vec<PhaseFacts>,
-    pub(super) loss_first: f64,
-    pub(super) loss: f64,
-    pub(super) grad_norm: f64,
-    pub(super) held_out: [Option<HeldOut>; 2],
-    pub(super) held_out_sets: BTreeMap<String, [Option<HeldOut>; 2]>,
-    pub(super) best: Option<Best>,
-}
-
-impl Facts {
-    /// Largest peak of all ranks' devices, in bytes.
-    pub(super) fn device_peak(&self) -> Option<u64> {
-        self.peak_device_bytes.iter().copied().max().filter(|&bytes| bytes > 0)
-    }
-}
-
-/// A phase's peaks by rank, in bytes.
-#[derive(Clone, Debug, Default, Deserialize, Serialize)]
-#[serde(default)]
-pub(super) struct PhaseFacts {
-    pub(super) phase: String,
-    pub(super) device_peak: Vec<u64>,
-    pub(super) host_peak: Vec<u64>,
-}
-
-/// One check of a gate.
-#[derive(Clone, Debug, Default, Deserialize, Serialize)]
-#[serde(default)]
-pub(super) struct CheckFacts {
-    pub(super) name: String,
-    #[serde(deserialize_with = "text_of_value")]
-    pub(super) value: String,
-    pub(super) limit: String,
-    pub(super) passed: bool,
-    pub(super) means: String,
-}
-
-fn text_of_value<'de, D: Deserializer<'de>>(value: D) -> Result<String, D::Error> {
-    Ok(Value::deserialize(value)?.to_string().chars().take(VALUE_CHARS_MAX).collect())
-}
-
-/// The answers of one update with the highest and the lowest reward. `worst` is absent where all rewards are equal; an
-/// answer without a reward is `best` only where no answer has one.
-#[derive(Clone, Debug, Default, Serialize)]
-pub(super) struct Extremes {
-    pub(super) best: AnswerLine,
-    pub(super) worst: Option<AnswerLine>,
-}
-
-impl Extremes {
-    fn widen(&mut self, line: AnswerLine) {
-        let Some(reward) = line.reward else { return };
-        let Some(best) = self.best.reward else {
-            self.best = line;
-            return;
-        };
-        let worst = self.worst.as_ref().and_then(|worst| worst.reward).unwrap_or(best);
-        if reward > best {
-            let before = std::mem::replace(&mut self.best, line);
-            self.worst.get_or_insert(before);
-        } else if reward < worst {
-            self.worst = Some(line);
-        }
-    }
-}
 
 /// One run directory.
 #[derive(Debug, Default)]
@@ -129,8 +25,12 @@ pub(super) struct Run {
     /// Receipts of its gates, in the order in which gates run.
     pub(super) gates: Vec<Facts>,
     pub(super) config: toml::Table,
-    /// Answers of the first and of the last update that has some.
-    pub(super) answers: Vec<Extremes>,
+    pub(super) answers: Answers,
+    /// Failures in the logs of its last start, the earliest first.
+    pub(super) failures: Vec<Logged>,
+    pub(super) signs: Signs,
+    /// The newest checkpoint, as the file `latest` names it.
+    pub(super) newest: Option<String>,
     /// What could not be read.
     pub(super) notes: Vec<String>,
 }
@@ -148,7 +48,12 @@ impl Run {
             return Err(Error::NoRun { folder: folder.to_owned() });
         }
         run.read_steps()?;
-        run.read_answers()?;
+        run.answers = Answers::read(&folder.join("answers.jsonl"), &mut run.notes)?;
+        let logs = folder.join("logs");
+        run.failures = log::failures(folder).map_err(|source| Error::Read { file: logs, source })?;
+        run.signs = Signs::read(folder);
+        run.newest =
+            text_of(&folder.join("latest"))?.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
         run.receipt = run.read_receipt(&folder.join("receipt.json"))?;
         // A gate's own folder is a run with a table of one gate.
         run.gates.extend(run.receipt.clone().filter(|receipt| receipt.gate.is_some()));
@@ -177,34 +82,6 @@ impl Run {
                 Some(Metrics::Evaluation(evaluation)) => self.evaluations.push(evaluation),
                 None => self.notes.push(format!("metrics.jsonl, line {}: torn, or no update, and left out", index + 1)),
             }
-        }
-        Ok(())
-    }
-
-    fn read_answers(&mut self) -> Result<(), Error> {
-        let file = self.folder.join("answers.jsonl");
-        let read = |source| Error::Read { file: file.clone(), source };
-        let opened = match File::open(&file) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-            opened => opened.map_err(read)?,
-        };
-        // The file may be long: only what is shown is kept.
-        let (mut lines, mut line, mut torn) = (BufReader::new(opened), Vec::new(), 0_u64);
-        while lines.read_until(b'\n', &mut line).map_err(read)? > 0 {
-            match serde_json::from_slice::<AnswerLine>(&line) {
-                Err(_) => torn += 1,
-                Ok(answer) => match self.answers.last_mut() {
-                    Some(last) if last.best.step == answer.step => last.widen(answer),
-                    _ => {
-                        self.answers.truncate(1);
-                        self.answers.push(Extremes { best: answer, worst: None });
-                    }
-                },
-            }
-            line.clear();
-        }
-        if torn > 0 {
-            self.notes.push(format!("answers.jsonl: {torn} lines are torn and left out"));
         }
         Ok(())
     }
@@ -257,26 +134,15 @@ fn text_of(file: &Path) -> Result<Option<String>, Error> {
 mod tests {
     use super::*;
 
-    fn answer(step: u64, reward: Option<f64>) -> AnswerLine {
-        AnswerLine { step, reward, text: format!("{reward:?}"), ..AnswerLine::default() }
-    }
-
     #[test]
-    fn the_first_and_the_last_updates_best_and_worst_answers_are_kept() {
+    fn torn_lines_of_metrics_are_notes() {
         let room = tempfile::tempdir().unwrap();
-        let rewards =
-            [(1, Some(0.5)), (1, Some(0.1)), (1, Some(0.9)), (2, Some(7.0)), (3, None), (3, Some(1.0)), (3, Some(1.0))];
-        let lines: Vec<String> =
-            rewards.iter().map(|&(step, reward)| serde_json::to_string(&answer(step, reward)).unwrap()).collect();
-        fs::write(room.path().join("answers.jsonl"), lines.join("\n") + "\n{\"torn").unwrap();
-        fs::write(room.path().join("metrics.jsonl"), "{\"step\":1}\n{}\n{\"step\":2").unwrap();
+        fs::write(room.path().join("metrics.jsonl"), "{\"step\":1,\"loss\":null}\n{}\n{\"step\":2").unwrap();
         let run = Run::read(room.path()).unwrap();
-        let rewards = |one: &Extremes| (one.best.reward, one.worst.as_ref().and_then(|worst| worst.reward));
-        assert_eq!(run.answers.iter().map(|one| one.best.step).collect::<Vec<_>>(), [1, 3]);
-        assert_eq!(run.answers.iter().map(rewards).collect::<Vec<_>>(), [(Some(0.9), Some(0.1)), (Some(1.0), None)]);
         assert_eq!(run.steps.len(), 1);
+        assert!(run.steps[0].loss.is_nan(), "a number that was not finite is no torn line");
         let notes = run.notes.join("; ");
-        for words in ["metrics.jsonl, line 2", "metrics.jsonl, line 3", "answers.jsonl: 1 lines"] {
+        for words in ["metrics.jsonl, line 2", "metrics.jsonl, line 3"] {
             assert!(notes.contains(words), "{notes}");
         }
     }

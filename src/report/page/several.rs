@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use super::boxes::{Bars, bars};
+use super::dots::{Dot, dots};
+use super::facts::Facts;
 use super::figures::{byte_unit, curve, series};
+use super::lines::{Besides, Series};
 use super::numbers::{count, short};
-use super::plot::{About, Bars, Dot, Figure, Series, bars, dots};
-use super::read::Facts;
+use super::plot::{About, Figure};
 use super::read::Run;
 use super::view::View;
 use crate::report::evaluation::HeldOut;
@@ -17,7 +20,7 @@ pub(super) fn curves(runs: &[Run], views: &[View<'_>]) -> Vec<Figure> {
     let each = |title: &str, number: fn(&Step) -> Option<f64>| {
         let all: Vec<Series> =
             runs.iter().zip(views).map(|(run, view)| series(view.name, &run.steps, number)).collect();
-        curve(title, "", "", &all)
+        curve(title, "", "", &all, &Besides::default())
     };
     let figures = [
         each("Mean reward", |step| step.reward_mean),
@@ -44,12 +47,16 @@ fn held_out(
     unit: &'static str,
     number: fn(&HeldOut) -> Option<f64>,
 ) -> Option<Figure> {
-    let measured = |view: &View<'_>| {
-        let [before, after] = &view.receipt?.held_out;
-        let heights = vec![number(before.as_ref()?)?, number(after.as_ref()?)?];
-        Some(Bars { name: view.name.to_owned(), heights })
+    let measured = |name: String, [before, after]: &[Option<HeldOut>; 2]| {
+        Some(Bars { name, heights: vec![number(before.as_ref()?)?, number(after.as_ref()?)?] })
     };
-    let found: Vec<Bars> = views.iter().filter_map(measured).collect();
+    let all = |view: &View<'_>| {
+        let Some(receipt) = view.receipt else { return Vec::new() };
+        let sets = receipt.held_out_sets.iter().map(|(set, ends)| (format!("{}, {set}", view.name), ends));
+        let ends = std::iter::once((view.name.to_owned(), &receipt.held_out)).chain(sets);
+        ends.filter_map(|(name, ends)| measured(name, ends)).collect::<Vec<_>>()
+    };
+    let found: Vec<Bars> = views.iter().flat_map(all).collect();
     let about = About { title: title.into(), reading: reading.into(), x_name: "run", unit, wide: false };
     bars(about, &["before".to_owned(), "after".to_owned()], &found, None)
 }

@@ -168,20 +168,24 @@ mod tests {
 
     const TERMS: Objective = Objective { kl_coef: 0.04, ..Objective::DEFAULT };
 
+    /// Tokens of an answer with advantage 1 and weight 1, all trained, without reference and importance weights.
+    fn plain<'a>(logprobs: &'a Tensor, old: &'a Tensor) -> AnswerTokens<'a> {
+        let (advantage, weight) = (1.0, 1.0);
+        AnswerTokens { logprobs, old, reference: None, importance: None, advantage, weight, trained: None, means: None }
+    }
+
+    /// Asserts that loss and gradient by hand are those of autograd, for log-probabilities `lp` that have a graph.
+    #[track_caller]
+    fn assert_autograd(lp: &Tensor, loss: &Tensor, added: &Added) {
+        loss.backward();
+        assert!((added.loss - loss.double_value(&[])).abs() < 1e-15);
+        assert!((&added.dlogprobs - lp.grad()).abs().max().double_value(&[]) < 1e-15);
+    }
+
     #[test]
     fn a_clipped_token_whose_ratio_overflows_has_no_gradient() {
         let (lp, old) = (Tensor::from_slice(&[0.0f32]), Tensor::from_slice(&[-200.0f32]));
-        let given = AnswerTokens {
-            logprobs: &lp,
-            old: &old,
-            reference: None,
-            importance: None,
-            advantage: 1.0,
-            weight: 1.0,
-            trained: None,
-            means: None,
-        };
-        let added = tokens(&given, &TERMS);
+        let added = tokens(&plain(&lp, &old), &TERMS);
         assert!((added.loss + 1.2).abs() < 1e-6 && added.dlogprobs.double_value(&[0]).abs() < 1e-12);
     }
 
@@ -195,21 +199,10 @@ mod tests {
             let token = -(&ratio * advantage).minimum(&(ratio.clamp(0.8, 1.2) * advantage));
             let gap = &reference - &lp;
             let loss = (token + (gap.exp() - &gap - 1.0) * 0.04).sum(Kind::Double) * 0.125;
-            loss.backward();
             let detached = lp.detach();
-            let given = AnswerTokens {
-                logprobs: &detached,
-                old: &old,
-                reference: Some(&reference),
-                importance: None,
-                advantage,
-                weight: 0.125,
-                trained: None,
-                means: None,
-            };
-            let added = tokens(&given, &TERMS);
-            assert!((added.loss - loss.double_value(&[])).abs() < 1e-15);
-            assert!((added.dlogprobs - lp.grad()).abs().max().double_value(&[]) < 1e-15);
+            let given =
+                AnswerTokens { reference: Some(&reference), advantage, weight: 0.125, ..plain(&detached, &old) };
+            assert_autograd(&lp, &loss, &tokens(&given, &TERMS));
         }
     }
 
@@ -218,19 +211,7 @@ mod tests {
         let (lp, old) = (Tensor::from_slice(&[-1.0f64, f64::NAN, -0.5]), Tensor::from_slice(&[-1.4f64, -1.0, -0.5]));
         let mask = Tensor::from_slice(&[1.0f64, 0.0, 1.0]);
         let all = |logprobs: &Tensor, old: &Tensor, trained: Option<&Tensor>| {
-            tokens(
-                &AnswerTokens {
-                    logprobs,
-                    old,
-                    reference: Some(old),
-                    importance: None,
-                    advantage: 1.0,
-                    weight: 0.5,
-                    trained,
-                    means: None,
-                },
-                &TERMS,
-            )
+            tokens(&AnswerTokens { reference: Some(old), weight: 0.5, trained, ..plain(logprobs, old) }, &TERMS)
         };
         let part = |x: &Tensor| x.index_select(0, &Tensor::from_slice(&[0i64, 2]));
         let (masked, without) = (all(&lp, &old, Some(&mask)), all(&part(&lp), &part(&old), None));
@@ -249,19 +230,8 @@ mod tests {
         let (lp, old) =
             (Tensor::from_slice(&[0.5f64, -0.5, 0.0]), Tensor::zeros([3], (Kind::Double, tch::Device::Cpu)));
         let reference = Tensor::from_slice(&[1.5f64, -0.5, 0.0]);
-        let at = |advantage, reference| {
-            let given = AnswerTokens {
-                logprobs: &lp,
-                old: &old,
-                reference,
-                importance: None,
-                advantage,
-                weight: 1.0,
-                trained: None,
-                means: None,
-            };
-            tokens(&given, &TERMS).stats
-        };
+        let at =
+            |advantage, reference| tokens(&AnswerTokens { reference, advantage, ..plain(&lp, &old) }, &TERMS).stats;
         assert_eq!(at(1.0, None), TokenStats { tokens: 3, clipped_high: 1, ..TokenStats::default() });
         assert_eq!(at(-1.0, None), TokenStats { tokens: 3, clipped_low: 1, ..TokenStats::default() });
         assert_eq!(at(0.0, None), TokenStats { tokens: 3, ..TokenStats::default() });
@@ -275,16 +245,7 @@ mod tests {
     fn kl_weight_changes_the_gradient_of_a_policy_that_has_moved() {
         let (lp, old, reference) = (Tensor::from(-1.0f64), Tensor::from(-1.0f64), Tensor::from(-2.0f64));
         let at = |kl_coef| {
-            let given = AnswerTokens {
-                logprobs: &lp,
-                old: &old,
-                reference: Some(&reference),
-                importance: None,
-                advantage: 0.5,
-                weight: 1.0,
-                trained: None,
-                means: None,
-            };
+            let given = AnswerTokens { reference: Some(&reference), advantage: 0.5, ..plain(&lp, &old) };
             tokens(&given, &Objective { kl_coef, ..TERMS }).dlogprobs.double_value(&[])
         };
         assert!((at(0.0) + 0.5).abs() < 1e-15);
@@ -304,21 +265,11 @@ mod tests {
             let surrogate = (&ratio * advantage).minimum(&(ratio.clamp(0.8, 1.2) * advantage));
             let gap = &reference - &lp;
             let loss = (-surrogate * &weights + (gap.exp() - &gap - 1.0) * 0.04).sum(Kind::Double) * 0.125;
-            loss.backward();
             let detached = lp.detach();
-            let given = AnswerTokens {
-                logprobs: &detached,
-                old: &old,
-                reference: Some(&reference),
-                importance: Some(&weights),
-                advantage,
-                weight: 0.125,
-                trained: None,
-                means: None,
-            };
+            let (reference, importance) = (Some(&reference), Some(&weights));
+            let given = AnswerTokens { reference, importance, advantage, weight: 0.125, ..plain(&detached, &old) };
             let added = tokens(&given, &terms);
-            assert!((added.loss - loss.double_value(&[])).abs() < 1e-15);
-            assert!((added.dlogprobs - lp.grad()).abs().max().double_value(&[]) < 1e-15);
+            assert_autograd(&lp, &loss, &added);
             assert_eq!((added.stats.importance.to_bits(), added.stats.importance_capped), (4.75f64.to_bits(), 1));
         }
     }
@@ -328,16 +279,8 @@ mod tests {
         let lp = Tensor::from_slice(logprobs);
         let (old, reference) = (lp.zeros_like(), &lp * 0.5);
         let mean = logprobs.iter().sum::<f64>() / f64::from(u32::try_from(logprobs.len()).unwrap());
-        let given = AnswerTokens {
-            logprobs: &lp,
-            old: &old,
-            reference: Some(&reference),
-            importance: None,
-            advantage,
-            weight: 1.0,
-            trained: None,
-            means: Some(SequenceMeans { log_ratio: mean, importance: 1.0 }),
-        };
+        let means = Some(SequenceMeans { log_ratio: mean, importance: 1.0 });
+        let given = AnswerTokens { reference: Some(&reference), advantage, means, ..plain(&lp, &old) };
         tokens(&given, terms)
     }
 
@@ -422,10 +365,7 @@ mod tests {
                 KlEstimator::K3 => k3.shallow_clone(),
                 KlEstimator::K3Ratio => lp.exp() * &k3,
             };
-            let loss = (estimate * 2.0).sum(Kind::Double);
-            loss.backward();
-            assert!((added.loss - loss.double_value(&[])).abs() < 1e-15, "{estimator:?}");
-            assert!((added.dlogprobs - lp.grad()).abs().max().double_value(&[]) < 1e-15, "{estimator:?}");
+            assert_autograd(&lp, &(estimate * 2.0).sum(Kind::Double), &added);
             assert!((added.stats.kl - k3.sum(Kind::Double).double_value(&[])).abs() < 1e-15);
         }
     }

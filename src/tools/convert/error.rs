@@ -1,18 +1,18 @@
 //! What can be wrong with a GGUF file or its destination.
 
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use thiserror::Error;
 
 use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::file_error::FileError;
 
 /// Why a GGUF file was not converted. The destination is unchanged.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages say what each variant and field means")]
 pub enum Error {
-    #[error("{file}: cannot {action}: {source}")]
-    Io { file: PathBuf, action: &'static str, source: io::Error },
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error(
         "{file}: not a GGUF file: it starts with bytes {found:02x?}, not with \"GGUF\"; give the .gguf file itself"
     )]
@@ -67,13 +67,6 @@ pub enum Error {
          (everything in it will be lost)"
     )]
     Exists { destination: PathBuf },
-}
-
-impl Error {
-    /// Adds file and action to an I/O error.
-    pub(super) fn io(file: &Path, action: &'static str) -> impl Fn(io::Error) -> Error {
-        move |source| Error::Io { file: file.to_owned(), action, source }
-    }
 }
 
 impl Classified for Error {

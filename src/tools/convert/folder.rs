@@ -7,6 +7,7 @@ use serde_json::Value as Json;
 use tempfile::TempDir;
 
 use super::error::Error;
+use crate::runtime::file_error::FileError;
 
 /// The file that marks a folder as a conversion.
 pub(super) const MARK: &str = "conversion.json";
@@ -27,8 +28,8 @@ impl Folder {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
-        fs::create_dir_all(parent).map_err(Error::io(parent, "create the folder"))?;
-        let failed = Error::io(parent, "create a temporary folder in it");
+        fs::create_dir_all(parent).map_err(FileError::at(parent, "create the folder"))?;
+        let failed = FileError::at(parent, "create a temporary folder in it");
         let temporary = tempfile::Builder::new().prefix(".convert-").tempdir_in(parent).map_err(&failed)?;
         let folder = Folder { destination: destination.to_owned(), force, temporary };
         fs::create_dir(folder.path()).map_err(&failed)?;
@@ -44,13 +45,13 @@ impl Folder {
     pub(super) fn write(&self, name: &str, json: &Json) -> Result<(), Error> {
         let file = self.path().join(name);
         let text = if name == "tokenizer.json" { json.to_string() } else { format!("{json:#}\n") };
-        fs::write(&file, text).map_err(Error::io(&file, "write it"))
+        Ok(fs::write(&file, text).map_err(FileError::at(&file, "write it"))?)
     }
 
     /// Renames the folder to its destination; deletes an earlier folder afterwards.
     pub(super) fn publish(self) -> Result<(), Error> {
         let target = self.destination.as_path();
-        let io = |action| Error::io(target, action);
+        let io = |action| FileError::at(target, action);
         check_replaceable(target, self.force)?;
         let old = self.temporary.path().join("old");
         let replaces = target.symlink_metadata().is_ok();
@@ -61,7 +62,7 @@ impl Folder {
             if replaces {
                 fs::rename(&old, target).map_err(io("move the earlier folder back"))?;
             }
-            return Err(io("rename the new folder to it")(cause));
+            return Err(io("rename the new folder to it")(cause).into());
         }
         Ok(())
     }

@@ -14,6 +14,7 @@ use indexmap::IndexMap;
 
 use super::blocks::Quant;
 use super::error::Error;
+use crate::runtime::file_error::FileError;
 use crate::runtime::units::{as_index, from_index};
 
 /// Most keys or tensors of a header; real files have a few thousand.
@@ -85,9 +86,9 @@ pub(super) struct Gguf {
 impl Gguf {
     /// Opens `path`, reads its header, and checks that every tensor is inside the file.
     pub(super) fn open(path: &Path) -> Result<Gguf, Error> {
-        let file = File::open(path).map_err(Error::io(path, "open it"))?;
-        let bytes = file.metadata().map_err(Error::io(path, "read its length"))?.len();
-        let reader = BufReader::new(file.try_clone().map_err(Error::io(path, "open it twice"))?);
+        let file = File::open(path).map_err(FileError::at(path, "open it"))?;
+        let bytes = file.metadata().map_err(FileError::at(path, "read its length"))?.len();
+        let reader = BufReader::new(file.try_clone().map_err(FileError::at(path, "open it twice"))?);
         let mut header = Header { path, reader, at: 0, bytes };
         header.magic_and_version()?;
         let tensors_count = header.count("tensor count")?;
@@ -119,7 +120,7 @@ impl Gguf {
     pub(super) fn rows(&self, tensor: &StoredTensor, first: u64, count: u64) -> Result<Vec<f32>, Error> {
         let mut stored = vec![0; as_index(count * tensor.row_bytes())];
         let offset = tensor.start + first * tensor.row_bytes();
-        self.file.read_exact_at(&mut stored, offset).map_err(Error::io(&self.path, "read a tensor"))?;
+        self.file.read_exact_at(&mut stored, offset).map_err(FileError::at(&self.path, "read a tensor"))?;
         let values = tensor.quant.values(&stored);
         match values.iter().position(|value| !value.is_finite()) {
             None => Ok(values),
@@ -354,7 +355,7 @@ impl Header<'_> {
     }
 
     fn fill(&mut self, target: &mut [u8]) -> Result<(), Error> {
-        self.reader.read_exact(target).map_err(Error::io(self.path, "read its header"))?;
+        self.reader.read_exact(target).map_err(FileError::at(self.path, "read its header"))?;
         self.at += from_index(target.len());
         Ok(())
     }

@@ -12,6 +12,7 @@ use super::error::Error;
 use super::gguf::Gguf;
 use super::llama::MappedTensor;
 use super::options::Weights;
+use crate::runtime::file_error::FileError;
 use crate::runtime::units::{Bytes, as_index, from_index};
 
 /// Most values of a band; 16 MiB as float32.
@@ -24,7 +25,7 @@ pub(super) fn write_weights(
     weights: Weights,
     path: &Path,
 ) -> Result<Bytes, Error> {
-    let io = Error::io(path, "write the weights");
+    let io = FileError::at(path, "write the weights");
     let (dtype, value_bytes) = match weights {
         Weights::Float32 => (Dtype::F32, 4),
         Weights::Bfloat16 => (Dtype::BF16, 2),
@@ -46,7 +47,7 @@ pub(super) fn write_weights(
     out.write_all(&from_index(header.len()).to_le_bytes()).map_err(&io)?;
     out.write_all(&header).map_err(&io)?;
     for tensor in tensors {
-        for_each_band(gguf, tensor, weights, |bytes| out.write_all(bytes).map_err(&io))?;
+        for_each_band(gguf, tensor, weights, |bytes| Ok(out.write_all(bytes).map_err(&io)?))?;
     }
     let file = out.into_inner().map_err(|cause| io(cause.into_error()))?;
     file.sync_all().map_err(&io)?;

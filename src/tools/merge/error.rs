@@ -1,20 +1,20 @@
 //! Why adapters were not merged.
 
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use thiserror::Error;
 
 use crate::model::{adapter_file, shards, spec};
 use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::file_error::FileError;
 use crate::tensor::bytes;
 
 /// Why adapters were not merged. There is no destination then.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages say what each variant and field means")]
 pub enum Error {
-    #[error("{file}: cannot {action}: {source}")]
-    Io { file: PathBuf, action: &'static str, source: io::Error },
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error("{destination} exists: name a folder that does not")]
     Exists { destination: PathBuf },
     #[error("{file} names the base model {named:?}, which is no folder of a model here: give it with --model")]
@@ -39,13 +39,6 @@ pub enum Error {
     Adapters(#[from] adapter_file::Error),
     #[error(transparent)]
     Weights(#[from] shards::Error),
-}
-
-impl Error {
-    /// Adds file and action to an I/O error.
-    pub(super) fn io(file: &Path, action: &'static str) -> impl Fn(io::Error) -> Error {
-        move |source| Error::Io { file: file.to_owned(), action, source }
-    }
 }
 
 impl Classified for Error {

@@ -18,6 +18,7 @@ use crate::model::adapter_file::{self, CONFIG};
 use crate::model::lora::Adapter;
 use crate::model::shards::{Checkpoint, Place};
 use crate::model::spec::Spec;
+use crate::runtime::file_error::FileError;
 use crate::runtime::units::{Bytes, as_dim, float, from_index};
 use crate::tensor::bytes::{bytes_of, fill_from_bytes};
 use crate::tensor::stored::kind_of;
@@ -65,8 +66,8 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
     let scale = shape.alpha / float(shape.rank);
     let adapted = adapted_places(&checkpoint, &entries)?;
     let parent = destination.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    fs::create_dir_all(parent).map_err(Error::io(parent, "create the folder"))?;
-    let failed = Error::io(parent, "create a temporary folder in it");
+    fs::create_dir_all(parent).map_err(FileError::at(parent, "create the folder"))?;
+    let failed = FileError::at(parent, "create a temporary folder in it");
     let temporary = tempfile::Builder::new().prefix(".merge-").tempdir_in(parent).map_err(&failed)?;
     let folder = temporary.path().join("new");
     fs::create_dir(&folder).map_err(&failed)?;
@@ -75,7 +76,7 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
         bytes.0 += write_shard(&checkpoint, shard, &places, scale, &folder)?;
         files += 1;
     }
-    fs::rename(&folder, destination).map_err(Error::io(destination, "rename the new folder to it"))?;
+    fs::rename(&folder, destination).map_err(FileError::at(destination, "rename the new folder to it"))?;
     Ok(Summary { model, layers: entries.len(), files, bytes })
 }
 
@@ -103,7 +104,7 @@ fn is_of(latest: &str, steps: u64) -> bool {
 /// The base model's folder, as the adapters name it.
 fn base_of(adapter: &Path) -> Result<PathBuf, Error> {
     let file = adapter.join(CONFIG);
-    let text = fs::read_to_string(&file).map_err(Error::io(&file, "read it"))?;
+    let text = fs::read_to_string(&file).map_err(FileError::at(&file, "read it"))?;
     let config: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
     let named = config["base_model_name_or_path"].as_str().unwrap_or_default().to_owned();
     if Path::new(&named).join("config.json").is_file() {
@@ -140,14 +141,14 @@ fn adapted_places<'a>(
 fn copy_others(model: &Path, folder: &Path, checkpoint: &Checkpoint) -> Result<(usize, Bytes), Error> {
     let weights: BTreeSet<&str> = checkpoint.shards.iter().map(|shard| shard.name.as_str()).collect();
     let (mut files, mut bytes) = (0, 0);
-    let failed = Error::io(model, "list it");
+    let failed = FileError::at(model, "list it");
     for entry in fs::read_dir(model).map_err(&failed)? {
         let entry = entry.map_err(&failed)?;
         let (from, name) = (entry.path(), entry.file_name());
         let is_weights = name.to_str().is_some_and(|name| weights.contains(name) || is_other_weights(name));
         let is_note = name.to_str().is_some_and(|name| name.starts_with('.') || name == "conversion.json");
         if from.is_file() && !is_weights && !is_note {
-            bytes += fs::copy(&from, folder.join(&name)).map_err(Error::io(&from, "copy it"))?;
+            bytes += fs::copy(&from, folder.join(&name)).map_err(FileError::at(&from, "copy it"))?;
             files += 1;
         }
     }
@@ -170,7 +171,7 @@ fn write_shard(
     folder: &Path,
 ) -> Result<u64, Error> {
     let file = folder.join(&checkpoint.shards[shard].name);
-    let io = Error::io(&file, "write the weights");
+    let io = FileError::at(&file, "write the weights");
     let whole = checkpoint.file_bytes(shard);
     let mut out = BufWriter::new(File::create(&file).map_err(&io)?);
     let mut written = 0;

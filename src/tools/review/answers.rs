@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 
 use super::error::Error;
 use super::text::shortened;
+use crate::runtime::file_error::FileError;
 
 /// Longer answers are sent without their middle.
 const ANSWER_CHARS_MAX: usize = 8_000;
@@ -105,7 +106,7 @@ pub(super) fn worst(file: &Path, answers_max: usize) -> Result<Vec<Sampled>, Err
 
 /// Passes every line that can be read as `T` to `take`; skips others, such as an incomplete last line.
 fn for_each<T: DeserializeOwned>(file: &Path, mut take: impl FnMut(T)) -> Result<(), Error> {
-    let io = Error::io(file, "read it");
+    let io = FileError::at(file, "read it");
     let opened = match File::open(file) {
         Err(source) if source.kind() == std::io::ErrorKind::NotFound => {
             return Err(Error::NoAnswers { file: file.to_owned() });

@@ -22,6 +22,7 @@ use crate::config::{Environment, RunConfig};
 use crate::endpoint::{Answered, CallerLimits, Endpoint, Message};
 use crate::report::say;
 use crate::runtime::failure::Failure;
+use crate::runtime::file_error::FileError;
 use crate::runtime::terminal::visible;
 use crate::world::stop_requested;
 use answers::{Sampled, worst};
@@ -257,7 +258,9 @@ fn line(answer: &Sampled, result: &Result<String, String>) -> Value {
 /// Removes an earlier run's file, which could be taken for this run's.
 fn remove(file: &Path) -> Result<(), Error> {
     match fs::remove_file(file) {
-        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::io(file, "remove it")(source)),
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
+            Err(FileError::at(file, "remove it")(source).into())
+        }
         _ => Ok(()),
     }
 }
@@ -266,7 +269,7 @@ fn remove(file: &Path) -> Result<(), Error> {
 fn write(file: &Path, text: &str) -> Result<(), Error> {
     let temporary = file.with_extension("new");
     let written = fs::write(&temporary, visible(text).as_bytes()).and_then(|()| fs::rename(&temporary, file));
-    written.map_err(Error::io(file, "write it"))
+    Ok(written.map_err(FileError::at(file, "write it"))?)
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 use super::error::Error;
 use super::text::shortened;
 use crate::config::RunConfig;
+use crate::runtime::file_error::FileError;
 use crate::runtime::units::{float, from_index};
 
 /// Most steps in the table.
@@ -49,9 +50,9 @@ pub enum Ended<'a> {
 /// When a file exists and cannot be read.
 pub(super) fn records(dir: &Path, config: &RunConfig, ended: Ended<'_>) -> Result<String, Error> {
     let metrics = dir.join("metrics.jsonl");
-    let steps = Steps::read(&metrics).map_err(Error::io(&metrics, "read it"))?;
+    let steps = Steps::read(&metrics).map_err(FileError::at(&metrics, "read it"))?;
     let log = dir.join("logs").join("rank_0.log");
-    let warnings = warnings(&log).map_err(Error::io(&log, "read it"))?;
+    let warnings = warnings(&log).map_err(FileError::at(&log, "read it"))?;
     let how = match ended {
         Ended::Finished => "It came to its end.".to_owned(),
         Ended::Stopped => "It was asked to stop before its end, and saved a checkpoint.".to_owned(),
