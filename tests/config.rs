@@ -723,7 +723,14 @@ fn the_default_file_gives_every_key_but_the_required_ones() {
     let uncommented: String = DEFAULT_TOML
         .lines()
         .filter(|l| {
-            let others = ["constant_divisor", "schedule_steps", "importance_max =", "#samples =", "#keep_best ="];
+            let others = [
+                "constant_divisor",
+                "schedule_steps",
+                "importance_max =",
+                "#reuse_drift_max =",
+                "#samples =",
+                "#keep_best =",
+            ];
             !others.iter().any(|key| l.contains(key))
         })
         .map(|l| l.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(l).to_owned() + "\n")

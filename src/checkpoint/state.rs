@@ -93,7 +93,8 @@ impl State {
 }
 
 /// Keys that checkpoints of earlier versions lack, and whose default is what those versions did.
-const NEUTRAL: [&str; 4] = ["grpo.loss", "grpo.kl_estimator", "grpo.deviation", "grpo.mask_truncated"];
+const NEUTRAL: [&str; 5] =
+    ["grpo.loss", "grpo.kl_estimator", "grpo.deviation", "grpo.mask_truncated", "run.reuse_capture"];
 
 /// What a message calls [`State::groups_per_update`].
 const GROUPS: &str = "groups of an update (replicas × optimizer.grad_accum)";

@@ -19,13 +19,15 @@ const FILES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/gates.rs"));
 
 /// Keys of earlier sources that no gate reads: a gate samples its own prompt and answers, and counts of pages belong to
 /// the length that they were written for.
-pub(super) const LEFT_OUT: [&str; 6] = [
+pub(super) const LEFT_OUT: [&str; 8] = [
     "context.cp_pages_per_gpu",
     "data.path",
     "data.held_out",
     "eval.samples",
     "checkpoint.keep_best",
     "grpo.importance_max",
+    "grpo.reuse_drift_max",
+    "run.reuse_capture",
 ];
 
 /// What a gate runs.

@@ -6,6 +6,7 @@ use super::groups::Turns;
 use super::metrics::{UpdateMetrics, report_seconds};
 use super::outcome::Interruption;
 use super::rate::learning_rate;
+use super::reuse;
 use super::round::Round;
 use super::session::Session;
 use super::stop_policy::StopPolicy;
@@ -51,6 +52,8 @@ pub(super) fn update(
     let gradients = finalize(session, world, observer, denominator)?;
     let metrics = metrics.reduce(world);
     require_finite(world, mean_loss(metrics.loss, denominator))?;
+    reuse::require_near(session.config(), round.made, step, &metrics.drift)?;
+    reuse::remember(session, round, world);
     let learning_rate = learning_rate(session.config(), step);
     optimize(session, world, observer, &gradients, learning_rate)?;
     let spent = observer.take_seconds();
@@ -61,6 +64,7 @@ pub(super) fn update(
         learning_rate,
         seconds: Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) },
         advantage_scale,
+        reuse: reuse::describe(session.config(), round, &metrics.drift, |sum| mean_loss(sum, denominator)),
         ..metrics.describe(denominator, &objective)
     };
     let numbers = describe_groups(session, round, numbers);

@@ -103,7 +103,7 @@ fn opened() -> String {
 
 /// The same as a configuration: some of its examples do not go with a default.
 fn whole() -> String {
-    let keys = ["constant_divisor", "schedule_steps", "importance_max", "samples", "keep_best"];
+    let keys = ["constant_divisor", "schedule_steps", "importance_max", "reuse_drift_max", "samples", "keep_best"];
     keys.iter().fold(opened(), |text, key| text.replace(&format!("\n{key}"), &format!("\n#{key}")))
 }
 
