@@ -41,8 +41,8 @@ pub(super) enum Error {
     )]
     LongTail { reuses: u64, tail: Tokens, rows: Tokens },
     #[error(
-        "update {step}: pages captured {age} updates ago have drifted by {drift}, more than grpo.reuse_drift_max = {most}; \
-         the negative log-likelihood of the answers is {reused} a token on them and {fresh} on pages captured anew. Start anew \
+        "update {step}: pages captured {age} updates ago have drifted by {drift:.3e}, more than grpo.reuse_drift_max = {most}; \
+         the negative log-likelihood of the answers is {reused:.6} a token on them and {fresh:.6} on pages captured anew. Start anew \
          with a smaller run.reuse_capture or optimizer.lr, or go on with a larger grpo.reuse_drift_max"
     )]
     TooFar { step: u64, age: u64, drift: f64, most: f64, reused: f64, fresh: f64 },
@@ -86,6 +86,10 @@ impl EarlierAdapters {
     pub(super) fn policy(&self, now: &Adapters) -> Adapters {
         let mut then = now.frozen(now.stamp().policy);
         then.restore(&self.values, self.version);
+        // Products of some mixers have another form, and other bits, with factors that are not tracked.
+        for tensor in then.tensors() {
+            let _ = tensor.set_requires_grad(true);
+        }
         then
     }
 }

@@ -52,7 +52,9 @@ pub(super) fn update(
     let gradients = finalize(session, world, observer, denominator)?;
     let metrics = metrics.reduce(world);
     require_finite(world, mean_loss(metrics.loss, denominator))?;
-    reuse::require_near(session.config(), round.made, step, &metrics.drift)?;
+    if reuse::is_measured(session.config(), round.made) {
+        world.agree(reuse::require_near(session.config(), round.made, step, &metrics.drift))?;
+    }
     reuse::remember(session, round, world);
     let learning_rate = learning_rate(session.config(), step);
     optimize(session, world, observer, &gradients, learning_rate)?;

@@ -373,12 +373,6 @@ impl PagePool {
         self.layers.iter().flat_map(LayerState::tensors).any(Tensor::requires_grad)
     }
 
-    /// Whether a later version than that of the capture uses the pages.
-    #[must_use]
-    pub fn is_lent(&self) -> bool {
-        self.lent.as_ref().is_some_and(|lent| *lent != self.stamp)
-    }
-
     /// The adapters that the prompt was captured under.
     #[must_use]
     pub fn stamp(&self) -> &AdapterVersion {
@@ -495,9 +489,9 @@ mod tests {
         let version = |policy, version| AdapterVersion { policy, version };
         let (mut pool, _) = pool(Residency::Host);
         pool.lend(&version("reference", 4));
-        assert!(!pool.is_lent() && pool.stage(LayerIndex(0), None, &version("reference", 4)).is_err());
+        assert!(pool.stage(LayerIndex(0), None, &version("reference", 4)).is_err());
         pool.lend(&version("policy", 4));
-        assert!(pool.is_lent() && pool.stage(LayerIndex(0), None, &version("policy", 5)).is_err());
+        assert!(pool.stage(LayerIndex(0), None, &version("policy", 5)).is_err());
         let rows = [Tensor::full([1, 2, 4], 9, (Kind::Float, tch::Device::Cpu))];
         pool.write(LayerIndex(1), Position(129), &rows);
         let staged = pool.stage(LayerIndex(1), None, &version("policy", 4)).unwrap();
