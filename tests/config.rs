@@ -83,8 +83,8 @@ fn without_files_the_laptop_run_is_loaded() {
     assert_eq!(loaded.run, RunConfig::laptop());
     assert_eq!(loaded.run.model_path().expect("it has a model"), Path::new("models/smollm2-135m-instruct"));
     assert_eq!(loaded.rank.dir, PathBuf::from("runs/laptop"));
-    assert_eq!(loaded.run.grpo.gradient, Gradient::Response);
-    assert_eq!(loaded.run.tail(Tokens(100)), Tokens(1));
+    assert_eq!(loaded.run.grpo.gradient, Gradient::Exact);
+    assert_eq!(loaded.run.tail(Tokens(100)), Tokens(100));
     for world in [1, 2, 3, 8] {
         assert_eq!(loaded.run.check(Some(world)), [], "{world} ranks");
     }
@@ -657,8 +657,10 @@ fn other_value(value: &serde_json::Value) -> serde_json::Value {
     let words = [
         ("layer", "none"),
         ("constant", "linear"),
-        ("contains", "synthetic"),
+        ("contains", "regex"),
+        ("length", "json_field"),
         ("response", "exact"),
+        ("exact", "response"),
         ("float32", "float64"),
         ("checkpoint", "fp8"),
         ("refuse", "cut_left"),

@@ -39,7 +39,7 @@ pub struct Store {
 /// The tensors of a checkpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors<'a> {
-    /// The policy.
+    /// In the order that the other two follow.
     pub adapters: &'a Adapters,
     /// The optimizer's, in the adapters' order.
     pub moments: &'a Moments,

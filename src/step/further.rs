@@ -73,7 +73,8 @@ impl Transaction<'_> {
         observer: &mut Observer,
     ) -> Result<Drift, Failure> {
         let mut fresh = self.captured(&trained.group, observer)?;
-        fresh.choices = trained.choices.clone();
+        // What was chosen when answers were sampled is used in both; else it is chosen again, as an update on fresh pages would.
+        fresh.choices = trained.scores.choices.borrow().clone().unwrap_or(fresh.choices);
         let (scores, _) = self.scored(&trained.group, &fresh, Leaves::Nothing, observer)?;
         let targets = ReplayTargets { answers, scores: &trained.scores, objective: &self.objective };
         Ok(drift::measure(self.policy.cp_group.axis, &trained.group, &targets, &trained.replayed.logprobs, &scores))

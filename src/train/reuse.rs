@@ -3,12 +3,8 @@
 //! The pages are on no disk. What a checkpoint holds are the adapters that captured them, so that a run that goes on in between
 //! captures the prompt again with the same bits; so does an update after an evaluation, which needs the memory.
 
-use std::rc::Rc;
-
 use tch::{Device, Tensor};
 
-use super::round::Round;
-use super::session::Session;
 use crate::config::RunConfig;
 use crate::model::lora::Adapters;
 use crate::model::spec::Spec;
@@ -129,16 +125,6 @@ pub(super) fn check(config: &RunConfig, spec: &Spec, spreads: bool) -> Result<()
     Ok(())
 }
 
-/// Keeps the adapters of a capture that further updates reuse, before the optimizer changes them.
-pub(super) fn remember(session: &Session, round: &mut Round, world: &World) {
-    let config = session.config();
-    if age(config, round.made) == 0 && leaves_pages(config, round.made) {
-        let adapters = &session.policy.adapters;
-        let earlier = EarlierAdapters::new(adapters.stamp().version, adapters.tensors(), world);
-        round.earlier = Some(Rc::new(earlier));
-    }
-}
-
 /// Refuses an update on pages that have drifted too far. `drift` is that of all ranks.
 pub(super) fn require_near(config: &RunConfig, made: u64, step: u64, drift: &Drift) -> Result<(), Failure> {
     let Some((far, most)) = drift.relative().zip(config.grpo.reuse_drift_max) else { return Ok(()) };
@@ -149,14 +135,22 @@ pub(super) fn require_near(config: &RunConfig, made: u64, step: u64, drift: &Dri
     Err(Error::TooFar { step, age: age(config, made), drift: far, most, reused, fresh }.into())
 }
 
-/// What metrics.jsonl says of an update on reused pages; `None` where it has captured them.
-pub(super) fn describe(config: &RunConfig, round: &Round, drift: &Drift, loss: impl Fn(f64) -> f64) -> Option<Reuse> {
-    let age = age(config, round.made);
+/// What metrics.jsonl says of the update after `made` of a round, on reused pages; `None` where it has captured them. `seconds`: those
+/// of captures that it did without, and of the measurement. `loss` makes a sum the batch's loss.
+pub(super) fn describe(
+    config: &RunConfig,
+    made: u64,
+    seconds: [f64; 2],
+    drift: &Drift,
+    loss: impl Fn(f64) -> f64,
+) -> Option<Reuse> {
+    let [saved_s, measured_s] = seconds;
+    let age = age(config, made);
     let measured = drift.tokens > 0;
     (age > 0).then(|| Reuse {
         age,
-        saved_s: round.saved_s,
-        measured_s: round.measured_s,
+        saved_s,
+        measured_s,
         drift: drift.relative(),
         nll: measured.then(|| [drift.mean(drift.nll_reused), drift.mean(drift.nll_fresh)]),
         loss: measured.then(|| [loss(drift.loss_reused), loss(drift.loss_fresh)]),
