@@ -83,8 +83,8 @@ fn without_files_the_laptop_run_is_loaded() {
     assert_eq!(loaded.run, RunConfig::laptop());
     assert_eq!(loaded.run.model_path().expect("it has a model"), Path::new("models/smollm2-135m-instruct"));
     assert_eq!(loaded.rank.dir, PathBuf::from("runs/laptop"));
-    assert_eq!(loaded.run.grpo.gradient, Gradient::Response);
-    assert_eq!(loaded.run.tail(Tokens(100)), Tokens(1));
+    assert_eq!(loaded.run.grpo.gradient, Gradient::Exact);
+    assert_eq!(loaded.run.tail(Tokens(100)), Tokens(100));
     for world in [1, 2, 3, 8] {
         assert_eq!(loaded.run.check(Some(world)), [], "{world} ranks");
     }
@@ -695,8 +695,10 @@ fn other_value(value: &serde_json::Value) -> serde_json::Value {
     let words = [
         ("layer", "none"),
         ("constant", "linear"),
-        ("contains", "synthetic"),
+        ("contains", "regex"),
+        ("length", "json_field"),
         ("response", "exact"),
+        ("exact", "response"),
         ("float32", "float64"),
         ("checkpoint", "fp8"),
         ("refuse", "cut_left"),
@@ -761,8 +763,15 @@ fn the_default_file_gives_every_key_but_the_required_ones() {
     let uncommented: String = DEFAULT_TOML
         .lines()
         .filter(|l| {
-            let others =
-                ["constant_divisor", "schedule_steps", "importance_m", "#samples =", "#keep_best =", "#sources ="];
+            let others = [
+                "constant_divisor",
+                "schedule_steps",
+                "importance_m",
+                "#reuse_drift_max =",
+                "#samples =",
+                "#keep_best =",
+                "#sources =",
+            ];
             !others.iter().any(|key| l.contains(key))
         })
         .map(|l| l.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(l).to_owned() + "\n")

@@ -33,6 +33,8 @@ mod left;
 mod losses;
 #[path = "ranks/memory.rs"]
 mod memory;
+#[path = "ranks/reuse.rs"]
+mod reuse;
 #[path = "ranks/sampling.rs"]
 mod sampling;
 #[path = "ranks/wire.rs"]
@@ -101,6 +103,8 @@ const CLAIMS: &[Claim] = &[
     ("a_replay_from_what_a_score_pass_left_gives_the_bits_of_one_that_goes_up_itself", left::same_bits),
     ("attention_outputs_that_a_score_pass_left_give_the_bits_of_those_computed_again", left::kept_outputs),
     ("what_a_score_pass_left_is_refused_after_an_update", left::stale),
+    ("gradient_and_drift_on_reused_pages_are_those_of_plain_autograd_with_earlier_constants", reuse::as_plain_autograd),
+    ("reused_pages_of_adapters_that_did_not_change_have_no_drift", reuse::no_drift),
     ("stale_pages_are_refused_after_an_update", learning::stale_pages),
     ("a_reference_policy_scores_under_its_own_pages", learning::reference_policy),
 ];

@@ -23,6 +23,8 @@ pub(super) const MASTERS: &str = "masters.safetensors";
 pub(super) const LISTED: [&str; 3] = [MASTERS, VALUES, CONFIG];
 /// First parts of the tensors' names; a dot and the adapter's name follow.
 pub(super) const PARTS: [&str; 3] = ["master", "mean", "square"];
+/// The same of adapters that captured what a further update reuses.
+pub(super) const CAPTURED: &str = "captured";
 
 /// A checkpoint that was read.
 #[derive(Debug)]
@@ -32,6 +34,8 @@ pub struct Saved {
     /// In the adapters' order.
     pub masters: Vec<Tensor>,
     pub moments: Moments,
+    /// The adapters that captured what the next update reuses; none where it captures.
+    pub captured: Vec<Tensor>,
     /// Digest of the whole checkpoint; compared over ranks, which may have read different files.
     pub digest: String,
 }
@@ -65,10 +69,12 @@ pub fn read_folder(folder: &Path, adapters: &Adapters) -> Result<Saved, Error> {
         names.zip(adapters.tensors()).map(|(name, like)| tensor(&tensors, &file, name, like)).collect()
     };
     let [masters, mean, square]: [Result<Vec<Tensor>, Error>; 3] = PARTS.map(part);
+    let is_captured = tensors.names().iter().any(|name| name.starts_with(&format!("{CAPTURED}.")));
+    let captured = if is_captured { part(CAPTURED)? } else { Vec::new() };
     let Sealed { state, seal, .. } = sealed;
     let (masters, mean, square) = (masters?, mean?, square?);
     let moments = Moments { steps: state.optimizer_steps, mean, square };
-    Ok(Saved { masters, moments, digest: seal, state })
+    Ok(Saved { masters, moments, captured, digest: seal, state })
 }
 
 /// The state in `folder` with its digests; the seal is checked, and every file is listed.

@@ -93,8 +93,14 @@ impl State {
 }
 
 /// Keys that checkpoints of earlier versions lack, and whose default is what those versions did.
-const NEUTRAL: [&str; 5] =
-    ["grpo.loss", "grpo.kl_estimator", "grpo.deviation", "grpo.mask_truncated", "reward.judge_prompt_chars"];
+const NEUTRAL: [&str; 6] = [
+    "grpo.loss",
+    "grpo.kl_estimator",
+    "grpo.deviation",
+    "grpo.mask_truncated",
+    "reward.judge_prompt_chars",
+    "run.reuse_capture",
+];
 
 /// What a message calls [`State::groups_per_update`].
 const GROUPS: &str = "groups of an update (replicas × optimizer.grad_accum)";

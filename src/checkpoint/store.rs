@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use tch::Tensor;
 
 use super::error::Error;
-use super::reading::{LISTED, MASTERS, PARTS, STATE, Saved, compare, read_folder, sealed_in, state_of};
+use super::reading::{CAPTURED, LISTED, MASTERS, PARTS, STATE, Saved, compare, read_folder, sealed_in, state_of};
 use super::state::{Sealed, State};
 use crate::model::adapter_file::{AdapterShape, CONFIG, VALUES};
 use crate::model::lora::Adapters;
@@ -34,6 +34,17 @@ const LATEST_PARTIAL: &str = ".latest.partial";
 #[derive(Debug)]
 pub struct Store {
     run_dir: PathBuf,
+}
+
+/// The tensors of a checkpoint.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensors<'a> {
+    /// In the order that the other two follow.
+    pub adapters: &'a Adapters,
+    /// The optimizer's, in the adapters' order.
+    pub moments: &'a Moments,
+    /// The adapters that captured what a further update reuses, in the same order; none where nothing is reused.
+    pub captured: &'a [Tensor],
 }
 
 /// The newest checkpoint that is whole, and the damaged ones after it.
@@ -86,18 +97,12 @@ impl Store {
     ///
     /// # Errors
     /// When something cannot be written. The unfinished folder is removed, and whole checkpoints stay as they were.
-    pub fn write(
-        &self,
-        state: State,
-        adapters: &Adapters,
-        moments: &Moments,
-        shape: &AdapterShape,
-    ) -> Result<(), Error> {
+    pub fn write(&self, state: State, tensors: &Tensors, shape: &AdapterShape) -> Result<(), Error> {
         let folder = self.folder();
         fs::create_dir_all(&folder).map_err(|source| Error::Write { file: folder.clone(), source })?;
         self.sweep()?;
         let partial = unfinished(&folder, state.updates, "partial");
-        let written = fill(&partial, state, adapters, moments, shape).and_then(|updates| {
+        let written = fill(&partial, state, tensors, shape).and_then(|updates| {
             self.rename_aside(updates, "replaced")?;
             self.settle_at(&partial, updates)
         });
@@ -118,8 +123,7 @@ impl Store {
         &self,
         writer: Rank,
         state: State,
-        adapters: &Adapters,
-        moments: &Moments,
+        tensors: &Tensors,
         shape: &AdapterShape,
     ) -> Result<(), Error> {
         let folder = self.folder();
@@ -129,7 +133,7 @@ impl Store {
         fs::create_dir_all(&folder).map_err(|source| Error::Write { file: folder.clone(), source })?;
         let own = own_suffix(writer);
         let partial = unfinished(&folder, state.updates, &format!("partial_{own}"));
-        let written = fill(&partial, state, adapters, moments, shape).and_then(|updates| {
+        let written = fill(&partial, state, tensors, shape).and_then(|updates| {
             // A folder with files is no place to rename to, so the first of several ranks wins.
             let settled = self.settle_at(&partial, updates);
             if !self.place(updates).exists() {
@@ -337,19 +341,18 @@ impl Store {
 }
 
 /// Writes all files of a checkpoint into `folder` and brings them to the disk; returns the state's updates.
-fn fill(
-    folder: &Path,
-    state: State,
-    adapters: &Adapters,
-    moments: &Moments,
-    shape: &AdapterShape,
-) -> Result<u64, Error> {
+fn fill(folder: &Path, state: State, tensors: &Tensors, shape: &AdapterShape) -> Result<u64, Error> {
+    let Tensors { adapters, moments, captured } = *tensors;
     super::save_adapters(folder, adapters, shape)?;
     let file = folder.join(MASTERS);
     let mut values = Vec::new();
-    let parts: [Vec<&Tensor>; 3] =
-        [adapters.tensors().collect(), moments.mean.iter().collect(), moments.square.iter().collect()];
-    for (part, tensors) in PARTS.iter().zip(parts) {
+    let parts: [Vec<&Tensor>; 4] = [
+        adapters.tensors().collect(),
+        moments.mean.iter().collect(),
+        moments.square.iter().collect(),
+        captured.iter().collect(),
+    ];
+    for (part, tensors) in PARTS.into_iter().chain([CAPTURED]).zip(parts) {
         for (name, tensor) in adapters.names().zip(tensors) {
             let name = format!("{part}.{name}");
             let value = StoredTensor::master(tensor).map_err(|source| Error::Bytes { name: name.clone(), source })?;
@@ -446,7 +449,7 @@ mod tests {
             round: serde_json::Value::Null,
         };
         let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
-        store.write(state, adapters, moments, &shape).unwrap();
+        store.write(state, &Tensors { adapters, moments, captured: &[] }, &shape).unwrap();
     }
 
     fn moments(adapters: &Adapters) -> Moments {
@@ -547,13 +550,14 @@ mod tests {
         let state = store.state(5).unwrap();
         let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
         let alone = |updates| State { updates, adapter_version: 77, ..state.clone() };
-        store.write_alone(Rank(1), alone(5), &adapters, &moments, &shape).unwrap();
+        let tensors = Tensors { adapters: &adapters, moments: &moments, captured: &[] };
+        store.write_alone(Rank(1), alone(5), &tensors, &shape).unwrap();
         assert_eq!(store.state(5).unwrap().adapter_version, 5);
         // What a rank with the same process number on another machine is writing at this moment.
         let other = unfinished(&store.folder(), 6, &format!("partial_{}", std::process::id()));
         fs::create_dir(&other).unwrap();
         fs::create_dir(folder.path().join(".latest.partial")).unwrap();
-        store.write_alone(Rank(1), alone(6), &adapters, &moments, &shape).unwrap();
+        store.write_alone(Rank(1), alone(6), &tensors, &shape).unwrap();
         assert!(other.is_dir(), "the files of the other rank stay");
         assert_ne!(own_suffix(Rank(1)), own_suffix(Rank(2)));
         let newest = store.newest().unwrap();

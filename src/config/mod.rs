@@ -135,7 +135,7 @@ impl Loaded {
 
 /// Keys and tables that a resumed run may change: those that change no number of an update but by the order of sums, and
 /// those whose content is compared by digest instead of by name. docs/command.md lists them for users.
-const OPERATIONAL: [&str; 37] = [
+const OPERATIONAL: [&str; 38] = [
     // Compared by what they lead to: digests, groups of an update, the end of the decay.
     "model.path",
     "data.path",
@@ -165,6 +165,7 @@ const OPERATIONAL: [&str; 37] = [
     "reward.command_sec",
     "reward.judge_parallel",
     "reward.missing_share_max",
+    "grpo.reuse_drift_max",
     "endpoint.style",
     "endpoint.api_base",
     "endpoint.allow_http",

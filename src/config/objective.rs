@@ -102,6 +102,44 @@ impl Check<'_> {
         }
     }
 
+    /// What may be older than the adapters, and for how long.
+    pub(super) fn reuse(&mut self) {
+        const KEY: &str = "run.reuse_capture";
+        const LIMIT: &str = "grpo.reuse_drift_max";
+        let (run, g, reuses) = (self.run, &self.run.grpo, self.run.run.reuse_capture);
+        self.at_least_one(KEY, reuses, "1 captures the prompt in every update");
+        match g.reuse_drift_max {
+            None if reuses > 1 => {
+                let why = "pages that are reused drift from the adapters; inf measures the drift and ends nothing";
+                self.should(LIMIT, &[KEY], "set to the largest drift, such as 0.05", why);
+            }
+            Some(_) if reuses <= 1 => {
+                self.should(LIMIT, &[KEY], "left out", "run.reuse_capture = 1 captures the prompt in every update");
+            }
+            Some(most) => self.range(LIMIT, most, most > 0.0, "above 0, or inf"),
+            None => {}
+        }
+        if reuses <= 1 {
+            return;
+        }
+        if reuses > g.updates_per_group {
+            let why = format!(
+                "only further updates of the same group can reuse its prompt, and grpo.updates_per_group is {} (it is {reuses})",
+                g.updates_per_group
+            );
+            self.should(KEY, &["grpo.updates_per_group"], format!("at most {}", g.updates_per_group), why);
+        }
+        if g.gradient == Gradient::Exact {
+            let why = "an exact gradient goes through every prompt position under the present adapters, so no page may be older: \
+                       set run.reuse_capture = 1, or another gradient";
+            self.should("grpo.gradient", &[KEY], "\"response\" or { last = N }", why);
+        }
+        if run.optimizer.grad_accum > 1 {
+            let why = "one captured prompt is held from update to update (run.reuse_capture)";
+            self.should("optimizer.grad_accum", &[KEY], "1", why);
+        }
+    }
+
     /// Only sampled answers are known to be cut off.
     pub(super) fn truncated(&mut self) {
         if self.run.grpo.mask_truncated && !self.run.rollout.sample {

@@ -123,6 +123,9 @@ pub struct GrpoConfig {
     pub constant_divisor: Option<f64>,
     pub temperature: f64,
     pub updates_per_group: u64,
+    /// The largest drift of reused pages; checked to stand with [`RunTable::reuse_capture`] above 1 and only with it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reuse_drift_max: Option<f64>,
     pub importance: ImportanceWeights,
     /// The least importance weight of a mask; absent: 0.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -194,6 +197,8 @@ pub struct DataConfig {
 pub struct RunTable {
     pub seed: u64,
     pub steps: u64,
+    /// Updates that one capture serves.
+    pub reuse_capture: u64,
     pub device: DeviceChoice,
     pub direct: When,
     pub deterministic: bool,

@@ -191,6 +191,18 @@ impl Captured {
         }
         self
     }
+
+    /// The same prompt for a further update under the adapters `to`. What was chosen for answers under the earlier ones is
+    /// chosen again, unless it was chosen when they were sampled.
+    #[must_use]
+    pub fn lend(mut self, to: &AdapterVersion, ledger: &Ledger) -> Captured {
+        self.pages.lend(to);
+        self.drawn = None;
+        if !self.from_sampling {
+            self.choices = Rc::new(ChoicePool::new(Residency::Host, ledger));
+        }
+        self
+    }
 }
 
 /// Mixer outputs of the tail's stretches, layer by layer, with the tensors that their backward needs.

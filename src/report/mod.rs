@@ -35,6 +35,6 @@ pub use reporter::Reporter;
 pub use results::{EvalSummary, Results};
 pub use run_lock::{RunLock, no_locks};
 pub use sources::{SourceStep, SourceTotal};
-pub use step::Step;
+pub use step::{Reuse, Step};
 pub use summary::checks;
 pub use trace::{Row, TraceFile};

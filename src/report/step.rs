@@ -70,6 +70,8 @@ pub struct Step {
     /// Share of the experts and index sets of sampled rows that were chosen differently when the rows were scored; absent where
     /// those of sampling were used, or nothing chooses.
     pub choices_changed: Option<f64>,
+    /// Of the pages that an earlier update captured (`run.reuse_capture`); absent where this one has captured them.
+    pub reuse: Option<Reuse>,
     /// Norm of the adapters' gradient before clipping.
     #[serde(deserialize_with = "finite_or_nan")]
     pub grad_norm: f64,
@@ -106,6 +108,28 @@ fn finite_or_nan<'de, D: Deserializer<'de>>(number: D) -> Result<f64, D::Error> 
 fn ends_or_nan<'de, D: Deserializer<'de>>(ends: D) -> Result<Option<[f64; 2]>, D::Error> {
     let ends: Option<[Option<f64>; 2]> = Option::deserialize(ends)?;
     Ok(ends.map(|ends| ends.map(|end| end.unwrap_or(f64::NAN))))
+}
+
+/// What an update on reused pages saves, costs and errs. Seconds are those of rank 0, the other numbers are of all ranks.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(default)]
+pub struct Reuse {
+    /// Updates since the pages were captured.
+    pub age: u64,
+    /// Seconds of the captures that the update did without; 0 where a run that goes on, or an evaluation, had to capture again.
+    pub saved_s: f64,
+    /// Seconds that the measurement of the drift has taken; 0 without one. They are a part of `seconds`.
+    pub measured_s: f64,
+    /// |reused − fresh| / fresh of `nll`; this and what follows is absent where the update did not measure.
+    pub drift: Option<f64>,
+    /// Mean negative log-likelihood of the trained tokens on reused pages and on pages captured anew, nats.
+    pub nll: Option<[f64; 2]>,
+    /// Loss of the update on both.
+    pub loss: Option<[f64; 2]>,
+    /// Estimated divergence (k3) between both, mean over trained tokens, nats.
+    pub k3: Option<f64>,
+    /// The largest difference between both of a token's log-probability, nats.
+    pub gap: Option<f64>,
 }
 
 impl Step {
@@ -183,6 +207,12 @@ impl Step {
         put("entropy", self.entropy);
         put("sampled_gap", self.sampled_gap);
         put("choices_changed", self.choices_changed);
+        put("reuse/age", self.reuse.as_ref().map(|reuse| float(reuse.age)));
+        put("reuse/saved_s", self.reuse.as_ref().map(|reuse| reuse.saved_s));
+        put("reuse/measured_s", self.reuse.as_ref().map(|reuse| reuse.measured_s));
+        put("reuse/drift", self.reuse.as_ref().and_then(|reuse| reuse.drift));
+        put("reuse/k3", self.reuse.as_ref().and_then(|reuse| reuse.k3));
+        put("reuse/gap", self.reuse.as_ref().and_then(|reuse| reuse.gap));
         put("tokens_per_second", Some(self.tokens_per_second));
         put("reward/mean", self.reward_mean);
         put("reward/std", self.reward_std);

@@ -8,6 +8,7 @@ use tch::{Device, Tensor};
 use crate::model::latent::IndexSet;
 use crate::model::mixer::Mixed;
 use crate::model::pass::{Pass, PromptOutput, PromptRows};
+use crate::model::past::Past;
 use crate::prompt::handoff::{Captured, Keeping, MixedPool, PlacedGroup};
 use crate::prompt::layout::{Piece, Span};
 use crate::prompt::pages::{BORDERS, Choice, ChoicePool, HiddenPool, LayerState, PagePool, Residency, Slot};
@@ -91,6 +92,53 @@ pub fn make_room(pass: &Pass, group: &PlacedGroup, keeping: Keeping) -> Result<(
     }
     let pinned = gpu::reserve_pinned(&blocks)?;
     tracing::debug!("{pinned} of host memory are pinned");
+    Ok(())
+}
+
+/// Runs the tail's rows of a reused prompt again, under the pass's adapters, behind the pages of earlier ones: what carries
+/// gradient belongs to the present adapters, and only constants are older. Their state goes to the pages. The mixers must be
+/// attention over keys and values, and the tail no longer than a micro-block.
+///
+/// # Errors
+/// When the pages are lent to other adapters than the pass's, or there is no more host memory.
+pub fn renew_tail(pass: &Pass, group: &PlacedGroup, captured: &mut Captured, tracker: &Tracker) -> Result<(), Failure> {
+    let layout = &group.layout;
+    let (span, rank, ledger) = (layout.tail(), pass.cp_group.axis.rank(), pass.cp_group.ledger);
+    if span.is_empty() {
+        return Ok(());
+    }
+    let pieces: Vec<&Piece> = span.of(rank).collect();
+    let prompt_ids = |piece: &&Piece| group.prompt_ids[piece.start.index()..piece.stop.index()].iter().copied();
+    captured.tail_choices = ChoicePool::new(captured.keeping.tail, ledger);
+    captured.tail = HiddenPool::new(captured.keeping.tail, Purpose::Checkpoints, ledger.clone());
+    let mut x_tw = pass.decoder.embed(&pieces.iter().flat_map(prompt_ids).collect::<Vec<i64>>());
+    let has_rows = x_tw.size()[0] > 0;
+    for layer in (0..pass.decoder.layers()).map(LayerIndex) {
+        tracker.layer(layer)?;
+        captured.tail.settle()?;
+        captured.tail_choices.settle()?;
+        if has_rows {
+            captured.tail.put(Slot { span: 0, layer }, &x_tw)?;
+        }
+        // The next layer is not prefetched: its rows of the tail are written before it is read.
+        let staged = captured.pages.stage(layer, None, pass.adapters.stamp())?;
+        let past = Past::of_tail(&staged, layout);
+        let applied = pass.applied(layer);
+        let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
+        let (y_tw, state) = pass.forward_state(layer, &span, &x_tw, &past, captured.tail_choices.of(0))?;
+        drop((past, staged));
+        let mut first = 0;
+        for piece in &pieces {
+            let rows = piece.rows().dim();
+            let planes: Vec<Tensor> = state.tensors().iter().map(|plane| plane.narrow(0, first, rows)).collect();
+            captured.pages.write(layer, piece.start, &planes);
+            first += rows;
+        }
+        x_tw = y_tw;
+    }
+    captured.tail.settle()?;
+    captured.tail_choices.settle()?;
+    captured.last_row = (layout.last_row_owner() == rank).then(|| x_tw.narrow(0, x_tw.size()[0] - 1, 1).copy());
     Ok(())
 }
 

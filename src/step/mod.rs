@@ -4,8 +4,10 @@
 mod answers;
 pub mod capture;
 pub mod conventional;
+pub mod drift;
 pub mod extremes;
 pub mod finalize;
+mod further;
 pub mod importance;
 pub mod objective;
 pub mod observer;
@@ -14,4 +16,5 @@ mod outcome;
 pub mod replay;
 pub mod rollout;
 pub mod score;
+mod targets;
 pub mod transaction;

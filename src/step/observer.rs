@@ -45,6 +45,7 @@ pub struct Observer {
     within: Option<Phase>,
     seconds: PhaseSeconds,
     own_pages: OwnPages,
+    capture_s: f64,
 }
 
 impl Observer {
@@ -57,6 +58,7 @@ impl Observer {
             within: None,
             seconds: PhaseSeconds::default(),
             own_pages: OwnPages::default(),
+            capture_s: 0.0,
         }
     }
 
@@ -119,8 +121,16 @@ impl Observer {
         done
     }
 
-    /// Notes the pages of a capture, whose storage must be exactly pages × page bytes.
-    pub(super) fn captured(&mut self, pass: &Pass, group: &PlacedGroup, captured: &Captured) -> Result<(), Failure> {
+    /// Notes the pages of a capture, whose storage must be exactly pages × page bytes, and its seconds: what the phase has gained
+    /// since it had `before`.
+    pub(super) fn captured(
+        &mut self,
+        pass: &Pass,
+        group: &PlacedGroup,
+        captured: &Captured,
+        before: f64,
+    ) -> Result<(), Failure> {
+        self.capture_s = self.seconds[Phase::Capture] - before;
         let bytes = captured.pages.audit(|layer| pass.decoder.mixer(layer).state_rows())?;
         self.own_pages = OwnPages { pages: group.layout.pages_of(pass.cp_group.axis.rank()), bytes };
         Ok(())
@@ -135,6 +145,12 @@ impl Observer {
     /// Seconds since the last call, or since the start.
     pub fn take_seconds(&mut self) -> PhaseSeconds {
         std::mem::take(&mut self.seconds)
+    }
+
+    /// Seconds of the last capture.
+    #[must_use]
+    pub fn capture_s(&self) -> f64 {
+        self.capture_s
     }
 
     /// Pages of the last capture.

@@ -43,4 +43,6 @@ pub struct Trained {
     pub choices: Rc<ChoicePool>,
     /// How many of the choices made in sampling were made differently here; nothing where they were used.
     pub changed: ChangedChoices,
+    /// The prompt, which stays captured while this lives.
+    pub captured: Option<Captured>,
 }

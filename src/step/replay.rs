@@ -11,91 +11,24 @@
 //! of the pages, so the tail comes last in every layer; it runs once for the group. Only one layer's gradient of page
 //! state exists at a time. The pool holds exactly answers × rows × width × layers.
 
-use std::cell::RefCell;
-use std::rc::Rc;
-
 use tch::Tensor;
 
-use crate::config::Loss;
 use crate::model::head::Head;
 use crate::model::mixer::Mixed;
 use crate::model::pass::{Pass, SpanRows, Tail};
 use crate::model::past::{Past, PastGradient};
 use crate::prompt::handoff::{AnswerStates, Captured, Leaves, Logprobs, PlacedGroup, Scores};
 use crate::prompt::layout::Span;
-use crate::prompt::pages::{Choice, ChoicePool, HiddenPool, Slot, Staged, StagedHidden};
+use crate::prompt::pages::{Choice, HiddenPool, Slot, Staged, StagedHidden};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
-use crate::runtime::units::{Bytes, LayerIndex, as_dim, from_index};
+use crate::runtime::units::{Bytes, LayerIndex, as_dim};
 use crate::step::answers;
 use crate::step::extremes::Range;
-use crate::step::objective::{
-    self, Aggregation, AnswerTokens, Batch, Counted, Objective, SequenceMeans, SequencePart, TokenStats,
-};
+use crate::step::objective::{SequenceMeans, TokenStats};
+pub use crate::step::targets::{FrozenScores, ReplayTargets, TrainedAnswer};
 use crate::tensor::gpu::Mark;
-
-/// One answer as it is trained.
-#[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "names and types say what is not described")]
-pub struct TrainedAnswer {
-    pub ids: Vec<i64>,
-    /// Which of its tokens are trained; `None`: all.
-    pub mask: Option<Vec<bool>>,
-    /// Log-probabilities that came with it, nats, one for each token where there is one; `None`: none came.
-    pub given: Option<Vec<Option<f64>>>,
-    /// Its advantage; `None`: it takes no part.
-    pub advantage: Option<f64>,
-    /// Weight of each of its tokens in the loss.
-    pub weight: f64,
-}
-
-/// Log-probabilities that stay the same for all updates of a round.
-#[derive(Debug)]
-pub struct FrozenScores {
-    /// Of the old policy: as scored before the round's first update, or as they came with the answers.
-    pub old: Scores,
-    /// Of the reference policy, if there is a KL term.
-    pub reference: Option<Scores>,
-    /// No log-probabilities but the importance weights of the same tokens, if the objective has them.
-    pub importance: Option<Scores>,
-    /// What was chosen for this rank's rows when the answers were sampled, for the further updates of the round.
-    pub choices: RefCell<Option<Rc<ChoicePool>>>,
-}
-
-impl TrainedAnswer {
-    /// The answers of one group that is a whole batch by itself. An answer without an advantage takes no part.
-    #[must_use]
-    pub fn whole_batch(
-        answers: &[Vec<i64>],
-        advantages: &[Option<f64>],
-        aggregation: Aggregation,
-    ) -> Vec<TrainedAnswer> {
-        let pairs = || answers.iter().zip(advantages);
-        let batch = Batch::of(
-            pairs().map(|(ids, advantage)| Counted { tokens: from_index(ids.len()), scored: advantage.is_some() }),
-        );
-        let answer = |(ids, &advantage): (&Vec<i64>, &Option<f64>)| TrainedAnswer {
-            ids: ids.clone(),
-            mask: None,
-            given: None,
-            advantage,
-            weight: batch.weight(aggregation, from_index(ids.len())),
-        };
-        pairs().map(answer).collect()
-    }
-}
-
-/// What the replay's loss reads besides the log-probabilities of the replay itself.
-#[derive(Clone, Copy)]
-#[expect(missing_docs, reason = "names and types say what is not described")]
-pub struct ReplayTargets<'a> {
-    /// Advantage and weight of each answer of the group, in its order.
-    pub answers: &'a [TrainedAnswer],
-    pub scores: &'a FrozenScores,
-    /// Loss of a token.
-    pub objective: &'a Objective,
-}
 
 /// What a replay leaves besides the adapters' gradients: this rank's share of the group's numbers.
 #[derive(Debug)]
@@ -223,7 +156,7 @@ impl Replay<'_> {
             let first = first.as_ref().map(|all| all.narrow(0, as_dim(index as u64), 1));
             if answer.span.is_empty() {
                 let rows = self.head.logprobs(self.pass.decoder, &self.no_rows(), &self.work.labels(answer, rank));
-                self.means.push(self.sequence_means(index, &rows, first.as_ref()));
+                self.means.push(self.targets.means(self.work, self.pass.cp_group.axis, index, &rows, first.as_ref()));
                 self.done.logprobs.0.push(Logprobs { rows, first });
                 continue;
             }
@@ -232,7 +165,7 @@ impl Replay<'_> {
             let choices = self.captured.choices.of(index);
             let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past, choices)?;
             let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
-            self.means.push(self.sequence_means(index, &rows, first.as_ref()));
+            self.means.push(self.targets.means(self.work, self.pass.cp_group.axis, index, &rows, first.as_ref()));
             let dlogprobs = self.loss(index, &rows, self.work.trained(answer, rank), |scores| &scores.rows);
             let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
             let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw, choices };
@@ -415,30 +348,8 @@ impl Replay<'_> {
         Some(dtail)
     }
 
-    /// Means over a whole answer, where the ratio is the sequence's: `rows` and the `first` token are this rank's log-probabilities
-    /// of it. Every rank takes part, with or without tokens.
-    fn sequence_means(&self, index: usize, rows: &Tensor, first: Option<&Tensor>) -> Option<SequenceMeans> {
-        if self.targets.objective.loss != Loss::Gspo {
-            return None;
-        }
-        let (cp, answer) = (self.pass.cp_group.axis, &self.work.answers[index]);
-        let FrozenScores { old, importance, .. } = self.targets.scores;
-        let weights = importance.as_ref().map(|scores| &scores.0[index]);
-        let old = &old.0[index];
-        let trained = self.work.trained(answer, cp.rank());
-        let rows = SequencePart { logprobs: rows, old: &old.rows, importance: weights.map(|own| &own.rows), trained };
-        let first = first.zip(old.first.as_ref()).map(|(logprobs, old)| SequencePart {
-            logprobs,
-            old,
-            importance: weights.and_then(|own| own.first.as_ref()),
-            trained: answer.first_is_trained(),
-        });
-        let parts: Vec<SequencePart> = std::iter::once(rows).chain(first).collect();
-        Some(SequenceMeans::of(&parts, weights.is_some(), answer.trained_tokens(), cp))
-    }
-
-    /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities. `trained` is 1
-    /// for tokens that take part and 0 for others; `None`: all do. `part` picks these tokens from scores of the answer.
+    /// Adds tokens of one answer to this rank's loss and returns the gradient of their log-probabilities, as
+    /// [`ReplayTargets::tokens`] takes them.
     fn loss(
         &mut self,
         index: usize,
@@ -446,21 +357,9 @@ impl Replay<'_> {
         trained: Option<Tensor>,
         part: impl Fn(&Logprobs) -> &Tensor,
     ) -> Tensor {
-        let TrainedAnswer { advantage, weight, .. } = self.targets.answers[index];
-        let FrozenScores { old, reference, importance, .. } = self.targets.scores;
-        let Some(advantage) = advantage else { return logprobs.zeros_like() };
-        let trained = trained.map(|trained| trained.to_device(logprobs.device()));
-        let tokens = AnswerTokens {
-            logprobs,
-            old: part(&old.0[index]),
-            reference: reference.as_ref().map(|scores| part(&scores.0[index])),
-            importance: importance.as_ref().map(|scores| part(&scores.0[index])),
-            advantage,
-            weight,
-            trained: trained.as_ref(),
-            means: self.means[index],
+        let Some(added) = self.targets.tokens(index, logprobs, trained, self.means[index], part) else {
+            return logprobs.zeros_like();
         };
-        let added = objective::tokens(&tokens, self.targets.objective);
         self.done.loss += added.loss;
         self.done.stats.add(added.stats);
         self.done.ratio = Range::cover(self.done.ratio, added.ratio);

@@ -167,7 +167,8 @@ impl Transaction<'_> {
         let replayed = replay::run(&self.policy, &self.head, &group, &captured, left, targets, observer.tracker())?;
         observer.add(Phase::Replay, replayed.seconds.up);
         observer.add(Phase::Sweep, replayed.seconds.down);
-        Ok(Trained { group, scores, replayed, choices: captured.choices, changed: changed.unwrap_or_default() })
+        let (choices, changed) = (captured.choices.clone(), changed.unwrap_or_default());
+        Ok(Trained { group, scores, replayed, choices, changed, captured: Some(captured) })
     }
 
     /// Pins the host memory that `group` takes. A caller that measures calls this before, with `pins_memory` false.
@@ -178,14 +179,15 @@ impl Transaction<'_> {
         observer.pinning(|| capture::make_room(&self.policy, group, self.keeping))
     }
 
-    fn captured(&self, group: &PlacedGroup, observer: &mut Observer) -> Result<Captured, Failure> {
+    pub(super) fn captured(&self, group: &PlacedGroup, observer: &mut Observer) -> Result<Captured, Failure> {
         let work = |tracker: &_| capture::run(&self.policy, group, self.keeping, tracker);
+        let before = observer.seconds()[Phase::Capture];
         let captured = observer.device_phase(Phase::Capture, work)?;
-        observer.captured(&self.policy, group, &captured)?;
+        observer.captured(&self.policy, group, &captured, before)?;
         Ok(captured)
     }
 
-    fn scored(
+    pub(super) fn scored(
         &self,
         group: &PlacedGroup,
         captured: &Captured,

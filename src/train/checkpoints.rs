@@ -4,6 +4,7 @@
 //! that was captured and not trained on when the run was interrupted runs again, once.
 
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -11,11 +12,12 @@ use serde_json::Value;
 
 use super::progress::Progress;
 use super::rate::learning_rate;
+use super::reuse::EarlierAdapters;
 use super::round_state;
 use super::run_folder::{Begin, RunFolder};
 use super::session::Session;
 use super::stop_policy::StopPolicy;
-use crate::checkpoint::{self, State, Store};
+use crate::checkpoint::{self, State, Store, Tensors};
 use crate::config::{RunConfig, Schedule};
 use crate::data::GroupOrder;
 use crate::report::Reporter;
@@ -56,6 +58,19 @@ pub(super) struct WholeUpdate {
     pub(super) cursor: GroupOrder,
     /// The round as a checkpoint holds it, gathered while all ranks were well.
     pub(super) round: Value,
+    /// The adapters of a capture that the round's next update reuses.
+    earlier: Option<Rc<EarlierAdapters>>,
+}
+
+impl WholeUpdate {
+    /// Of a session between two updates, with its `round` as a checkpoint holds it.
+    pub(super) fn of(session: &Session, round: Value) -> WholeUpdate {
+        WholeUpdate { cursor: session.data.cursor.clone(), round, earlier: earlier(session) }
+    }
+}
+
+fn earlier(session: &Session) -> Option<Rc<EarlierAdapters>> {
+    session.data.round.as_ref().and_then(|round| round.earlier.clone())
 }
 
 /// Rank 0's choice of a checkpoint.
@@ -100,7 +115,8 @@ impl Checkpoints {
         session.policy.optimizer.restore(saved.moments);
         session.data.cursor = cursor;
         world.require_equal("the adapters (digest)", &session.policy.digest(world))?;
-        session.data.round = world.agree(round_state::restore(round, session, world).map_err(Failure::from))?;
+        let restored = round_state::restore(round, &saved.captured, session, world);
+        session.data.round = world.agree(restored.map_err(Failure::from))?;
         self.saved = Some(updates);
         notes.extend(world.from_root(|| Ok(self.keep_aside(&passed_over)?))?);
         let place = self.store.place(updates);
@@ -168,12 +184,14 @@ impl Checkpoints {
             let (adapters, moments) = gathered.as_ref().map_or(own, |all| (&all.adapters, &all.moments));
             let state = state(session, world, evaluated, round_state::save(session, world));
             let updates = state.updates;
+            let earlier = earlier(session);
+            let captured = earlier.as_ref().map_or(&[][..], |earlier| &earlier.values);
             world.on_root(|| {
                 if self.saved == Some(updates) {
                     return Ok(());
                 }
                 reporter.settle()?;
-                Ok(self.store.write(state, adapters, moments, &policy.shape)?)
+                Ok(self.store.write(state, &Tensors { adapters, moments, captured }, &policy.shape)?)
             })?;
             world.on_root(|| {
                 self.store.point(updates)?;
@@ -223,13 +241,9 @@ impl Checkpoints {
             reporter.line(&format!("{error}; the checkpoint is written all the same"));
         }
         let writer = world.all.rank();
-        Ok(Store::of(run_dir).write_alone(
-            writer,
-            state,
-            &policy.adapters,
-            policy.optimizer.moments(),
-            &policy.shape,
-        )?)
+        let captured = whole.earlier.as_ref().map_or(&[][..], |earlier| &earlier.values);
+        let tensors = Tensors { adapters: &policy.adapters, moments: policy.optimizer.moments(), captured };
+        Ok(Store::of(run_dir).write_alone(writer, state, &tensors, &policy.shape)?)
     }
 
     /// Whether the checkpoint after `updates` updates is there.

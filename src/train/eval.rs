@@ -139,6 +139,8 @@ fn prepare(config: &mut RunConfig, options: &EvalOptions) -> Result<(), Failure>
     config.grpo.kl_coef = 0.0;
     config.grpo.kl_estimator = KlEstimator::K3;
     config.grpo.updates_per_group = 1;
+    config.grpo.reuse_drift_max = None;
+    config.run.reuse_capture = 1;
     config.grpo.importance = ImportanceWeights::None;
     config.grpo.importance_max = None;
     config.grpo.importance_min = None;

@@ -36,6 +36,8 @@ impl Trainer {
         if self.evaluated.last.as_ref().is_some_and(|last| last.step == step) {
             return Ok(Outcome::Done(()));
         }
+        // Held-out prompts take the memory of one that waits for a further update.
+        self.session.data.release_prompts();
         let start = Instant::now();
         let expected_s = self.evaluated.last.as_ref().map(|last| last.seconds);
         let (session, stop) = (&self.session, &self.stop);

@@ -3,17 +3,22 @@
 //! Ranks of different prompts meet three times in a turn: before rewards, in them, and after the transaction. A stop that
 //! comes in the middle is settled there, so that no rank waits in a collective that another rank has left.
 
+use std::time::Instant;
+
 use tch::Tensor;
 
 use super::answer::{Answer, GroupPlace};
 use super::conventional;
 use super::metrics::UpdateMetrics;
 use super::outcome::Interruption;
+use super::reuse::{self, HeldPrompt};
 use super::rewards::{self, Asked};
 use super::round::{FrozenGroup, Round};
 use super::round_state::gather_logprobs;
 use super::session::Session;
 use super::stop_policy::StopPolicy;
+use crate::data::Group;
+use crate::prompt::handoff::Captured;
 use crate::report::Reporter;
 use crate::runtime::failure::{Failure, Phase};
 use crate::step::observer::Observer;
@@ -69,7 +74,7 @@ impl Turns<'_> {
             self.reward(turn, sampled, observer)
         };
         let outcome = session.transaction(world).run(prompt_ids, request.as_ref(), observer, reward);
-        if let Outcome::Trained(trained) = stop.settle(world, outcome)? {
+        if let Outcome::Trained(mut trained) = stop.settle(world, outcome)? {
             for (index, sampled) in sampled_logprobs.iter().enumerate() {
                 let scored = gather_logprobs(&trained.scores.old.0[index], index, &trained.group, world);
                 self.metrics.add_gap(rollout::gap(sampled, &Tensor::from_slice(&scored)));
@@ -81,9 +86,17 @@ impl Turns<'_> {
                 trained.scores.choices.replace(Some(trained.choices.clone()));
             }
             self.round.mine[turn].scores = Some(trained.scores.clone());
+            self.hold(turn, trained.captured.take(), observer.capture_s());
             self.add_trained(&trained);
         }
         Ok(())
+    }
+
+    /// Keeps a captured prompt where the next update reuses it.
+    fn hold(&mut self, turn: usize, captured: Option<Captured>, capture_s: f64) {
+        if reuse::leaves_pages(self.session.config(), self.round.made) {
+            self.round.mine[turn].held = captured.map(|captured| HeldPrompt { captured, capture_s });
+        }
     }
 
     /// A group whose prompt is no page but a part of whole sequences.
@@ -128,29 +141,57 @@ impl Turns<'_> {
         let own = &rewarded[world.dp_index];
         let (rewards, advantages) = (own.values(), session.advantages(own));
         let skipped = session.has_no_gradient(&advantages);
-        let frozen = FrozenGroup { place, answers, rewards, advantages, scores: None };
+        let frozen = FrozenGroup { place, answers, rewards, advantages, scores: None, held: None };
         let answers = frozen.trained_answers(session.objective().aggregation);
         self.round.mine.push(frozen);
         Ok(if skipped { Verdict::Skip } else { Verdict::Train(answers) })
     }
 
-    /// A group in a further update of its round: captured under the adapters as they are now, and replayed.
+    /// A group in a further update of its round: captured under the adapters as they are now, or on the pages of an earlier
+    /// update, and replayed.
     fn further_update(&mut self, turn: usize, observer: &mut Observer) -> Result<(), Interruption> {
-        let session = self.session;
-        let frozen = &self.round.mine[turn];
-        let trained = match &frozen.scores {
-            None => Ok(None),
-            Some(scores) => {
-                let prompt_ids = &*session.data.train.prompt_ids(frozen.place.index).map_err(Failure::from)?;
-                let answers = frozen.trained_answers(session.objective().aggregation);
-                let transaction = session.transaction(self.world);
-                transaction.train(prompt_ids, None, &answers, Some(scores.clone()), observer).map(Some)
-            }
-        };
+        let trained = self.retrain(turn, observer);
         if let Some(trained) = self.stop.settle(self.world, trained)? {
             self.add_trained(&trained);
         }
         Ok(())
+    }
+
+    /// `None` for a group that is left out.
+    fn retrain(&mut self, turn: usize, observer: &mut Observer) -> Result<Option<Trained>, Failure> {
+        let (session, made) = (self.session, self.round.made);
+        let frozen = &mut self.round.mine[turn];
+        let Some(scores) = frozen.scores.clone() else { return Ok(None) };
+        let held = frozen.held.take();
+        let prompt_ids = &*session.data.train.prompt_ids(frozen.place.index)?;
+        let (ids, answers) = (frozen.ids(), frozen.trained_answers(session.objective().aggregation));
+        let transaction = session.transaction(self.world);
+        if reuse::age(session.config(), made) == 0 {
+            let mut trained = transaction.train(prompt_ids, None, &answers, Some(scores), observer)?;
+            self.hold(turn, trained.captured.take(), observer.capture_s());
+            return Ok(Some(trained));
+        }
+        let HeldPrompt { captured, capture_s } = if let Some(held) = held {
+            self.round.saved_s += held.capture_s;
+            held
+        } else {
+            let earlier = self.round.earlier.as_ref().expect("a reused capture comes with the adapters that made it");
+            let earlier = earlier.policy(&session.policy.adapters);
+            let captured = transaction.capture_under(&earlier, prompt_ids, ids, observer)?;
+            HeldPrompt { captured, capture_s: observer.capture_s() }
+        };
+        let mut trained = transaction.train_on_reused(prompt_ids, captured, &answers, scores, observer)?;
+        let captured = trained.captured.take();
+        if reuse::is_measured(session.config(), made) {
+            // Two prompts are never held at one time.
+            drop(captured);
+            let start = Instant::now();
+            self.metrics.drift.add(transaction.drift(&answers, &trained, observer)?);
+            self.round.measured_s += start.elapsed().as_secs_f64();
+        } else {
+            self.hold(turn, captured, capture_s);
+        }
+        Ok(Some(trained))
     }
 
     fn add_trained(&mut self, trained: &Trained) {

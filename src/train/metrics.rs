@@ -3,6 +3,7 @@
 use crate::report::{Seconds, Step};
 use crate::runtime::failure::Phase;
 use crate::runtime::units::{Rank, float, from_index};
+use crate::step::drift::Drift;
 use crate::step::extremes::{Range, max_or_nan};
 use crate::step::objective::{self, Importance, Objective, TokenStats};
 use crate::step::observer::PhaseSeconds;
@@ -25,10 +26,12 @@ pub(super) struct UpdateMetrics {
     pub(super) sampled_gap: Option<f64>,
     /// Keys and experts that were chosen in sampling and not used, and how many were then chosen differently.
     pub(super) choices: ChangedChoices,
+    /// Of reused pages, where it was measured.
+    pub(super) drift: Drift,
 }
 
 /// An [`UpdateMetrics`] on its way to the other ranks: one word of 64 bits a field, floats by their bits.
-const WORDS: usize = 17;
+const WORDS: usize = 24;
 
 impl UpdateMetrics {
     /// Adds sampled answers.
@@ -88,6 +91,10 @@ impl UpdateMetrics {
                 choices: count(|rank| rank.choices.choices),
                 changed: count(|rank| rank.choices.changed),
             },
+            drift: ranks.iter().map(|rank| rank.drift).fold(Drift::default(), |mut all, rank| {
+                all.add(rank);
+                all
+            }),
         }
     }
 
@@ -111,6 +118,13 @@ impl UpdateMetrics {
             self.choices.choices,
             self.choices.changed,
             self.trained.clipped_dual,
+            self.drift.tokens,
+            self.drift.nll_reused.to_bits(),
+            self.drift.nll_fresh.to_bits(),
+            self.drift.loss_reused.to_bits(),
+            self.drift.loss_fresh.to_bits(),
+            self.drift.k3.to_bits(),
+            self.drift.gap.to_bits(),
         ]
     }
 
@@ -136,6 +150,15 @@ impl UpdateMetrics {
             sampled_entropy: number(9),
             sampled_gap: (word(10) == 1).then(|| number(11)),
             choices: ChangedChoices { choices: word(14), changed: word(15) },
+            drift: Drift {
+                tokens: word(17),
+                nll_reused: number(18),
+                nll_fresh: number(19),
+                loss_reused: number(20),
+                loss_fresh: number(21),
+                k3: number(22),
+                gap: number(23),
+            },
         }
     }
 
@@ -211,6 +234,15 @@ mod tests {
             sampled_entropy: 0.1 + 0.2,
             sampled_gap: Some(f64::NAN),
             choices: ChangedChoices { choices: 11, changed: 13 },
+            drift: Drift {
+                tokens: 19,
+                nll_reused: 0.5,
+                nll_fresh: 0.7,
+                loss_reused: -0.1,
+                loss_fresh: -0.3,
+                k3: 1e-9,
+                gap: f64::NAN,
+            },
         };
         for metrics in [metrics, UpdateMetrics::default()] {
             let bytes: Vec<u8> = metrics.to_words().iter().flat_map(|word| word.to_le_bytes()).collect();

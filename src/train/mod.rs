@@ -17,6 +17,7 @@ mod progress;
 mod rate;
 mod records;
 mod rescue;
+mod reuse;
 mod rewards;
 mod round;
 mod round_state;

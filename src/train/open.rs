@@ -8,6 +8,7 @@ use std::rc::Rc;
 use tch::{Device, Kind};
 
 use super::inputs::{self, Inputs, Work};
+use super::reuse;
 use super::run_folder::Begin;
 use super::session::{Model, Policy, RunPlan, Session, TrainingData};
 use super::sources;
@@ -64,6 +65,7 @@ impl Prepared {
         world.tracker().set_layers(spec.layers);
         let (rows, rows_note) = splits::choose_rows(&loaded, begin, world, &spec, device)?;
         loaded.run.memory.micro_block = rows;
+        world.agree(reuse::check(&loaded.run, &spec, spreads(&shape, world)).map_err(Failure::from))?;
         let mut plan = agree_on_plan(&loaded.run, direct, world, &spec, device)?;
         plan.rows_note = rows_note;
         plan.split_note = split_note;
@@ -253,8 +255,13 @@ fn start_adapters(
         let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);
         Adapters::starting_where(holds, &linears, config.lora.rank, config.lora.alpha, seed, acc, device)
     };
+    Ok(if spreads(shape, world) { adapters.spread() } else { adapters })
+}
+
+/// Whether ranks hold adapters of other experts each.
+fn spreads(shape: &AdapterShape, world: &World) -> bool {
     let of_experts = shape.targets.iter().any(|target| EXPERT_PROJECTIONS.contains(&target.as_str()));
-    Ok(if of_experts && world.ep.size() > 1 { adapters.spread() } else { adapters })
+    of_experts && world.ep.size() > 1
 }
 
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {

@@ -10,6 +10,7 @@ use std::rc::Rc;
 use serde::{Deserialize, Serialize};
 
 use super::answer::{Answer, GroupPlace, MissingReward, RewardedGroup};
+use super::reuse::{EarlierAdapters, HeldPrompt};
 use crate::data::GroupOrder;
 use crate::report::Step;
 use crate::runtime::failure::{Classified, Exit};
@@ -51,6 +52,8 @@ pub(super) struct FrozenGroup {
     pub(super) advantages: Vec<Option<f64>>,
     /// Scores that all updates of the round share; `None` where the group is left out, since it has no gradient.
     pub(super) scores: Option<Rc<FrozenScores>>,
+    /// The prompt, between two updates that share a capture.
+    pub(super) held: Option<HeldPrompt>,
 }
 
 impl FrozenGroup {
@@ -104,6 +107,11 @@ pub(super) struct Round {
     pub(super) counts: objective::Batch,
     /// Where the data stood before the round.
     pub(super) cursor_before: GroupOrder,
+    /// The adapters that captured the prompts, between two updates that share a capture.
+    pub(super) earlier: Option<Rc<EarlierAdapters>>,
+    /// Seconds of the captures that the last update did without, and of what it spent on measuring the drift, on this rank.
+    pub(super) saved_s: f64,
+    pub(super) measured_s: f64,
 }
 
 impl Round {
@@ -119,6 +127,9 @@ impl Round {
             groups: Vec::new(),
             counts: objective::Batch::default(),
             cursor_before,
+            earlier: None,
+            saved_s: 0.0,
+            measured_s: 0.0,
         }
     }
 

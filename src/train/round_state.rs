@@ -8,6 +8,7 @@ use serde_json::Value;
 use tch::{Kind, Tensor};
 
 use super::answer::{Answer, GroupPlace};
+use super::reuse::EarlierAdapters;
 use super::round::{FrozenGroup, GroupSummary, Round};
 use super::session::Session;
 use crate::checkpoint;
@@ -28,6 +29,10 @@ struct RoundState {
     summaries: Vec<GroupSummary>,
     counts: objective::Batch,
     groups: Vec<GroupState>,
+    /// Version of the adapters that captured the prompts, where a further update reuses the capture; a part of the checkpoint's
+    /// tensors are their values.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    captured_version: Option<u64>,
 }
 
 #[derive(Debug, Deserialize, Serialize)]
@@ -52,7 +57,9 @@ pub(super) fn save(session: &Session, world: &World) -> Value {
     let sent = if world.cp.rank() == Rank(0) { mine } else { Vec::new() };
     let mut groups: Vec<GroupState> = world.gather(&sent).into_iter().flatten().collect();
     groups.sort_by_key(|group| group.place.number);
-    serde_json::json!(RoundState { made: round.made, summaries: round.groups.clone(), counts: round.counts, groups })
+    let captured_version = round.earlier.as_ref().map(|earlier| earlier.version);
+    let (made, summaries, counts) = (round.made, round.groups.clone(), round.counts);
+    serde_json::json!(RoundState { made, summaries, counts, groups, captured_version })
 }
 
 /// Gathers the scores of a group from the ranks of its prompt.
@@ -81,11 +88,17 @@ pub(super) fn gather_logprobs(own: &Logprobs, index: usize, placed: &PlacedGroup
 }
 
 /// The round of a checkpoint, dealt to these ranks; `None` where the checkpoint lies between rounds.
-pub(super) fn restore(value: Value, session: &Session, world: &World) -> Result<Option<Round>, checkpoint::Error> {
+/// `captured`: the adapters of a reused capture; none without one.
+pub(super) fn restore(
+    value: Value,
+    captured: &[Tensor],
+    session: &Session,
+    world: &World,
+) -> Result<Option<Round>, checkpoint::Error> {
     if value.is_null() {
         return Ok(None);
     }
-    let RoundState { made, summaries, counts, groups } =
+    let RoundState { made, summaries, counts, groups, captured_version } =
         serde_json::from_value(value).map_err(|source| checkpoint::Error::Round { reason: source.to_string() })?;
     if session.keeps_choices() && groups.iter().any(|group| group.old.is_some()) {
         let left = session.config().grpo.updates_per_group.saturating_sub(made);
@@ -102,13 +115,15 @@ pub(super) fn restore(value: Value, session: &Session, world: &World) -> Result<
     let own = groups.into_iter().zip(&summaries).skip(world.dp_index).step_by(side_by_side);
     let mine = own.map(|(group, summary)| restore_group(group, summary, session, world)).collect();
     let cursor_before = session.data.cursor.clone();
-    Ok(Some(Round { places, made, mine, groups: summaries, counts, cursor_before }))
+    let earlier = captured_version.map(|version| Rc::new(EarlierAdapters::new(version, captured.iter(), world)));
+    let (saved_s, measured_s) = (0.0, 0.0);
+    Ok(Some(Round { places, made, mine, groups: summaries, counts, cursor_before, earlier, saved_s, measured_s }))
 }
 
 fn restore_group(group: GroupState, summary: &GroupSummary, session: &Session, world: &World) -> FrozenGroup {
     let GroupState { place, answers, advantages, old, reference, importance } = group;
     let rewards = summary.rewards.clone();
-    let mut frozen = FrozenGroup { place, answers, rewards, advantages, scores: None };
+    let mut frozen = FrozenGroup { place, answers, rewards, advantages, scores: None, held: None };
     let placed = session.place_frozen(&frozen, world);
     let decoder = &session.model.decoder;
     let acc = accumulation(decoder.kind());

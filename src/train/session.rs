@@ -156,15 +156,24 @@ impl TrainingData {
     }
 
     /// Notes that an update of `round` was made; the round stays until it has given `updates` of them.
-    pub(super) fn update_made(&mut self, mut round: Round, updates: u64) {
+    /// The next update captures its prompts itself unless `reuses` says so.
+    pub(super) fn update_made(&mut self, mut round: Round, updates: u64, reuses: bool) {
         round.made += 1;
+        round.earlier = round.earlier.filter(|_| reuses);
+        (round.saved_s, round.measured_s) = (0.0, 0.0);
         self.round = Some(round).filter(|round| round.made < updates);
+    }
+
+    /// Lets go of a captured prompt that waits for a further update, which will capture it again.
+    pub(super) fn release_prompts(&mut self) {
+        self.round.iter_mut().flat_map(|round| &mut round.mine).for_each(|group| group.held = None);
     }
 
     /// Takes back the groups of an update that was not made. Groups with an earlier update stay frozen; others run again from
     /// the start.
     pub(super) fn give_back(&mut self, round: Round) {
         if round.made == 0 {
+            // Nothing is held: no update has left pages.
             self.cursor = round.cursor_before;
         } else {
             self.round = Some(round);

@@ -7,6 +7,7 @@ use super::checkpoints::{Checkpoints, Start, WholeUpdate};
 use super::outcome::Outcome;
 use super::progress::{self, Progress};
 use super::records::Records;
+use super::reuse;
 use super::round::Round;
 use super::round_state;
 use super::run::{Finished, Run, RunOptions};
@@ -87,7 +88,7 @@ impl Trainer {
             alarms: Alarms::new(&session.config().alarm, &earlier.steps),
             totals: RunTotals::resume(start.updates, is_root.then_some(earlier.steps), &earlier.evaluations),
             evaluated: start.evaluated.clone(),
-            whole: WholeUpdate { cursor: session.data.cursor.clone(), round: Value::Null },
+            whole: WholeUpdate::of(&session, Value::Null),
             session,
             folder,
             checkpoints,
@@ -165,13 +166,13 @@ impl Trainer {
         let steps = self.session.config().run.steps;
         let updates_per_group = self.session.config().grpo.updates_per_group;
         let judge = self.session.take_spent();
+        let reuses = reuse::leaves_pages(self.session.config(), round.made);
         let step = Step { memory: self.records.update_memory(), judge, ..update.step };
         let Findings { raised, lines, stop } = self.judge(&step, &round, world)?;
         let step = Step { alarms: raised, ..step };
         self.totals.add_update(step.clone(), update.pinning_s, round.mine.last());
-        self.session.data.update_made(round, updates_per_group);
-        let round = round_state::save(&self.session, world);
-        self.whole = WholeUpdate { cursor: self.session.data.cursor.clone(), round };
+        self.session.data.update_made(round, updates_per_group, reuses);
+        self.whole = WholeUpdate::of(&self.session, round_state::save(&self.session, world));
         world.on_root(|| Ok(self.reporter.step(&step, steps)?))?;
         if world.all.rank() != Rank(0) {
             self.reporter.step(&step, steps)?;

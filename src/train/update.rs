@@ -1,11 +1,13 @@
 //! One update over `dp_size × grad_accum` groups, from prompts to the optimizer.
 
+use std::rc::Rc;
 use std::time::Instant;
 
 use super::groups::Turns;
 use super::metrics::{UpdateMetrics, report_seconds};
 use super::outcome::Interruption;
 use super::rate::learning_rate;
+use super::reuse::{self, EarlierAdapters};
 use super::round::Round;
 use super::session::{Session, TrainingData};
 use super::sources;
@@ -52,9 +54,14 @@ pub(super) fn update(
     let gradients = finalize(session, world, observer, denominator)?;
     let metrics = metrics.reduce(world);
     require_finite(world, mean_loss(metrics.loss, denominator))?;
+    if reuse::is_measured(session.config(), round.made) {
+        world.agree(reuse::require_near(session.config(), round.made, step, &metrics.drift))?;
+    }
+    remember(session, round, world);
     let learning_rate = learning_rate(session.config(), step);
     optimize(session, world, observer, &gradients, learning_rate)?;
     let spent = observer.take_seconds();
+    let reuse_s = [round.saved_s, round.measured_s];
     let numbers = Step {
         step,
         gradient: session.config().grpo.gradient.to_string(),
@@ -62,6 +69,9 @@ pub(super) fn update(
         learning_rate,
         seconds: Seconds { total: start.elapsed().as_secs_f64(), ..report_seconds(&spent) },
         advantage_scale,
+        reuse: reuse::describe(session.config(), round.made, reuse_s, &metrics.drift, |sum| {
+            mean_loss(sum, denominator)
+        }),
         ..metrics.describe(denominator, &objective)
     };
     let numbers = describe_groups(session, round, numbers);
@@ -76,6 +86,16 @@ fn describe_groups(session: &Session, round: &Round, numbers: Step) -> Step {
     let TrainingData { train, sources, cursor, .. } = &session.data;
     let sources = sources::describe(train, sources, &cursor.passes(), round, session.samples());
     round.describe(Step { sources, prompts, ..numbers }, &prompt_tokens, session.samples())
+}
+
+/// Keeps the adapters of a capture that further updates reuse, before the optimizer changes them.
+fn remember(session: &Session, round: &mut Round, world: &World) {
+    let config = session.config();
+    if reuse::age(config, round.made) == 0 && reuse::leaves_pages(config, round.made) {
+        let adapters = &session.policy.adapters;
+        let earlier = EarlierAdapters::new(adapters.stamp().version, adapters.tensors(), world);
+        round.earlier = Some(Rc::new(earlier));
+    }
 }
 
 /// All ranks agree on whether enough answers have a reward; a round asks once.

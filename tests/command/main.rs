@@ -41,6 +41,7 @@ mod rates;
 mod refusals;
 mod report;
 mod resume;
+mod reuse;
 mod review;
 mod room;
 mod sampling;

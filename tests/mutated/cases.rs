@@ -103,8 +103,16 @@ fn opened() -> String {
 
 /// The same as a configuration: some of its examples do not go with a default.
 fn whole() -> String {
-    let keys =
-        ["constant_divisor", "schedule_steps", "importance_max", "importance_min", "samples", "keep_best", "sources"];
+    let keys = [
+        "constant_divisor",
+        "schedule_steps",
+        "importance_max",
+        "importance_min",
+        "reuse_drift_max",
+        "samples",
+        "keep_best",
+        "sources",
+    ];
     keys.iter().fold(opened(), |text, key| text.replace(&format!("\n{key}"), &format!("\n#{key}")))
 }
 

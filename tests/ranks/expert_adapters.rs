@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use longstraw::checkpoint::{self, State, Store};
+use longstraw::checkpoint::{self, State, Store, Tensors};
 use longstraw::data::GroupOrder;
 use longstraw::model::adapter_file::AdapterShape;
 use longstraw::model::experts::adapters::{digest, gathered, is_held};
@@ -244,7 +244,8 @@ pub(crate) fn saved(world: &mut World) {
             tensors_equal(&masters, &whole);
             let square = moments.iter().map(Tensor::copy).collect();
             let moments = Moments { steps: 1, mean: moments, square };
-            Store::of(&folder).write(state(), &masters, &moments, &shape()).unwrap_or_else(|error| panic!("{error}"));
+            let tensors = Tensors { adapters: &masters, moments: &moments, captured: &[] };
+            Store::of(&folder).write(state(), &tensors, &shape()).unwrap_or_else(|error| panic!("{error}"));
             let saved = checkpoint::save(&folder.join("adapter"), &masters, &shape());
             run(saved);
         }

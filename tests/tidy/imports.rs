@@ -34,7 +34,7 @@ const TABLE: [(u8, &[&str]); 30] = [
     (4, &["model"]),
     (5, &["step::extremes"]),
     (5, &["step::objective"]),
-    (5, &["step::answers"]),
+    (5, &["step::answers", "step::targets"]),
     (5, &["step::capture", "step::score", "step::replay", "step::finalize", "step::optimizer", "step::rollout"]),
     (5, &["step::conventional"]),
     (5, &["step"]),

@@ -120,6 +120,13 @@ struct FinishGradient {
     dhanded: Planes,
 }
 
+/// What a block's forward makes of a span's rows on this rank.
+struct Forward {
+    y_tw: Tensor,
+    mixed: Mixed,
+    state: Planes,
+}
+
 impl Pass<'_> {
     /// Segment A of one micro-block of this rank's rows `x_tw`.
     #[must_use]
@@ -155,6 +162,32 @@ impl Pass<'_> {
         past: &Past,
         choices: SpanChoices,
     ) -> Result<(Tensor, Mixed), tensor::Error> {
+        self.forward_whole(layer, span, x_tw, past, choices).map(|forward| (forward.y_tw, forward.mixed))
+    }
+
+    /// [`Pass::forward`] that returns the state of the rows too, which belongs on their pages.
+    ///
+    /// # Errors
+    /// As [`Pass::forward`].
+    pub fn forward_state(
+        &self,
+        layer: LayerIndex,
+        span: &Span,
+        x_tw: &Tensor,
+        past: &Past,
+        choices: SpanChoices,
+    ) -> Result<(Tensor, Planes), tensor::Error> {
+        self.forward_whole(layer, span, x_tw, past, choices).map(|forward| (forward.y_tw, forward.state))
+    }
+
+    fn forward_whole(
+        &self,
+        layer: LayerIndex,
+        span: &Span,
+        x_tw: &Tensor,
+        past: &Past,
+        choices: SpanChoices,
+    ) -> Result<Forward, tensor::Error> {
         tch::no_grad(|| {
             let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
             let Projected { input, handed } = self.project_all(layer, &blocks, x_tw);
@@ -171,7 +204,7 @@ impl Pass<'_> {
             if let Some(chosen) = finishing.end() {
                 choices.put(Choice::Experts, layer, &chosen)?;
             }
-            Ok((y_tw.end(), mixed))
+            Ok(Forward { y_tw: y_tw.end(), mixed, state: input.state })
         })
     }
 

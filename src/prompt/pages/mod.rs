@@ -33,7 +33,7 @@ use transit::{Arrival, Outbox};
 use crate::prompt::layout::{PromptLayout, Run};
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::memory::{Held, Ledger, MemorySpace, Purpose};
-use crate::runtime::units::{Bytes, LayerIndex, Pages, Rank, Tokens, as_dim, from_dim};
+use crate::runtime::units::{Bytes, LayerIndex, Pages, Position, Rank, Tokens, as_dim, from_dim};
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::{self, element_bytes};
 
@@ -210,6 +210,8 @@ pub struct PagePool {
     residency: Residency,
     device: Device,
     stamp: AdapterVersion,
+    /// A later version that may use the pages too.
+    lent: Option<AdapterVersion>,
     layers: Vec<LayerState>,
     ledger: Ledger,
     held: Vec<Held>,
@@ -235,6 +237,7 @@ impl PagePool {
             residency,
             device: Device::Cpu,
             stamp,
+            lent: None,
             layers: Vec::new(),
             ledger,
             held: Vec::new(),
@@ -282,7 +285,7 @@ impl PagePool {
     /// # Errors
     /// When the pages were captured under other adapters than `wanted`.
     pub fn stage(&self, layer: LayerIndex, next: Option<LayerIndex>, wanted: &AdapterVersion) -> Result<Staged, Error> {
-        if *wanted != self.stamp {
+        if *wanted != self.stamp && self.lent.as_ref() != Some(wanted) {
             return Err(Error::Stale { held: self.stamp.clone(), wanted: wanted.clone() });
         }
         if self.residency == Residency::Device {
@@ -305,6 +308,30 @@ impl PagePool {
         let arriving = ahead.map(|next| self.fetch(next)).transpose()?;
         self.arriving.replace(arriving);
         Ok(Staged { state: here.state, poison: true, _held: Some(here.held) })
+    }
+
+    /// Lets a later version of the same policy use these pages, which stay as they were captured.
+    pub fn lend(&mut self, to: &AdapterVersion) {
+        self.lent = (to.policy == self.stamp.policy).then(|| to.clone());
+    }
+
+    /// Writes state of consecutive positions of this rank from `start` on, over what was captured there. `planes` have these
+    /// rows first. The layer must not be staged.
+    ///
+    /// # Panics
+    /// When the positions are not in one of this rank's runs of pages.
+    pub fn write(&mut self, layer: LayerIndex, start: Position, planes: &[Tensor]) {
+        let rows = planes.first().map_or(0, |plane| plane.size()[0]);
+        if rows == 0 {
+            return;
+        }
+        // A copy to the device that has begun would miss the new rows.
+        self.arriving.replace(None);
+        let holds = |slab: &&Slab| slab.run.start <= start && start < slab.run.stop;
+        let slab = self.layers[layer.0].slabs.iter().find(holds).expect("a rank's rows lie in its own runs");
+        for (plane, rows_of) in slab.planes.iter().zip(planes) {
+            plane.narrow(0, start.since(slab.run.start).dim(), rows).copy_(rows_of);
+        }
     }
 
     /// Starts to copy a layer's pages to the device.
@@ -455,5 +482,20 @@ mod tests {
         let refused = pool.stage(LayerIndex(0), None, &AdapterVersion { policy: "policy", version: 4 });
         assert!(refused.unwrap_err().to_string().contains("policy version 3"));
         assert!(pool.stage(LayerIndex(0), None, &AdapterVersion { policy: "reference", version: 3 }).is_err());
+    }
+
+    #[test]
+    fn lent_pages_serve_one_later_version_of_the_same_policy_and_new_rows_are_seen() {
+        let version = |policy, version| AdapterVersion { policy, version };
+        let (mut pool, _) = pool(Residency::Host);
+        pool.lend(&version("reference", 4));
+        assert!(pool.stage(LayerIndex(0), None, &version("reference", 4)).is_err());
+        pool.lend(&version("policy", 4));
+        assert!(pool.stage(LayerIndex(0), None, &version("policy", 5)).is_err());
+        let rows = [Tensor::full([1, 2, 4], 9, (Kind::Float, tch::Device::Cpu))];
+        pool.write(LayerIndex(1), Position(129), &rows);
+        let staged = pool.stage(LayerIndex(1), None, &version("policy", 4)).unwrap();
+        let sum: f64 = staged.slabs().iter().map(|slab| slab.filled()[0].sum(Kind::Float).double_value(&[])).sum();
+        assert!((sum - (129.0 * 8.0 * 2.0 + 8.0 * 9.0)).abs() < 1e-6, "{sum}");
     }
 }
