@@ -7,7 +7,6 @@ mod candidate;
 mod error;
 mod judge;
 mod kinds;
-mod process;
 mod program;
 mod text;
 mod verdict;
