@@ -93,7 +93,16 @@ impl State {
 }
 
 /// Keys that checkpoints of earlier versions lack, and whose default is what those versions did.
-const NEUTRAL: [&str; 4] = ["grpo.loss", "grpo.kl_estimator", "grpo.deviation", "grpo.mask_truncated"];
+const NEUTRAL: [&str; 8] = [
+    "grpo.loss",
+    "grpo.kl_estimator",
+    "grpo.deviation",
+    "grpo.mask_truncated",
+    "tools.call_start",
+    "tools.call_end",
+    "tools.turns",
+    "tools.tokens",
+];
 
 /// What a message calls [`State::groups_per_update`].
 const GROUPS: &str = "groups of an update (replicas × optimizer.grad_accum)";

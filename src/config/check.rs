@@ -40,6 +40,7 @@ impl RunConfig {
         check.objective();
         check.advantages();
         check.truncated();
+        check.tools();
         check.importance();
         check.sampling();
         check.adapters();

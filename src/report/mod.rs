@@ -33,6 +33,6 @@ pub use receipt::{AdapterForm, AlarmSpan, Check, KindBytes, PhaseMemory, Receipt
 pub use reporter::Reporter;
 pub use results::{EvalSummary, Results};
 pub use run_lock::{RunLock, no_locks};
-pub use step::Step;
+pub use step::{Step, ToolNumbers};
 pub use summary::checks;
 pub use trace::{Row, TraceFile};

@@ -266,10 +266,10 @@ fn start_adapters(
 }
 
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
-    let Inputs { train, held_out, tokenizer, end_ids, scorer, .. } = inputs;
+    let Inputs { train, held_out, tokenizer, end_ids, tools, scorer, .. } = inputs;
     let cursor = GroupOrder::new(config.data.shuffle.then_some(config.run.seed), train.len().max(1));
     let reward_is_named = config.grpo.reward_fn.is_some();
-    TrainingData { train, held_out, tokenizer, end_ids, reward_is_named, scorer, cursor, round: None }
+    TrainingData { train, held_out, tokenizer, end_ids, tools, reward_is_named, scorer, cursor, round: None }
 }
 
 /// Digests of what the run reads, under the names that checkpoints and messages use.

@@ -8,7 +8,7 @@ use super::round::FrozenGroup;
 use super::session::Session;
 use crate::config::HeldOutFiles;
 use crate::plan::Place;
-use crate::report::{AlarmSpan, Best, HeldOut, Receipt, Seconds, Step};
+use crate::report::{AlarmSpan, Best, HeldOut, Receipt, Seconds, Step, ToolNumbers};
 use crate::runtime::units::{Bytes, Pages, from_index};
 use crate::step::observer::OwnPages;
 use crate::world::World;
@@ -25,6 +25,7 @@ pub(super) struct RunTotals {
     pinning_s: f64,
     /// Largest distance between sampling and scoring, nats; `None` where none was compared.
     sampled_gap: Option<f64>,
+    tools: Option<ToolNumbers>,
     alarms: BTreeMap<String, AlarmSpan>,
     first: Option<Step>,
     /// `None` before the second update.
@@ -82,6 +83,10 @@ impl RunTotals {
     fn add_step(&mut self, step: Step) {
         self.seconds.add(&step.seconds);
         self.sampled_gap = largest(self.sampled_gap, step.sampled_gap);
+        // Further updates of a group are made of the same answers.
+        if let Some(tools) = step.tools.as_ref().filter(|_| step.group_update == 0) {
+            self.tools.get_or_insert_default().add(tools);
+        }
         self.updates = step.step;
         let has_gradient = step.grad_norm > 0.0;
         for (name, &value) in &step.alarms {
@@ -173,6 +178,7 @@ impl RunTotals {
             ratio_first: self.first.as_ref().and_then(|step| step.ratio),
             grad_norm: last.map_or(0.0, |step| step.grad_norm),
             sampled_gap: self.sampled_gap,
+            tools: self.tools,
             rewards: self.rewards,
             advantages: self.advantages,
             held_out: held_out_only.map(|(_, ends)| ends).unwrap_or_default(),
