@@ -103,7 +103,8 @@ fn opened() -> String {
 
 /// The same as a configuration: some of its examples do not go with a default.
 fn whole() -> String {
-    let keys = ["constant_divisor", "schedule_steps", "importance_max", "samples", "keep_best"];
+    let tool = "command = [\"python3\", \"scripts/calculator";
+    let keys = ["constant_divisor", "schedule_steps", "importance_max", "samples", "keep_best", tool];
     keys.iter().fold(opened(), |text, key| text.replace(&format!("\n{key}"), &format!("\n#{key}")))
 }
 
