@@ -18,7 +18,7 @@ def question(words, one, other):
 def record(name, words, one, other):
     messages = []
     for number, (a, b) in enumerate(SHOWN):
-        call = f"<tool_call>{a} * {b}</tool_call><tool_response>{a * b}</tool_response>"
+        call = f"<tool_call>{a} * {b}</tool_call> <tool_response>{a * b}</tool_response>"
         messages += [question(WORDS[number], a, b), {"role": "assistant", "content": f"{call} It is {a * b}."}]
     messages.append(question(words, one, other))
     return {"name": name, "messages": messages, "reward_data": {"expected": str(one * other)}}

@@ -179,9 +179,9 @@ fn tools_that_cannot_work_are_refused_before_the_first_answer() {
     let tokenizer = scripted.tokenizer();
     let (exit, words) = refused(&scripted, None);
     assert!(exit == Exit::Data && words.contains("there is no tokenizer.json"), "{words}");
-    scripted.config.context.answer_len = Tokens(40);
+    scripted.config.context.answer_len = Tokens(20);
     let (exit, words) = refused(&scripted, Some(&tokenizer));
-    assert!(exit == Exit::Config && words.contains("and an answer has at most 40"), "{words}");
+    assert!(exit == Exit::Config && words.contains("and an answer has at most 20"), "{words}");
     scripted.config.tools.command = Some(vec!["/no/such/program".to_owned()]);
     let (exit, words) = refused(&scripted, Some(&tokenizer));
     assert!(exit == Exit::Config && words.contains("cannot start /no/such/program: No such file"), "{words}");

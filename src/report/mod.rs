@@ -20,6 +20,7 @@ mod results;
 mod run_lock;
 mod step;
 mod summary;
+mod tool_numbers;
 mod trace;
 
 pub use crate::runtime::terminal::{print_result, say};
@@ -33,6 +34,7 @@ pub use receipt::{AdapterForm, AlarmSpan, Check, KindBytes, PhaseMemory, Receipt
 pub use reporter::Reporter;
 pub use results::{EvalSummary, Results};
 pub use run_lock::{RunLock, no_locks};
-pub use step::{Step, ToolNumbers};
+pub use step::Step;
 pub use summary::checks;
+pub use tool_numbers::ToolNumbers;
 pub use trace::{Row, TraceFile};

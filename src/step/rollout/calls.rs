@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use super::SampledAnswer;
+use super::answer::{CallCounts, Origin, Replied, SampledAnswer};
 use super::sampling::Token;
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Tokens, as_index, float, from_index};
@@ -58,19 +58,6 @@ pub struct Reply {
     pub outcome: Replied,
 }
 
-/// How a call has ended.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Replied {
-    /// With the program's text.
-    Whole,
-    /// With the beginning of a text that was too long.
-    Cut,
-    /// The program says that the call is wrong.
-    Refused,
-    /// The program has given no reply, for this reason.
-    Failed(String),
-}
-
 /// Which calls are answered.
 #[derive(Clone, Copy, Debug)]
 pub struct Calls<'a> {
@@ -78,79 +65,6 @@ pub struct Calls<'a> {
     pub caller: &'a dyn Caller,
     /// Calls of an answer that get a reply, at most; a further one ends the answer.
     pub turns: u64,
-}
-
-/// How the calls of an answer, or of several, have ended. Checkpoints hold these field names.
-#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-#[expect(missing_docs, reason = "names and types say what is not described")]
-pub struct CallCounts {
-    pub calls: u64,
-    /// Calls that the program has called wrong.
-    pub refused: u64,
-    /// Replies that were cut off.
-    pub cut: u64,
-    /// Calls that got no reply of the program, whose fault it was.
-    pub failed: u64,
-    /// Tokens of replies in the answer.
-    pub tokens: u64,
-    /// Why the last failed call got none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub failure: Option<String>,
-}
-
-impl CallCounts {
-    /// Adds the calls of another answer.
-    pub fn add(&mut self, other: &CallCounts) {
-        self.calls += other.calls;
-        self.refused += other.refused;
-        self.cut += other.cut;
-        self.failed += other.failed;
-        self.tokens += other.tokens;
-        if other.failure.is_some() {
-            self.failure.clone_from(&other.failure);
-        }
-    }
-
-    fn count(&mut self, outcome: &Replied) {
-        self.calls += 1;
-        match outcome {
-            Replied::Whole => {}
-            Replied::Cut => self.cut += 1,
-            Replied::Refused => self.refused += 1,
-            Replied::Failed(reason) => {
-                self.failed += 1;
-                self.failure = Some(reason.clone());
-            }
-        }
-    }
-}
-
-/// How a token has come into its answer.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Origin {
-    Drawn,
-    /// Drawn, and no further token can follow: its call gets no reply, or none that leaves room for a token.
-    DrawnLast,
-    /// A token of a reply.
-    Given,
-}
-
-impl Origin {
-    pub(super) fn byte(self) -> u8 {
-        match self {
-            Origin::Drawn => 0,
-            Origin::DrawnLast => 1,
-            Origin::Given => 2,
-        }
-    }
-
-    pub(super) fn of_byte(byte: u8) -> Origin {
-        match byte {
-            0 => Origin::Drawn,
-            1 => Origin::DrawnLast,
-            _ => Origin::Given,
-        }
-    }
 }
 
 /// The calls of a group whose answers are being drawn; on the prompt's first rank.

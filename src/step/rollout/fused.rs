@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 use tch::{Kind, Tensor};
 
-use super::calls::Origin;
+use super::answer::Origin;
 use super::sampling::{self, Token};
 use super::{Drawn, Rollout, SampledAnswer, Stream};
 use crate::model::token::{self, TokenStep};

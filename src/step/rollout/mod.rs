@@ -14,6 +14,7 @@
 //!    numbers of ranks, changes a token only where two sums are equal but for it. The prompt's first rank samples for all.
 //! 4. An answer may call a tool. The reply comes token by token in the place of drawn tokens, so that answers stay in step.
 
+mod answer;
 mod calls;
 mod choices;
 mod fused;
@@ -24,7 +25,8 @@ use std::rc::Rc;
 
 use tch::{Kind, Tensor};
 
-use calls::{Calling, Origin};
+use answer::Origin;
+use calls::Calling;
 use choices::Drawn;
 
 use crate::model::answers::{AnswerRows, AnswerState};
@@ -43,7 +45,8 @@ use crate::runtime::liveness::Tracker;
 use crate::runtime::units::{LayerIndex, Rank, Tokens, as_dim, from_index};
 use crate::world::exchange::gather_rows;
 
-pub use calls::{Call, CallCounts, Caller, Calls, Replied, Reply};
+pub use answer::{CallCounts, Replied, SampledAnswer};
+pub use calls::{Call, Caller, Calls, Reply};
 pub use choices::ChangedChoices;
 pub(crate) use choices::changed;
 pub use noise::Stream;
@@ -107,48 +110,6 @@ pub enum DrawnChoices {
     Compare,
     /// No other pass follows over these answers.
     Drop,
-}
-
-/// One answer that the policy has sampled.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct SampledAnswer {
-    /// Its tokens, at least one; the last is an end unless it was cut off.
-    pub ids: Vec<i64>,
-    /// Which tokens were sampled; the others are of replies to its calls. `None`: all.
-    pub mask: Option<Vec<bool>>,
-    /// Log-probability of each sampled token when it was sampled, under the whole distribution at the head's temperature.
-    pub logprobs: Vec<f64>,
-    /// Sum over sampled tokens of the distribution's entropy, nats.
-    pub entropy: f64,
-    /// Whether it was cut off: at the longest length, or at a call that gets no reply.
-    pub truncated: bool,
-    /// How its calls have ended.
-    pub calls: CallCounts,
-    /// Seconds in which replies were waited for.
-    pub call_seconds: f64,
-}
-
-impl SampledAnswer {
-    /// Of `scored`, one number for each token, those of the sampled tokens.
-    #[must_use]
-    pub fn of_sampled(&self, scored: &[f64]) -> Vec<f64> {
-        let is_sampled = |index: usize| self.mask.as_ref().is_none_or(|mask| mask[index]);
-        scored.iter().enumerate().filter(|(index, _)| is_sampled(*index)).map(|(_, &number)| number).collect()
-    }
-
-    fn push(&mut self, token: Token, origin: Origin) {
-        let is_sampled = origin != Origin::Given;
-        if !is_sampled {
-            let sampled = self.ids.len();
-            self.mask.get_or_insert_with(|| vec![true; sampled]);
-        }
-        self.ids.push(token.id);
-        self.mask.iter_mut().for_each(|mask| mask.push(is_sampled));
-        if is_sampled {
-            self.logprobs.push(token.logprob);
-            self.entropy += token.entropy;
-        }
-    }
 }
 
 /// Samples a group's answers after a captured prompt. Every rank of the prompt takes part and gets the same answers.
