@@ -12,6 +12,7 @@ pub mod config;
 
 // Row 2.
 pub mod endpoint;
+pub mod program;
 pub mod tensor;
 pub mod world;
 
@@ -26,6 +27,7 @@ pub mod model;
 pub mod step;
 
 // Row 6.
+pub mod calls;
 pub mod checkpoint;
 pub mod plan;
 pub mod report;

@@ -37,6 +37,8 @@ mod memory;
 mod reuse;
 #[path = "ranks/sampling.rs"]
 mod sampling;
+#[path = "ranks/tools.rs"]
+mod tools;
 #[path = "ranks/wire.rs"]
 mod wire;
 
@@ -99,6 +101,9 @@ const CLAIMS: &[Claim] = &[
     ("kernels_of_a_decode_step_draw_what_single_operations_draw", drawing::same),
     ("an_answer_is_drawn_alike_alone_and_beside_others", drawing::alone),
     ("answers_are_sampled_alike_from_pages_on_the_device_and_pages_that_are_staged", sampling::residency),
+    ("replies_to_calls_are_read_and_answers_with_them_are_the_same_on_any_ranks", tools::replies_are_read),
+    ("a_gradient_is_that_of_the_drawn_tokens_alone_where_tools_have_replied", tools::replies_are_not_trained),
+    ("what_a_replys_tokens_would_be_worth_changes_no_bit_of_a_gradient", tools::a_replys_own_probability_is_nobodys),
     ("an_update_on_several_ranks_stays_near_that_on_one_where_states_go_from_row_to_row", divergence::hybrid),
     ("a_replay_from_what_a_score_pass_left_gives_the_bits_of_one_that_goes_up_itself", left::same_bits),
     ("attention_outputs_that_a_score_pass_left_give_the_bits_of_those_computed_again", left::kept_outputs),

@@ -93,13 +93,17 @@ impl State {
 }
 
 /// Keys that checkpoints of earlier versions lack, and whose default is what those versions did.
-const NEUTRAL: [&str; 6] = [
+const NEUTRAL: [&str; 10] = [
     "grpo.loss",
     "grpo.kl_estimator",
     "grpo.deviation",
     "grpo.mask_truncated",
     "reward.judge_prompt_chars",
     "run.reuse_capture",
+    "tools.call_start",
+    "tools.call_end",
+    "tools.turns",
+    "tools.tokens",
 ];
 
 /// What a message calls [`State::groups_per_update`].

@@ -41,6 +41,7 @@ impl RunConfig {
         check.advantages();
         check.truncated();
         check.reuse();
+        check.tools();
         check.importance();
         check.sampling();
         check.adapters();

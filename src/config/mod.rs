@@ -54,7 +54,7 @@ pub use supported::{SUPPORTED, Supported};
 pub use tables::{
     AlarmConfig, CheckpointConfig, ContextConfig, DataConfig, EndpointConfig, EndpointPaths, EndpointUsage, EvalConfig,
     GateConfig, GrpoConfig, LoraConfig, MICRO_BLOCK_DEFAULT, MemoryConfig, ModelConfig, OptimizerConfig,
-    ParallelConfig, RewardConfig, RolloutConfig, RunTable,
+    ParallelConfig, RewardConfig, RolloutConfig, RunTable, ToolsConfig,
 };
 
 /// The values that must be equal on all ranks. Their digest is compared at the start and stored in what a run writes.
@@ -73,6 +73,7 @@ pub struct RunConfig {
     pub run: RunTable,
     pub rollout: RolloutConfig,
     pub reward: RewardConfig,
+    pub tools: ToolsConfig,
     pub eval: EvalConfig,
     pub checkpoint: CheckpointConfig,
     pub alarm: AlarmConfig,
@@ -135,7 +136,7 @@ impl Loaded {
 
 /// Keys and tables that a resumed run may change: those that change no number of an update but by the order of sums, and
 /// those whose content is compared by digest instead of by name. docs/command.md lists them for users.
-const OPERATIONAL: [&str; 38] = [
+const OPERATIONAL: [&str; 40] = [
     // Compared by what they lead to: digests, groups of an update, the end of the decay.
     "model.path",
     "data.path",
@@ -166,6 +167,8 @@ const OPERATIONAL: [&str; 38] = [
     "reward.judge_parallel",
     "reward.missing_share_max",
     "grpo.reuse_drift_max",
+    "tools.timeout_sec",
+    "tools.failed_share_max",
     "endpoint.style",
     "endpoint.api_base",
     "endpoint.allow_http",

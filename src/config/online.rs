@@ -119,6 +119,35 @@ impl Check<'_> {
         }
     }
 
+    pub(super) fn tools(&mut self) {
+        let (run, tools) = (self.run, &self.run.tools);
+        match &tools.command {
+            Some(command) if command.is_empty() => {
+                let why = "it names the program that answers calls";
+                self.should("tools.command", &[], "a program with its arguments, or left out", why);
+            }
+            Some(_) if !run.rollout.sample => {
+                let why =
+                    "tools answer calls in sampled answers; turns of tools in given answers are masked parts of them";
+                self.should("tools.command", &["rollout.sample"], "left out without rollout.sample = true", why);
+            }
+            _ => {}
+        }
+        for (key, other, this) in [
+            ("tools.reply_start", "tools.reply_end", tools.reply_start.is_none() && tools.reply_end.is_some()),
+            ("tools.reply_end", "tools.reply_start", tools.reply_end.is_none() && tools.reply_start.is_some()),
+        ] {
+            if this {
+                self.should(key, &[], "set", format!("{other} is, and the chat template gives both or none"));
+            }
+        }
+        self.at_least_one("tools.turns", tools.turns, "leave tools.command out for answers without calls");
+        self.at_least_one("tools.tokens", tools.tokens.0, "a reply has a token; 256 is the default");
+        self.at_least_one("tools.timeout_sec", tools.timeout_sec, "a program takes time; 10 is the default");
+        let share = tools.failed_share_max;
+        self.range("tools.failed_share_max", share, (0.0..=1.0).contains(&share), "from 0 to 1");
+    }
+
     pub(super) fn importance(&mut self) {
         const WITH: &[&str] = &["grpo.importance"];
         let (run, grpo) = (self.run, &self.run.grpo);

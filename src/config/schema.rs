@@ -244,6 +244,20 @@ pub(super) const TABLES: &[Table] = &[
         ],
     },
     Table {
+        path: "tools",
+        keys: &[
+            optional("command", Kind::Texts),
+            key("call_start", Kind::Text),
+            key("call_end", Kind::Text),
+            optional("reply_start", Kind::Text),
+            optional("reply_end", Kind::Text),
+            key("turns", Kind::Count),
+            key("tokens", Kind::Count),
+            key("timeout_sec", Kind::Count),
+            key("failed_share_max", Kind::Number),
+        ],
+    },
+    Table {
         path: "eval",
         keys: &[key("every", Kind::Count), key("greedy", Kind::Switch), optional("samples", Kind::Count)],
     },

@@ -252,6 +252,26 @@ pub struct RewardConfig {
     pub missing_share_max: f64,
 }
 
+/// `[tools]`: calls in sampled answers.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct ToolsConfig {
+    /// Absent: calls are text as any other.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub command: Option<Vec<String>>,
+    pub call_start: String,
+    pub call_end: String,
+    /// Absent, and then `reply_end` too: as the chat template has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reply_start: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reply_end: Option<String>,
+    pub turns: u64,
+    pub tokens: Tokens,
+    pub timeout_sec: u64,
+    pub failed_share_max: f64,
+}
+
 /// `[eval]`: evaluation on held-out prompts.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]

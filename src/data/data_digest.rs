@@ -24,6 +24,13 @@ impl DataDigest {
         part(&bytes(prompt_ids));
         part(&group.cut.map(|cut| cut.0.to_le_bytes().to_vec()).unwrap_or_default());
         part(sorted(&Json::Object(group.reward_data.clone())).to_string().as_bytes());
+        // A record without marks has the digest that it had before there were any.
+        for (key, mark) in group.tool_marks.entries() {
+            if let Some(mark) = mark {
+                part(key.as_bytes());
+                part(mark.as_bytes());
+            }
+        }
         part(&from_index(group.answers.len()).to_le_bytes());
         for answer in &group.answers {
             part(&bytes(&answer.ids));

@@ -33,8 +33,35 @@ pub struct Group {
     /// What reward functions read. `expected` is a text, a number, a boolean or a list of texts; `pattern` and `question`
     /// are texts; other keys are free.
     pub reward_data: Map<String, Json>,
+    /// How calls of tools in answers look; the configuration says what the record does not.
+    #[serde(default, skip_serializing_if = "ToolMarks::is_empty")]
+    pub tool_marks: ToolMarks,
     /// Tokens left out, if the prompt was longer than the plan's.
     pub cut: Option<Tokens>,
+}
+
+/// Texts around a call in an answer, and around its reply, that a record gives; none is empty.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(deny_unknown_fields, default, expecting = "marks such as {\"call_start\": \"<calc>\"}")]
+#[expect(missing_docs, reason = "names and types say what is not described")]
+pub struct ToolMarks {
+    pub call_start: Option<String>,
+    pub call_end: Option<String>,
+    pub reply_start: Option<String>,
+    pub reply_end: Option<String>,
+}
+
+impl ToolMarks {
+    /// The keys and values.
+    pub(super) fn entries(&self) -> [(&'static str, &Option<String>); 4] {
+        let ToolMarks { call_start, call_end, reply_start, reply_end } = self;
+        [("call_start", call_start), ("call_end", call_end), ("reply_start", reply_start), ("reply_end", reply_end)]
+    }
+
+    /// Whether there is none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.entries().iter().all(|(_, mark)| mark.is_none())
+    }
 }
 
 /// How many answers each record must have.

@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json};
 
 use super::chat::{Conversation, RESERVED};
 use super::error::{Error, Place};
-use super::group::{Answer, Answers, Group, Limits};
+use super::group::{Answer, Answers, Group, Limits, ToolMarks};
 use super::tokenizer::Tokenizer;
 use crate::config::TooLong;
 use crate::runtime::reading::Lines;
@@ -31,6 +31,7 @@ struct RawGroup {
     chat_template_kwargs: Option<Map<String, Json>>,
     answers: Option<Vec<RawAnswer>>,
     reward_data: Option<Map<String, Json>>,
+    tool_marks: Option<ToolMarks>,
 }
 
 #[derive(Deserialize)]
@@ -103,9 +104,14 @@ impl Record<'_> {
         let given = raw.reward_data.unwrap_or_default().into_iter().filter(|(_, value)| !value.is_null());
         let reward_data = given.collect();
         self.check_reward_data(&reward_data)?;
+        let tool_marks = raw.tool_marks.unwrap_or_default();
+        let is_blank = |mark: &Option<String>| mark.as_ref().is_some_and(String::is_empty);
+        if let Some((key, _)) = tool_marks.entries().into_iter().find(|(_, mark)| is_blank(mark)) {
+            return Err(self.wrong(&format!("tool_marks.{key}"), "empty", "a text that is not empty"));
+        }
         let name = raw.name.unwrap_or_else(|| format!("line {}", self.line));
         let prompt_tokens = Tokens(from_index(prompt_ids.len()));
-        Ok((Group { name, prompt_tokens, answers, reward_data, cut }, prompt_ids))
+        Ok((Group { name, prompt_tokens, answers, reward_data, tool_marks, cut }, prompt_ids))
     }
 
     fn parse(&self, text: &str) -> Result<RawGroup, Error> {
@@ -579,6 +585,21 @@ mod tests {
         let digest = |first: &str| open(&two(prompt, first)).unwrap().digest().to_owned();
         assert_ne!(digest(r#"{"ids": [7]}"#), digest(r#"{"ids": [7], "logprobs": [-1]}"#));
         assert_ne!(digest(r#"{"ids": [7], "logprobs": [-1]}"#), digest(r#"{"ids": [7], "logprobs": [-2]}"#));
+    }
+
+    #[test]
+    fn marks_of_tools_are_kept_and_are_texts() {
+        let line = |marks: &str| two(&format!(r#""prompt_ids": [1], "tool_marks": {marks}"#), r#"{"ids": [1]}"#);
+        let marks = |marks: &str| open(&line(marks)).unwrap().group(0).tool_marks.clone();
+        assert_eq!(marks(r#"{"call_end": "]"}"#), ToolMarks { call_end: Some("]".to_owned()), ..ToolMarks::default() });
+        assert_eq!(marks("null"), ToolMarks::default());
+        refused(&line(r#"{"call_end": ""}"#), "tool_marks.call_end: is empty; it must be a text that is not empty");
+        refused(&line(r#"{"end": "]"}"#), "unknown field `end`");
+        let digest = |marks: &str| open(&line(marks)).unwrap().digest().to_owned();
+        let absent = digest("null");
+        assert_eq!(absent, open(&two(r#""prompt_ids": [1]"#, r#"{"ids": [1]}"#)).unwrap().digest());
+        assert_ne!(digest(r#"{"call_end": "]"}"#), absent);
+        assert_ne!(digest(r#"{"call_end": "]"}"#), digest(r#"{"call_start": "]"}"#));
     }
 
     #[test]

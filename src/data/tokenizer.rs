@@ -15,6 +15,9 @@ use crate::runtime::units::from_index;
 /// An assistant's text that marks where a rendered answer ends.
 const ANSWER_MARK: &str = "longstraw-answer";
 
+/// A tool's text that marks where a rendered reply stands.
+const REPLY_MARK: &str = "longstraw-reply";
+
 /// The tokenizer of an HF folder.
 pub struct Tokenizer {
     file: PathBuf,
@@ -173,6 +176,22 @@ impl Tokenizer {
     pub fn turn_end(&self) -> Result<i64, Error> {
         let text = self.turn_end_text()?;
         self.id(&text).ok_or_else(|| refused(&self.file, "has no token for the end of a turn", &text))
+    }
+
+    /// What the chat template writes between an assistant's text and a tool's reply to it, and between the reply and the
+    /// assistant's next text.
+    ///
+    /// # Errors
+    /// When the folder has no chat template, the template refuses a tool's turn, or does not show it.
+    pub fn reply_marks(&self) -> Result<(String, String), Error> {
+        let template = self.template.as_ref().map_err(|refusal| Error::from(refusal.clone()))?;
+        let messages = vec![turn("user", "ask"), turn("assistant", ANSWER_MARK), turn("tool", REPLY_MARK)];
+        let text = template.render(&Conversation { messages, ..Conversation::default() }, true)?;
+        let between = text.split_once(ANSWER_MARK).and_then(|(_, after)| after.split_once(REPLY_MARK));
+        between.map(|(start, end)| (start.to_owned(), end.to_owned())).ok_or_else(|| {
+            let reason = "it does not show the turn of a tool".to_owned();
+            Error::from(Refusal { file: template.file.clone(), reason })
+        })
     }
 
     /// As [`Tokenizer::turn_end`]; `None` if there is no template, or the template fails or writes no end.

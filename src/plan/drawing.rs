@@ -42,6 +42,9 @@ pub(super) fn drawer(config: &RunConfig, shape: &Shape, answers: u64) -> Drawer 
     if config.run.device == DeviceChoice::Cpu {
         return Drawer::Operations(Reason::Cpu);
     }
+    if config.tools.command.is_some() {
+        return Drawer::Operations(Reason::Calls);
+    }
     let with = DrawnWith {
         kind: kind_of(config.model.dtype),
         plain_weights: config.model.weights != Weights::Fp8,

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::step::rollout::CallCounts;
+
 /// One sampled answer.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
@@ -37,4 +39,10 @@ pub struct AnswerLine {
     pub reward_data: Map<String, Value>,
     /// Why there is no reward.
     pub failure: Option<String>,
+    /// How its calls have ended; absent without a call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calls: Option<CallCounts>,
+    /// Which of its tokens were sampled; the others are of replies to its calls. Absent where all were.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mask: Option<Vec<bool>>,
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::averages::mean;
 use crate::endpoint::Spent;
 use crate::runtime::units::{float, from_index};
+use crate::step::rollout::CallCounts;
 
 /// What a set of held-out prompts has shown.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
@@ -186,6 +187,9 @@ pub struct EvalAnswer {
     pub parts: BTreeMap<String, f64>,
     /// Why there is no reward.
     pub failure: Option<String>,
+    /// How its calls have ended; absent without a call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calls: Option<CallCounts>,
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ mod run_lock;
 mod sources;
 mod step;
 mod summary;
+mod tool_numbers;
 mod trace;
 
 pub use crate::runtime::terminal::{print_result, say};
@@ -37,4 +38,5 @@ pub use run_lock::{RunLock, no_locks};
 pub use sources::{SourceStep, SourceTotal};
 pub use step::{Reuse, Step};
 pub use summary::checks;
+pub use tool_numbers::ToolNumbers;
 pub use trace::{Row, TraceFile};

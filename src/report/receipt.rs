@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::error::Error;
 use super::evaluation::{Best, HeldOut};
 use super::sources::SourceTotal;
+use super::tool_numbers::ToolNumbers;
 use crate::endpoint::Spent;
 use crate::prompt::handoff::Keeping;
 use crate::runtime::units::{Bytes, Pages, Tokens};
@@ -241,6 +242,9 @@ pub struct Receipt {
     /// Largest difference between a token's log-probability at sampling and its score, over all updates; absent where no
     /// token was sampled.
     pub sampled_gap: Option<f64>,
+    /// Calls in the sampled answers of all updates; absent where nobody answers them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tools: Option<ToolNumbers>,
     /// Above this `sampled_gap` the user is warned.
     pub gap_warn: f64,
     /// Norm of the last update's gradient before clipping.

@@ -7,6 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::averages::{deviation, ends, mean};
 use super::receipt::Seconds;
 use super::sources::SourceStep;
+use super::tool_numbers::ToolNumbers;
 use crate::endpoint::Spent;
 use crate::runtime::units::{float, from_index};
 use crate::step::objective;
@@ -92,6 +93,8 @@ pub struct Step {
     pub answer_tokens: Option<[f64; 3]>,
     /// Share of sampled answers that were cut off at the greatest length; absent without sampling.
     pub truncated_share: Option<f64>,
+    /// Calls in sampled answers; absent where nobody answers them.
+    pub tools: Option<ToolNumbers>,
     /// Prompt and answer tokens, each counted once, per second of the update.
     pub tokens_per_second: f64,
     /// Seconds by phase on rank 0.
@@ -250,6 +253,9 @@ impl Step {
             put(&format!("answers/tokens_{name}"), self.answer_tokens.map(|lengths| lengths[at]));
         }
         put("answers/truncated_share", self.truncated_share);
+        for (name, value) in self.tools.iter().flat_map(ToolNumbers::means) {
+            put(&format!("tools/{name}"), Some(value));
+        }
         for (phase, seconds) in self.seconds.phases() {
             put(&format!("time/{phase}"), Some(seconds));
         }

@@ -8,6 +8,7 @@ use thiserror::Error;
 use super::verdict::Unread;
 use crate::config::RewardName;
 use crate::endpoint;
+use crate::program::stderr_words;
 use crate::runtime::failure::{Classified, Exit};
 
 /// Why answers cannot be scored as the configuration says.
@@ -123,11 +124,6 @@ impl Missing {
             Missing::Sum => "sum_not_finite",
         }
     }
-}
-
-/// What a program wrote on standard error, to follow its fault.
-fn stderr_words(stderr: &str) -> String {
-    if stderr.is_empty() { String::new() } else { format!("; it said: {stderr}") }
 }
 
 /// What was wrong with a run of the program, or with its line for one answer.

@@ -8,7 +8,6 @@ mod error;
 mod excerpt;
 mod judge;
 mod kinds;
-mod process;
 mod program;
 mod text;
 mod verdict;

@@ -1,34 +1,23 @@
 //! The reward of a program: one JSON object a line to its standard input, one reward a line back, in the same order.
 
-use std::io::{self, ErrorKind};
-use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
-use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::candidate::Candidate;
 use super::error::{Error, Missing, ProgramFault};
-use super::process::{self, End, GONE_WITHIN, Limits, Ran};
 use crate::config::RunConfig;
+use crate::program::{self, End, GONE_WITHIN, Limits, Ran, last_lines, never_starts, short};
 use crate::runtime::units::from_index;
 
 /// The most that a program may write.
 const STDOUT_BYTES_MAX: usize = 8 << 20;
-/// Characters of a line, or of a program's reason, that are repeated.
-const CHARS_MAX: usize = 120;
-/// Last lines of standard error that are repeated.
-const STDERR_LINES_MAX: usize = 3;
 
 /// A program that scores answers.
 pub(super) struct Program {
-    file: String,
-    arguments: Vec<String>,
+    program: program::Program,
     seconds: u64,
-    /// The variable that holds the endpoint's key; it is removed from the program's environment.
-    secret: String,
 }
 
 /// What the program reads of an answer.
@@ -53,15 +42,11 @@ struct Object {
 impl Program {
     /// Looks whether the program is there, where it is named by its path; nothing is started.
     pub(super) fn open(config: &RunConfig) -> Result<Program, Error> {
-        let command = config.reward.command.clone().unwrap_or_default();
-        let (file, arguments) = command.split_first().map_or((String::new(), &[][..]), |(p, a)| (p.clone(), a));
-        let arguments = arguments.to_vec();
-        if file.contains('/') {
-            let found = Path::new(&file).metadata();
-            let found = found.and_then(|found| if found.is_file() { Ok(()) } else { Err(no_file()) });
-            found.map_err(|source| Error::Program { program: file.clone(), source })?;
-        }
-        Ok(Program { file, arguments, seconds: config.reward.command_sec, secret: config.endpoint.api_key_env.clone() })
+        let command = config.reward.command.as_deref().unwrap_or_default();
+        let opened = program::Program::open(command, &config.endpoint.api_key_env);
+        let named = || command.first().cloned().unwrap_or_default();
+        let program = opened.map_err(|source| Error::Program { program: named(), source })?;
+        Ok(Program { program, seconds: config.reward.command_sec })
     }
 
     /// The longest that a call may take.
@@ -76,17 +61,17 @@ impl Program {
         texts: &[&str],
         alive: &mut dyn FnMut(),
     ) -> Result<Vec<Result<f64, Missing>>, Error> {
-        let mut command = Command::new(&self.file);
-        command.args(&self.arguments).env_remove(&self.secret);
-        let limits = Limits { time: Duration::from_secs(self.seconds), stdout_bytes_max: STDOUT_BYTES_MAX };
+        let time = Duration::from_secs(self.seconds);
+        let limits = Limits { time, stdout_bytes_max: STDOUT_BYTES_MAX, ends_at_stop: true };
         let all = |fault: ProgramFault, stderr: String| vec![Err(Missing::Program { fault, stderr }); candidates.len()];
-        match process::run(&mut command, input(candidates, texts).as_bytes(), limits, alive) {
+        match self.program.run(&input(candidates, texts), limits, alive) {
             Ok(ran) => {
                 let stderr = last_lines(&ran.stderr);
-                tracing::debug!("{}: {:?}, standard error: {stderr}", self.file, ran.end);
                 Ok(self.rewards(&ran, candidates.len(), &stderr).unwrap_or_else(|fault| all(fault, stderr)))
             }
-            Err(source) if is_of_all(&source) => Err(Error::Program { program: self.file.clone(), source }),
+            Err(source) if never_starts(&source) => {
+                Err(Error::Program { program: self.program.file().to_owned(), source })
+            }
             Err(error) => Ok(all(ProgramFault::Run { reason: error.to_string() }, String::new())),
         }
     }
@@ -107,17 +92,6 @@ impl Program {
         let missing = |fault| Missing::Program { fault, stderr: stderr.to_owned() };
         Ok(lines.into_iter().map(|line| reward(line).map_err(missing)).collect())
     }
-}
-
-/// Whether no further start would come to anything else: the file is not there, may not be run, or is no program.
-fn is_of_all(error: &io::Error) -> bool {
-    let is_no_program = error.raw_os_error() == Some(Errno::NOEXEC.raw_os_error());
-    is_no_program || matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied)
-}
-
-/// What is named as a program is a folder, or a device.
-fn no_file() -> io::Error {
-    io::Error::new(ErrorKind::PermissionDenied, "it is no file")
 }
 
 /// A line for each answer.
@@ -152,20 +126,6 @@ fn reward(line: &str) -> Result<f64, ProgramFault> {
         Err(_) if text.contains("NaN") || text.contains("Infinity") => Err(ProgramFault::NotFinite { line: shown() }),
         _ => Err(ProgramFault::Line { line: shown() }),
     }
-}
-
-/// The beginning of a text on one line.
-fn short(text: &str) -> String {
-    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    let shown: String = line.chars().filter(|c| !c.is_control()).take(CHARS_MAX).collect();
-    if line.chars().count() > CHARS_MAX { format!("{shown}…") } else { shown }
-}
-
-/// The last lines of a text, on one.
-fn last_lines(bytes: &[u8]) -> String {
-    let text = String::from_utf8_lossy(bytes);
-    let lines: Vec<String> = text.lines().map(short).filter(|line| !line.is_empty()).collect();
-    lines[lines.len().saturating_sub(STDERR_LINES_MAX)..].join(" / ")
 }
 
 #[cfg(test)]
@@ -219,12 +179,5 @@ mod tests {
             "{\"prompt\":\"one\",\"answer\":2,\"text\":\"c\\n\\\"d\\\"\",\"tokens\":3,\"truncated\":true,\
              \"reward_data\":{\"expected\":\"a\\nb\"}}\n"
         );
-    }
-
-    #[test]
-    fn the_end_of_standard_error_is_repeated_on_one_line() {
-        assert_eq!(last_lines(b"one\ntwo\n\n  three\tx\nfour\n"), "two / three x / four");
-        assert_eq!(last_lines(b" \n"), "");
-        assert!(last_lines("y".repeat(500).as_bytes()).ends_with("y…"));
     }
 }

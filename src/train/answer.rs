@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::data;
 use crate::runtime::units::from_index;
-use crate::step::rollout::SampledAnswer;
+use crate::step::rollout::{CallCounts, SampledAnswer};
 
 /// Which group it is.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -30,8 +30,11 @@ pub(super) struct Answer {
     pub(super) given_logprobs: Option<Vec<Option<f64>>>,
     /// Whether the answer was cut off at the longest length.
     pub(super) truncated: bool,
-    /// Sum over tokens of the log-probability at sampling, nats; `None` for an answer of the data set.
+    /// Sum over sampled tokens of the log-probability at sampling, nats; `None` for an answer of the data set.
     pub(super) logprob: Option<f64>,
+    /// How its calls have ended; `None` without a call.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) calls: Option<CallCounts>,
 }
 
 impl Answer {
@@ -39,11 +42,12 @@ impl Answer {
         let logprob = Some(sampled.logprobs.iter().sum());
         Answer {
             ids: sampled.ids,
-            mask: None,
+            mask: sampled.mask,
             given: None,
             given_logprobs: None,
             truncated: sampled.truncated,
             logprob,
+            calls: Some(sampled.calls).filter(|counts| counts.calls > 0),
         }
     }
 
@@ -51,11 +55,16 @@ impl Answer {
         let ids = answer.ids.clone();
         let mask = answer.mask.clone();
         let given_logprobs = answer.logprobs.clone();
-        Answer { ids, mask, given: answer.reward, given_logprobs, truncated: false, logprob: None }
+        Answer { ids, mask, given: answer.reward, given_logprobs, truncated: false, logprob: None, calls: None }
     }
 
     pub(super) fn tokens(&self) -> u64 {
         from_index(self.ids.len())
+    }
+
+    /// Tokens that its author wrote: all but those of replies to its calls.
+    pub(super) fn written_tokens(&self) -> u64 {
+        self.tokens() - self.calls.as_ref().map_or(0, |counts| counts.tokens)
     }
 
     pub(super) fn trained_tokens(&self) -> u64 {
@@ -100,5 +109,12 @@ impl RewardedGroup {
     /// Value of each answer's reward.
     pub(super) fn values(&self) -> Vec<Option<f64>> {
         self.rewards.iter().map(|reward| reward.value).collect()
+    }
+
+    /// How the calls in its answers have ended.
+    pub(super) fn calls(&self) -> CallCounts {
+        let mut counts = CallCounts::default();
+        self.answers.iter().filter_map(|answer| answer.calls.as_ref()).for_each(|calls| counts.add(calls));
+        counts
     }
 }

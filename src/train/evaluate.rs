@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::answer::{Answer, AnswerReward};
+use super::calls;
 use super::outcome::Interruption;
 use super::rewards::{self, Asked};
 use super::session::{HeldOutSet, Session};
@@ -22,6 +23,7 @@ use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::units::{Rank, Tokens, as_index, float, from_index};
 use crate::step::finalize;
 use crate::step::observer::Observer;
+use crate::step::rollout::CallCounts;
 use crate::step::transaction::{Outcome, Transaction, Verdict};
 use crate::world::World;
 use crate::world::exchange::sum_number;
@@ -78,6 +80,7 @@ impl Evaluator<'_> {
         mut keep: impl FnMut(Vec<EvalLine>) -> Result<(), Failure>,
     ) -> Result<(), Interruption> {
         let (session, world, stop) = (self.session, self.world, self.stop);
+        let mut counts = CallCounts::default();
         for (turn, side_by_side) in indices.chunks(world.dp_size).enumerate() {
             world.tracker().enter(Phase::Evaluate);
             let count = turn * world.dp_size + side_by_side.len();
@@ -100,12 +103,16 @@ impl Evaluator<'_> {
                 world.tracker().enter(Phase::Reward);
                 let rewarded = rewards::reward_groups(session, world, stop, &groups, &answers)?;
                 for (line, group) in lines.iter_mut().zip(rewarded) {
+                    counts.add(&group.calls());
                     let sampled = as_index(session.config().eval_samples());
                     let pairs = group.answers.iter().zip(&group.rewards).enumerate();
                     line.answers = pairs.map(|(at, (answer, reward))| drawn(at >= sampled, answer, reward)).collect();
                 }
             }
             keep(lines)?;
+        }
+        if let Some(warning) = calls::warning(&counts, &format!("held-out answers of {}", set.name)) {
+            self.reporter.line(&warning);
         }
         Ok(())
     }
@@ -145,6 +152,7 @@ fn drawn(greedy: bool, answer: &Answer, reward: &AnswerReward) -> EvalAnswer {
         reward: reward.value,
         parts: reward.parts.clone(),
         failure: reward.missing.as_ref().map(|missing| format!("{}: {}", missing.kind, missing.words)),
+        calls: answer.calls.clone(),
     }
 }
 
@@ -159,7 +167,8 @@ fn evaluate_prompt(session: &Session, world: &World, set: &HeldOutSet, index: us
     let gradient = Gradient::Last(Tokens(0));
     let transaction = Transaction { gradient, pins_memory: false, ..session.transaction(world) };
     let mut observer = Observer::within(Phase::Evaluate, world.tracker(), session.model.decoder.device());
-    let request = session.sample_held_out_request(index);
+    let caller = session.caller(group);
+    let request = session.sample_held_out_request(index, caller.as_ref());
     let mut answers = Vec::new();
     let outcome = transaction.run(&prompt_ids, request.as_ref(), &mut observer, |_, sampled| {
         answers = sampled?.into_iter().map(Answer::sampled).collect();

@@ -66,18 +66,20 @@ impl Turns<'_> {
             return self.conventional_update(turn, observer);
         }
         let prompt_ids = &*session.data.train.prompt_ids(place.index).map_err(Failure::from)?;
-        let request = session.sample_request(place.number);
-        let mut sampled_logprobs: Vec<Vec<f64>> = Vec::new();
+        let caller = session.caller(session.data.train.group(place.index));
+        let request = session.sample_request(place.number, caller.as_ref());
+        let mut drawn: Vec<SampledAnswer> = Vec::new();
         let reward = |observer: &mut Observer, sampled: Result<Vec<SampledAnswer>, Failure>| {
             let sampled = stop.settle(world, sampled)?;
-            sampled_logprobs = sampled.iter().map(|answer| answer.logprobs.clone()).collect();
+            drawn.clone_from(&sampled);
             self.reward(turn, sampled, observer)
         };
         let outcome = session.transaction(world).run(prompt_ids, request.as_ref(), observer, reward);
         if let Outcome::Trained(mut trained) = stop.settle(world, outcome)? {
-            for (index, sampled) in sampled_logprobs.iter().enumerate() {
+            for (index, sampled) in drawn.iter().enumerate() {
                 let scored = gather_logprobs(&trained.scores.old.0[index], index, &trained.group, world);
-                self.metrics.add_gap(rollout::gap(sampled, &Tensor::from_slice(&scored)));
+                let scored = Tensor::from_slice(&sampled.of_sampled(&scored));
+                self.metrics.add_gap(rollout::gap(&sampled.logprobs, &scored));
             }
             self.metrics.add_choices(trained.changed);
             if session.config().grpo.updates_per_group > 1

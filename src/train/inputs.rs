@@ -9,8 +9,11 @@ use tch::{Device, Kind};
 use super::session::HeldOutSet;
 use super::sources::{self, TrainSource};
 use super::{progress, rewards, signal};
+use crate::calls::Tools;
 use crate::config::{HeldOutFiles, Loaded, RewardFn, RewardName, RunConfig};
-use crate::data::{Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, end_ids, find_or_make};
+use crate::data::{
+    Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, ToolMarks, end_ids, find_or_make,
+};
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
 use crate::runtime::digest::sha256_hex;
@@ -41,6 +44,8 @@ pub(super) struct Inputs {
     pub(super) tokenizer: Option<Tokenizer>,
     /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
     pub(super) end_ids: Vec<i64>,
+    /// Who answers the calls in sampled answers, where the configuration names a program.
+    pub(super) tools: Option<Tools>,
     /// What answers are worth: as the configuration says, or as the data allow where no source names it.
     pub(super) reward_fn: RewardFn,
     /// Scores answers; on rank 0 only.
@@ -79,6 +84,7 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
         world.agree(signal::check_data(&config, &train).map_err(Failure::from))?;
         world.agree(progress::check_best(&config, &held_out).map_err(Failure::from))?;
     }
+    let tools = world.agree(Tools::open(&config, files.tokenizer.as_ref()))?;
     let mut inputs = Inputs {
         train_digest: train.digest().to_owned(),
         reward_fn,
@@ -87,6 +93,7 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
         held_out,
         tokenizer: files.tokenizer,
         end_ids: files.end_ids,
+        tools,
         scorer: None,
         rubric_digests: BTreeMap::new(),
     };
@@ -188,6 +195,8 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
     let answer = |_| Answer { ids: random_ids(config.context.answer_len), reward: None, mask: None, logprobs: None };
     let answers = (0..config.grpo.group_size).map(answer).collect();
     let (name, prompt_tokens) = ("random tokens".to_owned(), config.context.prompt_len);
-    let group = Group { name, prompt_tokens, answers, reward_data: serde_json::Map::new(), cut: None };
+    let reward_data = serde_json::Map::new();
+    let tool_marks = ToolMarks::default();
+    let group = Group { name, prompt_tokens, answers, reward_data, tool_marks, cut: None };
     Dataset::from_groups(vec![(group, prompt_ids)])
 }

@@ -24,6 +24,8 @@ pub(super) struct UpdateMetrics {
     pub(super) sampled_entropy: f64,
     /// Largest distance of a sampled token's log-probability from its score, nats; `None` where none was compared.
     pub(super) sampled_gap: Option<f64>,
+    /// Seconds in which replies to calls were waited for.
+    pub(super) call_seconds: f64,
     /// Keys and experts that were chosen in sampling and not used, and how many were then chosen differently.
     pub(super) choices: ChangedChoices,
     /// Of reused pages, where it was measured.
@@ -31,14 +33,15 @@ pub(super) struct UpdateMetrics {
 }
 
 /// An [`UpdateMetrics`] on its way to the other ranks: one word of 64 bits a field, floats by their bits.
-const WORDS: usize = 24;
+const WORDS: usize = 25;
 
 impl UpdateMetrics {
     /// Adds sampled answers.
     pub(super) fn add_sampled(&mut self, answers: &[SampledAnswer]) {
         for answer in answers {
-            self.sampled_tokens += from_index(answer.ids.len());
+            self.sampled_tokens += from_index(answer.logprobs.len());
             self.sampled_entropy += answer.entropy;
+            self.call_seconds += answer.call_seconds;
         }
     }
 
@@ -66,6 +69,7 @@ impl UpdateMetrics {
         if world.cp.rank() != Rank(0) {
             self.sampled_tokens = 0;
             self.sampled_entropy = 0.0;
+            self.call_seconds = 0.0;
         }
         let bytes: Vec<u8> = self.to_words().iter().flat_map(|word| word.to_le_bytes()).collect();
         let gathered = world.all.all_gather(&bytes, &vec![bytes.len(); world.all.size()]);
@@ -87,6 +91,7 @@ impl UpdateMetrics {
             sampled_tokens: count(|rank| rank.sampled_tokens),
             sampled_entropy: sum(|rank| rank.sampled_entropy),
             sampled_gap: ranks.iter().map(|rank| rank.sampled_gap).fold(None, largest),
+            call_seconds: sum(|rank| rank.call_seconds),
             choices: ChangedChoices {
                 choices: count(|rank| rank.choices.choices),
                 changed: count(|rank| rank.choices.changed),
@@ -125,6 +130,7 @@ impl UpdateMetrics {
             self.drift.loss_fresh.to_bits(),
             self.drift.k3.to_bits(),
             self.drift.gap.to_bits(),
+            self.call_seconds.to_bits(),
         ]
     }
 
@@ -149,6 +155,7 @@ impl UpdateMetrics {
             sampled_tokens: word(8),
             sampled_entropy: number(9),
             sampled_gap: (word(10) == 1).then(|| number(11)),
+            call_seconds: number(24),
             choices: ChangedChoices { choices: word(14), changed: word(15) },
             drift: Drift {
                 tokens: word(17),
@@ -233,6 +240,7 @@ mod tests {
             sampled_tokens: 3,
             sampled_entropy: 0.1 + 0.2,
             sampled_gap: Some(f64::NAN),
+            call_seconds: 0.7,
             choices: ChangedChoices { choices: 11, changed: 13 },
             drift: Drift {
                 tokens: 19,

@@ -2,6 +2,7 @@
 
 mod alarms;
 mod answer;
+mod calls;
 mod checkpoints;
 mod conventional;
 mod eval;

@@ -265,10 +265,10 @@ fn spreads(shape: &AdapterShape, world: &World) -> bool {
 }
 
 fn start_of_data(config: &RunConfig, inputs: Inputs) -> TrainingData {
-    let Inputs { train, sources, held_out, tokenizer, end_ids, scorer, .. } = inputs;
+    let Inputs { train, sources, held_out, tokenizer, end_ids, tools, scorer, .. } = inputs;
     let cursor = sources::start_of_order(config, &train, &sources);
     let reward_is_named = config.grpo.reward_fn.is_some();
-    TrainingData { train, sources, held_out, tokenizer, end_ids, reward_is_named, scorer, cursor, round: None }
+    TrainingData { train, sources, held_out, tokenizer, end_ids, tools, reward_is_named, scorer, cursor, round: None }
 }
 
 /// Digests of what the run reads, under the names that checkpoints and messages use.

@@ -10,7 +10,7 @@ pub(super) enum Outcome<T> {
     Dropped {
         why: String,
     },
-    /// Answers could not be scored. What was learnt before is worth a checkpoint.
+    /// Answers could not be scored, or their calls got no reply. What was learnt before is worth a checkpoint.
     NoRewards {
         failure: Failure,
     },

@@ -98,7 +98,7 @@ fn reward_answers(
             prompt: &group.name,
             answer: index,
             text,
-            tokens: answer.tokens(),
+            tokens: answer.written_tokens(),
             tokens_max: session.answer_tokens_max().0,
             truncated: answer.truncated,
             reward_data: &group.reward_data,
@@ -171,6 +171,8 @@ pub(super) fn answer_lines(session: &Session, step: u64, group: &Group, rewarded
         truncated: answer.truncated,
         reward_data: group.reward_data.clone(),
         failure: reward.missing.as_ref().map(|missing| format!("{}: {}", missing.kind, missing.words)),
+        calls: answer.calls.clone(),
+        mask: if answer.calls.is_some() { answer.mask.clone() } else { None },
     });
     lines.collect()
 }

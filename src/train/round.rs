@@ -12,11 +12,12 @@ use serde::{Deserialize, Serialize};
 use super::answer::{Answer, GroupPlace, MissingReward, RewardedGroup};
 use super::reuse::{EarlierAdapters, HeldPrompt};
 use crate::data::GroupOrder;
-use crate::report::Step;
+use crate::report::{Step, ToolNumbers};
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::units::{float, from_index};
 use crate::step::objective::{self, Aggregation, Counted};
 use crate::step::replay::{FrozenScores, TrainedAnswer};
+use crate::step::rollout::CallCounts;
 
 /// Too many answers of an update lack a reward.
 #[derive(Debug, thiserror::Error)]
@@ -91,6 +92,13 @@ pub(super) struct GroupSummary {
     pub(super) missing: Vec<MissingReward>,
     /// Whether the group is left out.
     pub(super) skipped: bool,
+    /// How the calls in its answers have ended.
+    #[serde(default, skip_serializing_if = "has_no_call")]
+    pub(super) calls: CallCounts,
+}
+
+fn has_no_call(counts: &CallCounts) -> bool {
+    counts.calls == 0
 }
 
 /// The groups of one or several updates.
@@ -146,7 +154,15 @@ impl Round {
             parts: group.rewards.iter().map(|reward| reward.parts.clone()).collect(),
             missing: group.rewards.iter().filter_map(|reward| reward.missing.clone()).collect(),
             skipped,
+            calls: group.calls(),
         });
+    }
+
+    /// How the calls in all answers of the batch have ended.
+    pub(super) fn calls(&self) -> CallCounts {
+        let mut counts = CallCounts::default();
+        self.groups.iter().for_each(|group| counts.add(&group.calls));
+        counts
     }
 
     /// Rewards of all answers of the batch.
@@ -176,8 +192,8 @@ impl Round {
     }
 
     /// Adds the numbers of an update that follow from its groups. `prompt_tokens`: tokens of each prompt; `sampled`: whether
-    /// the policy gave the answers.
-    pub(super) fn describe(&self, step: Step, prompt_tokens: &[u64], sampled: bool) -> Step {
+    /// the policy gave the answers; `call_seconds`: of waits for replies, where calls are answered.
+    pub(super) fn describe(&self, step: Step, prompt_tokens: &[u64], sampled: bool, call_seconds: Option<f64>) -> Step {
         let rewards: Vec<Vec<Option<f64>>> = self.groups.iter().map(|group| group.rewards.clone()).collect();
         let answer_tokens: Vec<u64> = self.groups.iter().flat_map(|group| group.tokens.iter().copied()).collect();
         let mut reward_failures: BTreeMap<String, u64> = BTreeMap::new();
@@ -197,6 +213,7 @@ impl Round {
             reward_failures,
             reward_parts: parts.into_iter().map(|(name, values)| (name, mean(values))).collect(),
             truncated_share: sampled.then_some(truncated_share),
+            tools: call_seconds.map(|seconds| ToolNumbers::of(&self.calls(), from_index(answer_tokens.len()), seconds)),
             ..step
         };
         step.with_rewards(&rewards).with_lengths(prompt_tokens, &answer_tokens)

@@ -10,6 +10,7 @@ use super::answer::{Answer, RewardedGroup};
 use super::round::{FrozenGroup, Round};
 use super::signal::{self, has_margin};
 use super::sources::{self, TrainSource, file_notes};
+use crate::calls::{RecordCaller, Tools};
 use crate::config::{
     Aggregation as Rule, Dtype, GrpoConfig, ImportanceWeights, Loaded, RewardName, RunConfig, ScaleRewards,
 };
@@ -23,6 +24,7 @@ use crate::model::lora::Adapters;
 use crate::model::mixer::CpGroup;
 use crate::model::pass::Pass;
 use crate::model::spec::Spec;
+use crate::model::token::{Drawer, Reason};
 use crate::model::weights::Weights;
 use crate::plan::{self, Plan};
 use crate::prompt::handoff::{Keeping, Moments, PlacedGroup};
@@ -120,6 +122,8 @@ pub(super) struct TrainingData {
     pub(super) tokenizer: Option<Tokenizer>,
     /// Tokens that end an answer; empty where no answer is sampled or judged by its text.
     pub(super) end_ids: Vec<i64>,
+    /// Who answers the calls in sampled answers, where the configuration names a program.
+    pub(super) tools: Option<Tools>,
     /// Whether a source named the reward; otherwise the data decided.
     pub(super) reward_is_named: bool,
     /// Scores answers; on rank 0 only.
@@ -247,6 +251,9 @@ impl Session {
     /// Where single operations draw although the run is on a GPU: for groups, or for held-out ones with their greedy answer.
     fn drawing_notes(&self) -> Option<String> {
         let config = self.config();
+        if self.data.tools.is_some() && self.model.decoder.device().is_cuda() {
+            return Drawer::Operations(Reason::Calls).note();
+        }
         let by = |answers| rollout::computed_by(&*self.model.decoder, &self.policy.adapters, as_index(answers)).note();
         let held_out = || Some(format!("held-out groups: {}", by(config.eval_samples() + config.eval_greedy())?));
         let of_groups = self.samples().then(|| by(config.grpo.group_size))?;
@@ -270,6 +277,7 @@ impl Session {
         notes.extend(self.plan.split_note.clone());
         notes.extend(self.plan.rows_note.clone());
         notes.extend(self.drawing_notes());
+        notes.extend(self.data.tools.as_ref().map(Tools::note));
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));
@@ -383,8 +391,13 @@ impl Session {
     }
 
     /// What is sampled for the group with this ordinal in the run; `None` where answers come with the data.
-    pub(super) fn sample_request(&self, group: u64) -> Option<SampleRequest<'_>> {
-        self.sample_request_from(Stream::of_seed(self.config().run.seed).part(group))
+    pub(super) fn sample_request<'a>(
+        &'a self,
+        group: u64,
+        caller: Option<&'a RecordCaller<'a>>,
+    ) -> Option<SampleRequest<'a>> {
+        let request = self.sample_request_from(Stream::of_seed(self.config().run.seed).part(group))?;
+        Some(SampleRequest { calls: self.calls(caller), ..request })
     }
 
     /// Whether the policy answers held-out prompts.
@@ -393,12 +406,17 @@ impl Session {
     }
 
     /// [`Session::sample_request`] for the held-out group at `index`: its sampled answers, and the greedy one last.
-    pub(super) fn sample_held_out_request(&self, index: usize) -> Option<SampleRequest<'_>> {
+    pub(super) fn sample_held_out_request<'a>(
+        &'a self,
+        index: usize,
+        caller: Option<&'a RecordCaller<'a>>,
+    ) -> Option<SampleRequest<'a>> {
         let stream = Stream::of_seed(self.config().run.seed).part(HELD_OUT_BRANCH);
         let request = self.sample_request_from(stream.part(from_index(index)))?;
         let greedy = as_index(self.config().eval_greedy());
         let answers = as_index(self.config().eval_samples()) + greedy;
-        (answers > 0).then_some(SampleRequest { answers, greedy, choices: DrawnChoices::Drop, ..request })
+        let calls = self.calls(caller);
+        (answers > 0).then_some(SampleRequest { answers, greedy, choices: DrawnChoices::Drop, calls, ..request })
     }
 
     /// Whether what is chosen in sampling is used by later passes over the same answers.
@@ -420,6 +438,7 @@ impl Session {
             resident: rollout.resident_layers,
             fused: true,
             choices: if config.rollout.keep_choices { DrawnChoices::Use } else { DrawnChoices::Compare },
+            calls: None,
         })
     }
 

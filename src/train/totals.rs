@@ -9,7 +9,7 @@ use super::session::{Model, Session};
 use crate::config::HeldOutFiles;
 use crate::endpoint::Spent;
 use crate::plan::Place;
-use crate::report::{AlarmSpan, Best, Evaluation, HeldOut, Receipt, Seconds, SourceTotal, Step};
+use crate::report::{AlarmSpan, Best, Evaluation, HeldOut, Receipt, Seconds, SourceTotal, Step, ToolNumbers};
 use crate::runtime::units::{Bytes, Pages, from_index};
 use crate::step::observer::OwnPages;
 use crate::world::World;
@@ -26,6 +26,7 @@ pub(super) struct RunTotals {
     pinning_s: f64,
     /// Largest distance between sampling and scoring, nats; `None` where none was compared.
     sampled_gap: Option<f64>,
+    tools: Option<ToolNumbers>,
     alarms: BTreeMap<String, AlarmSpan>,
     sources: BTreeMap<String, SourceTotal>,
     /// What the judges were sent.
@@ -103,6 +104,10 @@ impl RunTotals {
         }
         self.seconds.add(&step.seconds);
         self.sampled_gap = largest(self.sampled_gap, step.sampled_gap);
+        // Further updates of a group are made of the same answers.
+        if let Some(tools) = step.tools.as_ref().filter(|_| step.group_update == 0) {
+            self.tools.get_or_insert_default().add(tools);
+        }
         self.updates = step.step;
         let has_gradient = step.grad_norm > 0.0;
         for (name, &value) in &step.alarms {
@@ -193,6 +198,7 @@ impl RunTotals {
             ratio_first: self.first.as_ref().and_then(|step| step.ratio),
             grad_norm: last.map_or(0.0, |step| step.grad_norm),
             sampled_gap: self.sampled_gap,
+            tools: self.tools,
             rewards: self.rewards,
             advantages: self.advantages,
             held_out: held_out_only.map(|(_, ends)| ends).unwrap_or_default(),

@@ -3,6 +3,7 @@
 use std::rc::Rc;
 use std::time::Instant;
 
+use super::calls;
 use super::groups::Turns;
 use super::metrics::{UpdateMetrics, report_seconds};
 use super::outcome::Interruption;
@@ -46,6 +47,10 @@ pub(super) fn update(
     let UpdateContext { reporter, observer, stop } = context;
     let metrics = UpdateMetrics::default();
     let metrics = Turns { session, world, reporter, stop, round, step, metrics }.run(observer)?;
+    if round.made == 0 {
+        let warning = calls::warning(&round.calls(), &format!("the answers of update {step}"));
+        warning.iter().for_each(|warning| reporter.line(warning));
+    }
     require_rewards(session, world, round, step)?;
     // Advantages of a batch share one factor, which is known only now: it divides as the count of answers does.
     let advantage_scale = session.batch_scale(&round.rewards());
@@ -53,6 +58,7 @@ pub(super) fn update(
     let denominator = round.counts.denominator(objective.aggregation) * advantage_scale.unwrap_or(1.0);
     let gradients = finalize(session, world, observer, denominator)?;
     let metrics = metrics.reduce(world);
+    let call_seconds = metrics.call_seconds;
     require_finite(world, mean_loss(metrics.loss, denominator))?;
     if reuse::is_measured(session.config(), round.made) {
         world.agree(reuse::require_near(session.config(), round.made, step, &metrics.drift))?;
@@ -74,18 +80,19 @@ pub(super) fn update(
         }),
         ..metrics.describe(denominator, &objective)
     };
-    let numbers = describe_groups(session, round, numbers);
+    let numbers = describe_groups(session, round, numbers, call_seconds);
     Ok(Update { step: numbers, pinning_s: spent.pinning })
 }
 
 /// Adds the numbers that follow from the groups' prompts, answers and rewards.
-fn describe_groups(session: &Session, round: &Round, numbers: Step) -> Step {
+fn describe_groups(session: &Session, round: &Round, numbers: Step, call_seconds: f64) -> Step {
     let groups = || round.places.iter().map(|place| session.data.train.group(place.index));
     let prompt_tokens: Vec<u64> = groups().map(|group| group.prompt_tokens.0).collect();
     let prompts = groups().map(|group| group.name.clone()).collect();
     let TrainingData { train, sources, cursor, .. } = &session.data;
     let sources = sources::describe(train, sources, &cursor.passes(), round, session.samples());
-    round.describe(Step { sources, prompts, ..numbers }, &prompt_tokens, session.samples())
+    let call_seconds = session.data.tools.as_ref().map(|_| call_seconds);
+    round.describe(Step { sources, prompts, ..numbers }, &prompt_tokens, session.samples(), call_seconds)
 }
 
 /// Keeps the adapters of a capture that further updates reuse, before the optimizer changes them.
@@ -98,13 +105,15 @@ fn remember(session: &Session, round: &mut Round, world: &World) {
     }
 }
 
-/// All ranks agree on whether enough answers have a reward; a round asks once.
+/// All ranks agree on whether enough answers have a reward, and enough calls a reply; a round asks once.
 fn require_rewards(session: &Session, world: &World, round: &Round, step: u64) -> Result<(), Interruption> {
     if round.made > 0 {
         return Ok(());
     }
-    let enough = round.check_rewards(session.config().reward.missing_share_max, step);
-    world.agree(enough.map_err(Failure::from)).map_err(|failure| Interruption::NoRewards { failure })
+    let enough = round.check_rewards(session.config().reward.missing_share_max, step).map_err(Failure::from);
+    let replied = calls::check(&round.calls(), session.config().tools.failed_share_max, step);
+    let enough = enough.and(replied.map_err(Failure::from));
+    world.agree(enough).map_err(|failure| Interruption::NoRewards { failure })
 }
 
 /// Divides this rank's gradients by the batch's denominator, sums them over all ranks, and clips them.

@@ -48,6 +48,7 @@ mod sampling;
 mod secret;
 mod service;
 mod study;
+mod tools;
 mod training;
 mod users;
 mod verdicts;

@@ -103,6 +103,7 @@ fn opened() -> String {
 
 /// The same as a configuration: some of its examples do not go with a default.
 fn whole() -> String {
+    let tool = "command = [\"python3\", \"scripts/calculator";
     let keys = [
         "constant_divisor",
         "schedule_steps",
@@ -112,6 +113,7 @@ fn whole() -> String {
         "samples",
         "keep_best",
         "sources",
+        tool,
     ];
     keys.iter().fold(opened(), |text, key| text.replace(&format!("\n{key}"), &format!("\n#{key}")))
 }

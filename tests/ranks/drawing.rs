@@ -56,6 +56,7 @@ fn request(number: u64, sampling: Sampling, longest: u64) -> SampleRequest<'stat
         resident: usize::MAX,
         fused: true,
         choices: DrawnChoices::Drop,
+        calls: None,
     }
 }
 

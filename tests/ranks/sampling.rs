@@ -36,6 +36,7 @@ fn request(pages_on_device: bool) -> SampleRequest<'static> {
         resident: if pages_on_device { usize::MAX } else { 0 },
         fused: true,
         choices: DrawnChoices::Use,
+        calls: None,
     }
 }
 

@@ -40,6 +40,8 @@ pub enum Reason {
     Device,
     /// Kernels that could not be compiled; the log has the error.
     Compiler,
+    /// Replies to calls come in the place of drawn tokens, and kernels draw ahead of who finds the calls.
+    Calls,
 }
 
 /// What decides who draws.
@@ -146,6 +148,7 @@ impl fmt::Display for Reason {
             Reason::Rank(rank) => write!(f, "an adapter has rank {rank}, and they take {RANK_MAX} (lora.rank)"),
             Reason::Device => write!(f, "this GPU has too little shared memory for them"),
             Reason::Compiler => write!(f, "they cannot be compiled here"),
+            Reason::Calls => write!(f, "they do not wait for the replies of tools.command"),
         }
     }
 }

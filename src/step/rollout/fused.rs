@@ -12,6 +12,7 @@ use std::collections::VecDeque;
 
 use tch::{Kind, Tensor};
 
+use super::answer::Origin;
 use super::sampling::{self, Token};
 use super::{Drawn, Rollout, SampledAnswer, Stream};
 use crate::model::token::{self, TokenStep};
@@ -29,7 +30,7 @@ const AHEAD: usize = 3;
 /// A decode step for the answers that go on, if there are kernels for it on every rank of the prompt. On a GPU every rank takes
 /// part.
 pub(super) fn begin<'a>(rollout: &Rollout<'a>) -> Option<TokenStep<'a>> {
-    if !rollout.request.fused || !rollout.pass.decoder.device().is_cuda() {
+    if !rollout.request.fused || rollout.calling.is_some() || !rollout.pass.decoder.device().is_cuda() {
         return None;
     }
     let drawn = token::Drawn { answers: rollout.live.len(), rows_max: rollout.request.longest, layout: rollout.layout };
@@ -191,7 +192,7 @@ impl<'a> Rollout<'a> {
         for (&answer, token) in flight.rows.iter().zip(tokens) {
             let place = self.live.iter().position(|&other| other == answer);
             if let Some(place) = place
-                && !self.take(answer, token)?
+                && !self.take(answer, token, Origin::Drawn)?
             {
                 self.live.remove(place);
             }

@@ -12,7 +12,10 @@
 //! 3. Noise is a function of seed, group, answer, token and vocabulary entry, and the token with the largest sum of
 //!    log-probability and Gumbel noise is sampled (Gumbel 1954; Maddison et al. 2014), so rounding, which differs between
 //!    numbers of ranks, changes a token only where two sums are equal but for it. The prompt's first rank samples for all.
+//! 4. An answer may call a tool. The reply comes token by token in the place of drawn tokens, so that answers stay in step.
 
+mod answer;
+mod calls;
 mod choices;
 mod fused;
 mod noise;
@@ -22,6 +25,8 @@ use std::rc::Rc;
 
 use tch::{Kind, Tensor};
 
+use answer::Origin;
+use calls::Calling;
 use choices::Drawn;
 
 use crate::model::answers::{AnswerRows, AnswerState};
@@ -40,6 +45,8 @@ use crate::runtime::liveness::Tracker;
 use crate::runtime::units::{LayerIndex, Rank, Tokens, as_dim, from_index};
 use crate::world::exchange::gather_rows;
 
+pub use answer::{CallCounts, Replied, SampledAnswer};
+pub use calls::{Call, Caller, Calls, Reply};
 pub use choices::ChangedChoices;
 pub(crate) use choices::changed;
 pub use noise::Stream;
@@ -90,6 +97,8 @@ pub struct SampleRequest<'a> {
     pub fused: bool,
     /// What becomes of the keys and experts that are chosen.
     pub choices: DrawnChoices,
+    /// Who answers the calls in answers; `None`: they are text as any other. Single operations draw where there is one.
+    pub calls: Option<Calls<'a>>,
 }
 
 /// What becomes of the keys and experts that are chosen when answers are sampled.
@@ -101,19 +110,6 @@ pub enum DrawnChoices {
     Compare,
     /// No other pass follows over these answers.
     Drop,
-}
-
-/// One answer that the policy has sampled.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct SampledAnswer {
-    /// Its tokens, at least one; the last is an end unless it was cut off.
-    pub ids: Vec<i64>,
-    /// Log-probability of each token when it was sampled, under the whole distribution at the head's temperature.
-    pub logprobs: Vec<f64>,
-    /// Sum over tokens of the distribution's entropy, nats.
-    pub entropy: f64,
-    /// Whether it was cut off at the longest length.
-    pub truncated: bool,
 }
 
 /// Samples a group's answers after a captured prompt. Every rank of the prompt takes part and gets the same answers.
@@ -165,6 +161,8 @@ struct Rollout<'a> {
     sampled: Vec<SampledAnswer>,
     /// `None` where no pass uses them.
     drawn: Option<Drawn>,
+    /// The calls of the answers; `None` where nobody answers them.
+    calling: Option<Calling<'a>>,
 }
 
 impl<'a> Rollout<'a> {
@@ -186,6 +184,7 @@ impl<'a> Rollout<'a> {
             live: (0..request.answers).collect(),
             sampled: vec![SampledAnswer::default(); request.answers],
             drawn: (request.choices != DrawnChoices::Drop).then(|| Drawn::new(pass)),
+            calling: request.calls.map(|calls| Calling::new(calls, request.answers, request.longest, request.ends)),
         };
         let layers = pass.decoder.layers();
         let resident = request.resident.min(layers);
@@ -211,9 +210,9 @@ impl<'a> Rollout<'a> {
         let x_1w = self.last_row();
         let mut logprobs_av =
             self.head.log_softmax(self.pass.decoder, &x_1w).expand([as_dim(from_index(self.live.len())), -1], false);
-        let mut tokens = self.sample(&logprobs_av)?;
+        let mut tokens = self.sample(&logprobs_av, tracker)?;
         if self.live.is_empty() {
-            return Ok((self.sampled, self.drawn));
+            return Ok(self.ended());
         }
         if let Some(step) = fused::begin(&self) {
             return self.all_fused(step, &tokens, tracker);
@@ -222,9 +221,18 @@ impl<'a> Rollout<'a> {
         while !self.live.is_empty() {
             let x_aw = self.rows(&tokens, tracker)?;
             logprobs_av = self.head.log_softmax(self.pass.decoder, &x_aw);
-            tokens = self.sample(&logprobs_av)?;
+            tokens = self.sample(&logprobs_av, tracker)?;
         }
-        Ok((self.sampled, self.drawn))
+        Ok(self.ended())
+    }
+
+    /// The answers, with what the prompt's first rank knows of their calls, and what was chosen for them.
+    fn ended(mut self) -> (Vec<SampledAnswer>, Option<Drawn>) {
+        if let Some(calling) = &self.calling {
+            let told = self.pass.cp_group.axis.gather_texts(&calling.told());
+            calls::note(&mut self.sampled, &told[0]);
+        }
+        (self.sampled, self.drawn)
     }
 
     /// State of the answers that go on, in every layer.
@@ -253,21 +261,33 @@ impl<'a> Rollout<'a> {
         gather_rows(axis, &own, &self.layout.last_row_counts())
     }
 
-    /// Samples the next token of every answer that has not ended; returns those of the answers that go on.
-    fn sample(&mut self, logprobs_av: &Tensor) -> Result<Vec<i64>, Failure> {
+    /// Samples the next token of every answer that has not ended, unless it is one of a reply; returns those of the answers
+    /// that go on.
+    fn sample(&mut self, logprobs_av: &Tensor, tracker: &Tracker) -> Result<Vec<i64>, Failure> {
         let length = self.sampled[self.live[0]].ids.len();
         let mut bytes = vec![0; self.live.len() * sampling::TOKEN_BYTES];
-        if self.pass.cp_group.axis.rank() == Rank(0) {
+        let mut origins = vec![Origin::Drawn.byte(); self.live.len()];
+        let axis = self.pass.cp_group.axis;
+        if axis.rank() == Rank(0) {
             let sampled = self.request.answers.saturating_sub(self.request.greedy);
             let stream = |answer: usize| self.request.stream.part(from_index(answer)).part(from_index(length));
             let streams: Vec<Option<Stream>> =
                 self.live.iter().map(|&answer| (answer < sampled).then(|| stream(answer))).collect();
             bytes = sampling::sample(logprobs_av, &streams, &self.request.sampling);
+            if let Some(calling) = &mut self.calling {
+                let mut tokens = sampling::tokens(&bytes);
+                let next = calling.next(&self.live, &self.sampled, &mut tokens, &mut || tracker.report_alive())?;
+                origins = next.into_iter().map(Origin::byte).collect();
+                bytes = sampling::bytes(&tokens);
+            }
         }
-        self.pass.cp_group.axis.broadcast(&mut bytes);
+        axis.broadcast(&mut bytes);
+        if self.calling.is_some() {
+            axis.broadcast(&mut origins);
+        }
         let (mut rows, mut tokens) = (Vec::new(), Vec::new());
-        for (row, token) in sampling::tokens(&bytes).into_iter().enumerate() {
-            if self.take(self.live[row], token)? {
+        for (row, (token, origin)) in sampling::tokens(&bytes).into_iter().zip(origins).enumerate() {
+            if self.take(self.live[row], token, Origin::of_byte(origin))? {
                 rows.push(row);
                 tokens.push(token.id);
             }
@@ -282,16 +302,16 @@ impl<'a> Rollout<'a> {
     }
 
     /// Adds a token to an answer; returns whether the answer goes on.
-    fn take(&mut self, answer: usize, token: Token) -> Result<bool, Failure> {
+    fn take(&mut self, answer: usize, token: Token, origin: Origin) -> Result<bool, Failure> {
         let sampled = &mut self.sampled[answer];
         if !(token.logprob.is_finite() && token.entropy.is_finite()) {
             return Err(Error::NotFinite { answer, tokens: sampled.ids.len() }.into());
         }
-        sampled.ids.push(token.id);
-        sampled.logprobs.push(token.logprob);
-        sampled.entropy += token.entropy;
-        let ended = self.request.ends.contains(&token.id);
-        sampled.truncated = !ended && from_index(sampled.ids.len()) >= self.request.longest.0;
+        sampled.push(token, origin);
+        // A reply may hold what ends an answer, as the end of a turn.
+        let ended = origin != Origin::Given && self.request.ends.contains(&token.id);
+        let is_full = from_index(sampled.ids.len()) >= self.request.longest.0;
+        sampled.truncated = !ended && (is_full || origin == Origin::DrawnLast);
         Ok(!ended && !sampled.truncated)
     }
 

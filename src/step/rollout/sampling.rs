@@ -58,6 +58,12 @@ pub(super) fn tokens(bytes: &[u8]) -> Vec<Token> {
     bytes.chunks_exact(TOKEN_BYTES).map(token).collect()
 }
 
+/// The bytes of tokens, as [`sample`] writes them.
+pub(super) fn bytes(tokens: &[Token]) -> Vec<u8> {
+    let words = |token: &Token| [token.id.to_le_bytes(), token.logprob.to_le_bytes(), token.entropy.to_le_bytes()];
+    tokens.iter().flat_map(|token| words(token).concat()).collect()
+}
+
 /// Log-probabilities of the tokens that may be sampled, −∞ for the others. Of two that are equally probable the one with the
 /// lower id goes first.
 fn candidates(logprobs_av: &Tensor, sampling: &Sampling) -> Tensor {

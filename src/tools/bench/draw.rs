@@ -170,6 +170,7 @@ impl Bench<'_> {
             resident: self.resident(layers),
             fused: true,
             choices: DrawnChoices::Use,
+            calls: None,
         };
         let pass = self.pass(&*self.decoder);
         let meter = Meter::start(self.options.device)?;

@@ -25,7 +25,7 @@ const ALIVE: Duration = Duration::from_secs(1);
 /// How often the program's end is looked for; data in a pipe ends the wait sooner.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// A killed process is gone at once, unless it waits for a device.
-pub(super) const GONE_WITHIN: Duration = Duration::from_secs(5);
+pub const GONE_WITHIN: Duration = Duration::from_secs(5);
 /// Bytes of one read or write.
 const PART_BYTES: usize = 64 << 10;
 /// Reads of one pipe in a row, so that a pipe that never ends leaves time to look at the clock.
@@ -35,9 +35,10 @@ const STDERR_BYTES_MAX: usize = 4 << 10;
 
 /// How a run ended.
 #[derive(Debug, PartialEq)]
-pub(super) enum End {
+pub enum End {
     /// With this status.
     Exit(ExitStatus),
+    /// Its time was over, or a stop was requested.
     TimeOut,
     /// It wrote more than [`Limits::stdout_bytes_max`].
     TooLong,
@@ -45,18 +46,22 @@ pub(super) enum End {
 
 /// The outcome of a run.
 #[derive(Debug)]
-pub(super) struct Ran {
-    pub(super) end: End,
-    pub(super) stdout: Vec<u8>,
+#[expect(missing_docs, reason = "names and types say what is not described")]
+pub struct Ran {
+    pub end: End,
+    pub stdout: Vec<u8>,
     /// The last bytes of it.
-    pub(super) stderr: Vec<u8>,
+    pub stderr: Vec<u8>,
 }
 
 /// The bounds of a run.
-#[derive(Clone, Copy)]
-pub(super) struct Limits {
-    pub(super) time: Duration,
-    pub(super) stdout_bytes_max: usize,
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "names and types say what is not described")]
+pub struct Limits {
+    pub time: Duration,
+    pub stdout_bytes_max: usize,
+    /// Whether a signal that requests a stop of this process ends the program too.
+    pub ends_at_stop: bool,
 }
 
 /// Runs `command` on `input`; `alive` is called whenever it has written something.
@@ -89,6 +94,7 @@ pub(super) fn run(command: &mut Command, input: &[u8], limits: Limits, alive: &m
 struct Pipes<'a> {
     input: &'a [u8],
     stdout_bytes_max: usize,
+    ends_at_stop: bool,
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
@@ -101,6 +107,7 @@ impl<'a> Pipes<'a> {
         Ok(Pipes {
             input,
             stdout_bytes_max: limits.stdout_bytes_max,
+            ends_at_stop: limits.ends_at_stop,
             stdin: child.stdin.take().map(pipe).transpose()?,
             stdout: child.stdout.take().map(pipe).transpose()?,
             stderr: child.stderr.take().map(pipe).transpose()?,
@@ -125,10 +132,14 @@ impl<'a> Pipes<'a> {
             if waitid(WaitId::Pid(program), look)?.is_some() {
                 return Ok(true);
             }
-            if Instant::now() >= deadline || self.is_too_long() || stop_requested() {
+            if Instant::now() >= deadline || self.is_too_long() || self.is_to_stop() {
                 return Ok(false);
             }
         }
+    }
+
+    fn is_to_stop(&self) -> bool {
+        self.ends_at_stop && stop_requested()
     }
 
     fn is_too_long(&self) -> bool {
