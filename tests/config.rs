@@ -770,6 +770,7 @@ fn the_default_file_gives_every_key_but_the_required_ones() {
                 "#reuse_drift_max =",
                 "#samples =",
                 "#keep_best =",
+                "#kl_stop =",
                 "#sources =",
             ];
             !others.iter().any(|key| l.contains(key))

@@ -177,10 +177,10 @@ fn whole(
     let mut config = config.clone();
     let open = plan::is_open(&config);
     let lengths = folder.map(|folder| lengths(&config, shape, folder)).transpose()?.unwrap_or_default();
-    if let Some((_, train)) = lengths.iter().find(|(key, _)| *key == config.data.train_key()) {
-        // Memory is that of the longest prompt there is.
-        config.context.prompt_len = train.longest;
-        config.context.max_seq_len = Tokens(train.longest.0.saturating_add(config.context.answer_len.0));
+    if let Some(longest) = lengths.iter().map(|(_, lengths)| lengths.longest).max() {
+        // Memory is that of the longest prompt there is, held-out ones among them.
+        config.context.prompt_len = longest;
+        config.context.max_seq_len = Tokens(longest.0.saturating_add(config.context.answer_len.0));
         config.context.cp_pages_per_gpu = None;
     }
     let chosen = if open { plan::choose(&config, ranks, shape, room, room.device) } else { None };
@@ -259,7 +259,8 @@ fn notes(loaded: &Loaded, config: &RunConfig, shape: Option<&Shape>, reads_data:
              context.prompt_len = {longest}"
         )
     });
-    for note in loaded.notes().into_iter().chain(context).chain(data).chain(longest) {
+    let judges = loaded.run.judges_note();
+    for note in loaded.notes().into_iter().chain(context).chain(data).chain(longest).chain(judges) {
         say(&note);
     }
 }

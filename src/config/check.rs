@@ -361,7 +361,8 @@ impl Check<'_> {
             let why = if address::is_private(base) {
                 "the key would cross the network in clear; endpoint.allow_http = true permits it for a private address"
             } else {
-                "the key would cross the network in clear; http:// is for a service on this machine"
+                "the key would cross the network in clear; http:// is for a service on this machine, or with endpoint.allow_http = true for \
+                 an address of a private range or a name without dots"
             };
             self.should("endpoint.api_base", &[], format!("https://{}", base.trim_start_matches("http://")), why);
             return;

@@ -60,6 +60,15 @@ pub enum EndpointStyle {
     ChatCompletions,
 }
 
+impl EndpointStyle {
+    pub(super) fn words(self) -> &'static str {
+        match self {
+            EndpointStyle::Messages => "by messages",
+            EndpointStyle::ChatCompletions => "by chat completions",
+        }
+    }
+}
+
 /// What to do with a prompt that is longer than the plan's.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,7 +1,7 @@
 //! `[reward.judges]`: judges with names, each with a rubric, a scale, a model and an excerpt of its own; and the prices of
 //! the endpoint.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -66,6 +66,24 @@ impl RunConfig {
     pub fn named_judges(&self) -> Vec<(String, JudgeSettings<'_>)> {
         let judges = self.grpo.rewards().iter().filter(|part| part.name == RewardName::Judge);
         judges.map(|part| (part.word(), self.judge(part.judge.as_deref()))).collect()
+    }
+
+    /// Where the questions to judges go, for people: a settings file may have named another service than the configuration.
+    #[must_use]
+    pub fn judges_note(&self) -> Option<String> {
+        let judges = self.named_judges();
+        if judges.is_empty() {
+            return None;
+        }
+        let models: BTreeSet<&str> = judges.iter().filter_map(|(_, judge)| judge.model).collect();
+        let endpoint = &self.endpoint;
+        Some(format!(
+            "judges: {} at {}, {}, with the key in {}",
+            models.into_iter().collect::<Vec<_>>().join(", "),
+            endpoint.api_base.as_deref().unwrap_or("an address that no source names"),
+            endpoint.style.words(),
+            endpoint.api_key_env
+        ))
     }
 }
 

@@ -71,6 +71,10 @@ impl Check<'_> {
             ("alarm.device_memory_warn", Some(alarm.device_memory_warn)),
             ("alarm.device_memory_stop", alarm.device_memory_stop),
         ];
+        if alarm.kl_stop.is_some() && self.run.grpo.kl_coef <= 0.0 {
+            let why = "no divergence is measured without it, so this alarm would never be raised";
+            self.should("grpo.kl_coef", &["alarm.kl_stop"], "above 0", why);
+        }
         for (key, limit) in limits {
             if let Some(limit) = limit {
                 self.range(key, limit, limit >= 0.0, "at least 0, or inf");

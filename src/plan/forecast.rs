@@ -96,7 +96,13 @@ impl Forecast {
         let checkpoint_bytes = checkpoint_bytes(config, shape);
         let by_number = updates.checked_div(config.checkpoint.every).unwrap_or(0);
         let of_updates = update_seconds.map(|seconds| seconds * float(updates));
-        let saves = saves(config, by_number, of_updates);
+        // With `keep_best` each evaluation has a checkpoint.
+        let of_best = if config.checkpoint.keep_best.is_some() {
+            on_the_way.saturating_sub(both(config.eval.every, config.checkpoint.every, updates.saturating_sub(1)))
+        } else {
+            0
+        };
+        let saves = saves(config, by_number, of_updates).saturating_add(of_best);
         let save_seconds = float(saves) * float(checkpoint_bytes.0) / DISK_RATE;
         let evaluated = float(evaluations) * evaluation_seconds.unwrap_or(0.0);
         let hours = of_updates.map(|seconds| (seconds + evaluated + save_seconds) / 3600.0);
@@ -196,6 +202,16 @@ impl Forecast {
         ));
         lines.join("\n")
     }
+}
+
+/// Numbers from 1 to `most` that both divide.
+fn both(first: u64, second: u64, most: u64) -> u64 {
+    let (mut divisor, mut rest) = (first, second);
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    let multiple = first.checked_div(divisor).and_then(|times| times.checked_mul(second)).unwrap_or(0);
+    most.checked_div(multiple).unwrap_or(0)
 }
 
 /// Saves by number, or by time where updates are that slow; the last one at the end.

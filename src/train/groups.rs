@@ -17,7 +17,6 @@ use super::round::{FrozenGroup, Round};
 use super::round_state::gather_logprobs;
 use super::session::Session;
 use super::stop_policy::StopPolicy;
-use crate::data::Group;
 use crate::prompt::handoff::Captured;
 use crate::report::Reporter;
 use crate::runtime::failure::{Failure, Phase};

@@ -133,7 +133,7 @@ impl RunTotals {
         self.last().map(|step| step.seconds.total)
     }
 
-    /// The receipt; every rank takes part.
+    /// The receipt; every rank takes part, for only rank 0 has read the updates of an earlier run.
     pub(super) fn receipt(self, session: &Session, world: &World, end: RunEnd) -> Receipt {
         let config = session.config();
         let Session { model: Model { decoder, .. }, plan, .. } = session;
@@ -141,8 +141,6 @@ impl RunTotals {
         let names_sets = config.data.held_out.as_ref().is_some_and(HeldOutFiles::is_named);
         let held_out_only = if names_sets { None } else { held_out.pop_first() };
         let by_rank = |value: u64| world.all.gather_numbers(value);
-        let capture_share = if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 };
-        // Only rank 0 has read the updates of an earlier run.
         let most = |count: u64| by_rank(count).into_iter().max().unwrap_or(0);
         let last = self.last();
         Receipt {
@@ -151,7 +149,6 @@ impl RunTotals {
             stopped_by_alarm: by_alarm,
             alarms: self.alarms.clone(),
             finished: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
-            // What the run was.
             scale: config.gate.scale,
             commit: option_env!("LONGSTRAW_COMMIT").unwrap_or("unknown"),
             config_digest: config.digest(),
@@ -175,9 +172,8 @@ impl RunTotals {
             keeping: plan.keeping,
             micro_blocks: [config.memory.micro_block, config.memory.head_block],
             gap_warn: session.gap_warn(),
-            // What it took.
+            capture_share: if self.seconds.total > 0.0 { self.seconds.capture / self.seconds.total } else { 0.0 },
             seconds: self.seconds,
-            capture_share,
             pinning_seconds: self.pinning_s,
             stage_wait_seconds: records.stage_wait_seconds,
             plan_device_bytes: plan.plan.sum(Place::Device),

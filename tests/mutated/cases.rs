@@ -112,6 +112,7 @@ fn whole() -> String {
         "reuse_drift_max",
         "samples",
         "keep_best",
+        "kl_stop",
         "sources",
         tool,
     ];
