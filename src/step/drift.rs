@@ -40,7 +40,7 @@ impl Drift {
         self.gap = max_or_nan(self.gap, other.gap);
     }
 
-    /// |`nll_reused` − `nll_fresh`| / `nll_fresh`; `None` without a token.
+    /// The distance of both negative log-likelihoods, as a share of that on fresh pages; `None` without a token.
     #[must_use]
     pub fn relative(&self) -> Option<f64> {
         let distance = (self.nll_reused - self.nll_fresh).abs();
@@ -76,7 +76,7 @@ impl Drift {
 /// Compares two sets of log-probabilities of this rank's tokens. Every rank takes part, with or without tokens.
 ///
 /// # Panics
-/// When a score of this rank lacks the first token that its other score has.
+/// When the rank that owns row P−1 has log-probabilities of first tokens in one of them and no frozen ones.
 #[must_use]
 pub fn measure(cp: &Axis, work: &PlacedGroup, targets: &ReplayTargets, reused: &Scores, fresh: &Scores) -> Drift {
     let mut drift = Drift::default();

@@ -6,6 +6,7 @@ use longstraw::model::decoder::Decoder;
 use longstraw::model::lora::Adapters;
 use longstraw::model::planes::Planes;
 use longstraw::prompt::handoff::Scores;
+use longstraw::prompt::layout::Piece;
 use longstraw::runtime::memory::Ledger;
 use longstraw::runtime::units::{LayerIndex, Tokens, as_dim, from_index};
 use longstraw::step::conventional;
@@ -217,8 +218,7 @@ pub(crate) fn no_drift(world: &mut World) {
         let tokens: u64 = world.cp.gather_numbers(drift.tokens).into_iter().sum();
         assert_eq!(tokens, 11, "{words}");
         let (rank, placed) = (world.cp.rank(), placed(world, &model, &group, how));
-        let rows: Tokens =
-            placed.answers.iter().flat_map(|answer| answer.span.of(rank)).map(|piece| piece.rows()).sum();
+        let rows: Tokens = placed.answers.iter().flat_map(|answer| answer.span.of(rank)).map(Piece::rows).sum();
         let first = if placed.layout.last_row_owner() == rank { 2 } else { 0 };
         assert_eq!(drift.tokens, rows.0 + first, "{words}: a rank counts its own tokens");
         let conventional = conventional::Group {
