@@ -47,11 +47,10 @@ pub(super) fn update(
     let UpdateContext { reporter, observer, stop } = context;
     let metrics = UpdateMetrics::default();
     let metrics = Turns { session, world, reporter, stop, round, step, metrics }.run(observer)?;
-    if round.made == 0 {
-        let warning = calls::warning(&round.calls(), &format!("the answers of update {step}"));
-        if let Some(warning) = &warning {
-            reporter.line(warning);
-        }
+    if round.made == 0
+        && let Some(warning) = calls::warning(&round.calls(), &format!("the answers of update {step}"))
+    {
+        reporter.line(&warning);
     }
     require_rewards(session, world, round, step)?;
     // Advantages of a batch share one factor, which is known only now: it divides as the count of answers does.
