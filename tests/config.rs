@@ -772,6 +772,7 @@ fn the_default_file_gives_every_key_but_the_required_ones() {
                 "#keep_best =",
                 "#kl_stop =",
                 "#sources =",
+                "scripts/calculator",
             ];
             !others.iter().any(|key| l.contains(key))
         })

@@ -56,7 +56,7 @@ pub(super) enum Fault {
     #[error("the program could not be run ({reason})")]
     Run { reason: String },
     /// It took too long, and was ended with everything that it had started.
-    #[error("the program was ended after {seconds} s (tools.timeout_sec){}", stderr_words(.stderr))]
+    #[error("the program was ended after {seconds} s (tools.reply_sec){}", stderr_words(.stderr))]
     TimeOut { seconds: u64, stderr: String },
     /// It ended with a failure.
     #[error("the program failed ({status}){}", stderr_words(.stderr))]

@@ -52,7 +52,7 @@ impl Tools {
     /// # Errors
     /// Where the program is not there, there is no `tokenizer`, or nothing says what stands around a reply.
     pub fn open(config: &RunConfig, tokenizer: Option<&Tokenizer>) -> Result<Option<Tools>, Failure> {
-        let ToolsConfig { command, call_start, call_end, reply_start, reply_end, turns, tokens, timeout_sec, .. } =
+        let ToolsConfig { command, call_start, call_end, reply_start, reply_end, turns, tokens, reply_sec, .. } =
             config.tools.clone();
         let Some(command) = command else { return Ok(None) };
         let folder = config.model_path()?.to_owned();
@@ -72,7 +72,7 @@ impl Tools {
         }
         let tools = Tools {
             program,
-            seconds: timeout_sec,
+            seconds: reply_sec,
             marks: Marks { call_start, call_end, reply_start, reply_end },
             tokens_max: tokens,
             turns,

@@ -26,7 +26,7 @@ impl Scripted {
         config.context.answer_len = Tokens(400);
         config.model.path = Some(folder.path().to_owned());
         config.tools.command = Some(vec!["/bin/sh".to_owned(), path(&file), path(folder.path())]);
-        config.tools.timeout_sec = 30;
+        config.tools.reply_sec = 30;
         Scripted { folder, config }
     }
 
@@ -148,8 +148,8 @@ fn a_program_reads_every_call_and_gives_each_its_reply() {
 #[test]
 fn a_program_that_hangs_fails_floods_or_writes_no_json_leaves_an_error_as_the_reply() {
     let mut hangs = Scripted::of("echo stuck >&2; sleep 60; echo 1; echo 1");
-    hangs.config.tools.timeout_sec = 1;
-    hangs.fails("ended after 1 s (tools.timeout_sec); it said: stuck", "error: the tool did not answer in time");
+    hangs.config.tools.reply_sec = 1;
+    hangs.fails("ended after 1 s (tools.reply_sec); it said: stuck", "error: the tool did not answer in time");
     let failed = "error: the tool failed";
     Scripted::of("echo 1; echo 1; echo 'no key' >&2; exit 3").fails("exit status: 3); it said: no key", failed);
     Scripted::of("kill -9 $$").fails("signal: 9", failed);

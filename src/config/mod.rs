@@ -167,7 +167,7 @@ const OPERATIONAL: [&str; 40] = [
     "reward.judge_parallel",
     "reward.missing_share_max",
     "grpo.reuse_drift_max",
-    "tools.timeout_sec",
+    "tools.reply_sec",
     "tools.failed_share_max",
     "endpoint.style",
     "endpoint.api_base",

@@ -147,7 +147,7 @@ impl Check<'_> {
         }
         self.at_least_one("tools.turns", tools.turns, "leave tools.command out for answers without calls");
         self.at_least_one("tools.tokens", tools.tokens.0, "a reply has a token; 256 is the default");
-        self.at_least_one("tools.timeout_sec", tools.timeout_sec, "a program takes time; 10 is the default");
+        self.at_least_one("tools.reply_sec", tools.reply_sec, "a program takes time; 10 is the default");
         let share = tools.failed_share_max;
         self.range("tools.failed_share_max", share, (0.0..=1.0).contains(&share), "from 0 to 1");
     }

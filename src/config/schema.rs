@@ -253,7 +253,7 @@ pub(super) const TABLES: &[Table] = &[
             optional("reply_end", Kind::Text),
             key("turns", Kind::Count),
             key("tokens", Kind::Count),
-            key("timeout_sec", Kind::Count),
+            key("reply_sec", Kind::Count),
             key("failed_share_max", Kind::Number),
         ],
     },

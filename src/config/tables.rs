@@ -268,7 +268,7 @@ pub struct ToolsConfig {
     pub reply_end: Option<String>,
     pub turns: u64,
     pub tokens: Tokens,
-    pub timeout_sec: u64,
+    pub reply_sec: u64,
     pub failed_share_max: f64,
 }
 

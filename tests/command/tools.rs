@@ -104,7 +104,7 @@ fn a_run_with_tools_goes_on_from_a_checkpoint_and_its_tools_may_not_change() {
     train(&room, "run", &[], &["grpo.updates_per_group=2", "run.steps=1"]).ended(0, &[]);
     let other = [&rounds[..], &["tools.turns=3"]].concat();
     train(&room, "run", &["--resume"], &other).refused(2, &["tools.turns was 2 and is 3"]);
-    train(&room, "run", &["--resume"], &[&rounds[..], &["tools.timeout_sec=9"]].concat()).ended(0, &[]);
+    train(&room, "run", &["--resume"], &[&rounds[..], &["tools.reply_sec=9"]].concat()).ended(0, &[]);
     assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4), "in the middle of a round, with its masks");
 }
 

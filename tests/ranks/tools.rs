@@ -23,7 +23,7 @@ use crate::fixture::{
 use crate::sampling::sample;
 
 const ENDS: [i64; 2] = [3, 17];
-const LONGEST: usize = 26;
+const LONGEST: usize = 32;
 const TURNS: u64 = 2;
 
 /// Takes some tokens for the end of a call.
@@ -164,7 +164,7 @@ pub(crate) fn replies_are_not_trained(world: &mut World) {
     let tokens: u64 = world.cp.gather_numbers(done.replayed.stats.tokens).iter().sum();
     let replied: u64 = drawn.iter().map(|answer| answer.calls.tokens).sum();
     let all: usize = drawn.iter().map(|answer| answer.ids.len()).sum();
-    assert!(replied > 6, "{replied} tokens of replies show little");
+    assert!(replied > 5, "{replied} tokens of replies show little");
     assert_eq!(tokens, from_index(all) - replied, "what is drawn is trained, and nothing else");
     let found = reduced(world, &model.adapters);
 
