@@ -123,6 +123,19 @@ const LONG: &[(&str, &[usize])] = &[
     ("gradients_at_every_edge_of_a_gated_delta_rule_agree_with_autograd", &[2, 3]),
     ("reference_cases_hold_with_experts_spread_over_ranks", &[2, 8]),
     ("a_replay_from_what_a_score_pass_left_gives_the_bits_of_one_that_goes_up_itself", &[1, 3]),
+    ("a_mode_that_a_case_does_not_expect_is_judged_by_autograd", &[1, 3]),
+    ("conventional_autograd_agrees_where_a_window_cuts_pages_and_ranks", &[2, 3]),
+    ("every_loss_and_correction_has_the_gradient_of_its_plain_formula", &[1, 2, 3]),
+    ("log_probabilities_that_came_with_answers_weigh_as_autograd_says", &[1, 3]),
+    ("gradient_and_drift_on_reused_pages_are_those_of_plain_autograd_with_earlier_constants", &[1, 3]),
+    ("reused_pages_of_adapters_that_did_not_change_have_no_drift", &[2, 3]),
+    ("replies_to_calls_are_read_and_answers_with_them_are_the_same_on_any_ranks", &[1, 3]),
+    ("answers_in_any_order_leave_no_state_to_each_other", &[1, 3]),
+    ("what_is_kept_and_what_is_computed_again_give_the_same_bits", &[1, 3]),
+    ("kept_choices_make_drawn_log_probabilities_those_of_the_score_pass", &[2, 3]),
+    ("prompts_shorter_than_a_convolution_agree_with_autograd", &[2, 3]),
+    ("keys_that_the_sweep_chooses_again_give_the_bits_of_kept_ones", &[1, 3]),
+    ("an_update_on_several_ranks_stays_near_that_on_one_where_states_go_from_row_to_row", &[2, 3]),
 ];
 
 fn is_due(claim: &str, ranks: usize) -> bool {
