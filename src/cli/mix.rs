@@ -6,7 +6,7 @@ use clap::Args;
 use longstraw::config::{self, RunConfig, WithoutFile};
 use longstraw::model::shape::Shape;
 use longstraw::plan::{self, Lengths};
-use longstraw::report::print_result;
+use longstraw::report::{print_result, say};
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::runtime::units::{Tokens, float, from_index};
 use serde::Serialize;
@@ -71,6 +71,9 @@ pub(super) fn mix(flags: ConfigFlags, mix_flags: &MixFlags) -> Result<Exit, Fail
         print_json(&mix);
     } else {
         print_result(&mix.text());
+    }
+    for (key, lengths) in read.iter().filter(|(_, lengths)| lengths.too_long > 0) {
+        say(&lengths.text(key, None));
     }
     Ok(Exit::Done)
 }

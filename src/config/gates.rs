@@ -19,7 +19,7 @@ const FILES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/gates.rs"));
 
 /// Keys of earlier sources that no gate reads: a gate samples its own prompt and answers, and counts of pages belong to
 /// the length that they were written for.
-pub(super) const LEFT_OUT: [&str; 9] = [
+pub(super) const LEFT_OUT: [&str; 13] = [
     "context.cp_pages_per_gpu",
     "data.path",
     "data.sources",
@@ -29,6 +29,10 @@ pub(super) const LEFT_OUT: [&str; 9] = [
     "grpo.importance_max",
     "grpo.importance_min",
     "grpo.reuse_drift_max",
+    "alarm.kl_stop",
+    "tools.command",
+    "tools.reply_start",
+    "tools.reply_end",
 ];
 
 /// What a gate runs.

@@ -72,6 +72,11 @@ impl RunConfig {
     #[must_use]
     pub fn judges_note(&self) -> Option<String> {
         let judges = self.named_judges();
+        let named = |name: &String| judges.iter().any(|(word, _)| *word == format!("judge:{name}"));
+        let unused = self.reward.judges.iter().flatten().map(|(name, _)| name).find(|name| !named(name));
+        if let Some(name) = unused {
+            return Some(format!("reward.judges.{name} is not used: no grpo.reward_fn names judge:{name}"));
+        }
         if judges.is_empty() {
             return None;
         }

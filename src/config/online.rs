@@ -71,9 +71,9 @@ impl Check<'_> {
             ("alarm.device_memory_warn", Some(alarm.device_memory_warn)),
             ("alarm.device_memory_stop", alarm.device_memory_stop),
         ];
-        if alarm.kl_stop.is_some() && self.run.grpo.kl_coef <= 0.0 {
-            let why = "no divergence is measured without it, so this alarm would never be raised";
-            self.should("grpo.kl_coef", &["alarm.kl_stop"], "above 0", why);
+        if alarm.kl_stop.is_some_and(f64::is_finite) && self.run.grpo.kl_coef <= 0.0 {
+            let why = "no divergence is measured without grpo.kl_coef, so this alarm would never be raised";
+            self.should("alarm.kl_stop", &["grpo.kl_coef"], "left out, or grpo.kl_coef above 0", why);
         }
         for (key, limit) in limits {
             if let Some(limit) = limit {

@@ -34,10 +34,10 @@ impl Spent {
         self.tokens_in += other.tokens_in;
         self.tokens_out += other.tokens_out;
         self.uncounted += other.uncounted;
-        self.cost = match (self.cost, other.cost) {
-            (Some(one), Some(two)) => Some(one + two),
-            (one, two) => one.or(two),
-        };
+        // What was spent without a price has no cost, and the sum has none then.
+        let priced = |spent: &Spent| spent.cost.or((spent.requests == 0).then_some(0.0));
+        let cost = priced(self).zip(priced(other)).map(|(one, two)| one + two);
+        self.cost = cost.filter(|_| self.cost.is_some() || other.cost.is_some());
     }
 
     /// `None` where nothing was sent.
@@ -92,11 +92,11 @@ impl Meter {
     /// Adds a reply with its counts of tokens, where the service gives them.
     pub(super) fn reply(&self, tokens_in: Option<u64>, tokens_out: Option<u64>) {
         match (tokens_in, tokens_out) {
-            (None, None) => drop(self.uncounted.fetch_add(1, Ordering::Relaxed)),
-            (tokens_in, tokens_out) => {
-                self.tokens_in.fetch_add(tokens_in.unwrap_or(0), Ordering::Relaxed);
-                self.tokens_out.fetch_add(tokens_out.unwrap_or(0), Ordering::Relaxed);
+            (Some(tokens_in), Some(tokens_out)) => {
+                self.tokens_in.fetch_add(tokens_in, Ordering::Relaxed);
+                self.tokens_out.fetch_add(tokens_out, Ordering::Relaxed);
             }
+            _ => drop(self.uncounted.fetch_add(1, Ordering::Relaxed)),
         }
     }
 

@@ -31,7 +31,8 @@ impl Advice {
         let groups = config.groups_per_update(self.plan.ranks);
         let mut lines = vec![self.plan.text(config)];
         lines.extend(self.splits.as_ref().map(Splits::text).filter(|text| !text.is_empty()));
-        lines.extend(self.lengths.iter().map(|(key, lengths)| lengths.text(key, groups)));
+        let trained = |key: &str| (key == config.data.train_key()).then_some(groups);
+        lines.extend(self.lengths.iter().map(|(key, lengths)| lengths.text(key, trained(key))));
         lines.push(self.forecast.text(self.plan.rollout.map(|rollout| rollout.tokens)));
         lines.join("\n")
     }

@@ -45,7 +45,7 @@ impl Judged {
 pub(super) fn text(tokens_in: u64, tokens_out: u64, cost: Option<f64>) -> String {
     let cost = cost.map_or_else(
         || "endpoint.price_in and price_out make it a cost".to_owned(),
-        |cost| format!("cost up to {cost:.2} at endpoint.price_in and price_out"),
+        |cost| format!("cost about {cost:.2} at endpoint.price_in and price_out"),
     );
     format!(
         "judge tokens of the run: about {tokens_in} tokens in (at four characters a token, answers at their longest, without questions of \
@@ -78,7 +78,7 @@ mod tests {
         assert!((cost - (10_000.0 * 2.0 + 1000.0 * 10.0) / 1e6).abs() < 1e-12, "{cost}");
         assert!(
             text(10_000, 1000, Some(0.03))
-                .ends_with("up to 1000 out; cost up to 0.03 at endpoint.price_in and price_out")
+                .ends_with("up to 1000 out; cost about 0.03 at endpoint.price_in and price_out")
         );
     }
 }

@@ -151,13 +151,14 @@ impl Lengths {
         knots
     }
 
-    /// The lines that the command prints.
+    /// The lines that the command prints; `groups` of an update, for what all updates are made of.
     #[must_use]
-    pub fn text(&self, key: &str, groups: u64) -> String {
+    pub fn text(&self, key: &str, groups: Option<u64>) -> String {
         let Lengths { records, longest, mean, too_long, .. } = self;
+        let update = groups.map(|groups| format!("; {:.0} prompt tokens an update", mean * float(groups)));
         let mut lines = vec![format!(
-            "{key}: {records} prompts, the longest {longest} tokens, {mean:.0} on average; {:.0} prompt tokens an update",
-            mean * float(groups)
+            "{key}: {records} prompts, the longest {longest} tokens, {mean:.0} on average{}",
+            update.unwrap_or_default()
         )];
         if *too_long > 0 {
             let what = if self.cuts { "cut as data.too_long says" } else { "refused as too long" };

@@ -137,6 +137,7 @@ fn prepare(config: &mut RunConfig, options: &EvalOptions) -> Result<(), Failure>
     }
     config.grpo.gradient = Gradient::Last(Tokens(0));
     config.grpo.kl_coef = 0.0;
+    config.alarm.kl_stop = None;
     config.grpo.kl_estimator = KlEstimator::K3;
     config.grpo.updates_per_group = 1;
     config.grpo.reuse_drift_max = None;

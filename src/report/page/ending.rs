@@ -69,7 +69,10 @@ fn advice(exit: Exit) -> [&'static str; 2] {
             "longstraw ping tells key, address and time-out apart (docs/troubleshooting.md, Endpoint).",
         ],
         Exit::Gate => ["a check did not hold", "The table of gates names it (docs/troubleshooting.md, Gates)."],
-        Exit::Alarm => ["an alarm has ended the run", "The limits are in [alarm] of config.resolved.toml."],
+        Exit::Alarm => [
+            "an alarm has ended the run",
+            "The limits are in [alarm], and grpo.reuse_drift_max, of config.resolved.toml.",
+        ],
         Exit::Bug => [
             "a bug of longstraw",
             "Please report it, with the cause and the run directory (docs/troubleshooting.md, Bugs).",

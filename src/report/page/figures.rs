@@ -14,6 +14,9 @@ use crate::report::receipt::Seconds;
 use crate::report::step::Step;
 use crate::runtime::units::float;
 
+/// Files whose rewards have a line of their own.
+const SOURCES_MAX: usize = 12;
+
 /// Up to this many ranks each has its own bar; of more, the least and the most are drawn.
 const RANKS_MAX: usize = 8;
 
@@ -128,7 +131,15 @@ fn rewards(run: &Run) -> Vec<Option<Figure>> {
     let parts: Vec<Series> = names.iter().copied().filter(|_| names.len() > 1).map(part).collect();
     let sources: BTreeSet<&String> = steps.iter().flat_map(|step| step.sources.keys()).collect();
     let source = |name: &String| series(name, steps, |step| step.sources.get(name)?.reward_mean);
-    let sources: Vec<Series> = sources.into_iter().map(source).collect();
+    let of_sources = match sources.len().checked_sub(SOURCES_MAX) {
+        Some(more) if more > 0 => {
+            format!(
+                "Mean over the update's answers from each of the first {SOURCES_MAX} files; {more} more are left out."
+            )
+        }
+        _ => "Mean over the update's answers from each file.".to_owned(),
+    };
+    let sources: Vec<Series> = sources.into_iter().take(SOURCES_MAX).map(source).collect();
     let equal = seldom("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std));
     let cut = seldom("answers cut off", steps, |step| step.truncated_share);
     let flat = alarms::besides(run, &["reward_flat"], &[]);
@@ -137,7 +148,7 @@ fn rewards(run: &Run) -> Vec<Option<Figure>> {
     vec![
         curve("Reward", reading, "", &[reward], &flat),
         curve("Parts of the reward", "Mean of each part.", "", &parts, &Besides::default()),
-        curve("Reward by source", "Mean over the update's answers from each file.", "", &sources, &Besides::default()),
+        curve("Reward by source", &of_sources, "", &sources, &Besides::default()),
         curve(
             "Groups with equal rewards",
             "Share of the update's groups: these teach nothing.",

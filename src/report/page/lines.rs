@@ -188,7 +188,7 @@ pub(super) fn lines(about: About, series: &[Series], besides: &Besides) -> Optio
     // Marked updates are single ones, so they may lie outside of the means.
     ys.extend(all.iter().copied().filter(|y| y.is_finite() && !besides.marked.is_empty()));
     let [least, most] = ends(&ys)?;
-    let scale = Scale::of(&all);
+    let scale = Scale::of(&all).reaching(least);
     let (x, y) = (Axis::counts(left, right, 8, 0.0), Axis::scaled(least, most, 5, scale));
     let frame = Frame { wide: about.wide, x, y, rows: None };
     let mut words: Vec<String> = drawn.iter().filter_map(|one| one.words(about.unit)).collect();

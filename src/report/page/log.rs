@@ -46,13 +46,23 @@ pub(super) fn failures(run_dir: &Path) -> io::Result<Vec<Logged>> {
         let own = last_start.map_or("", |at| records[at].time);
         // The log of a rank that a later start did not have is of an earlier one. Rank 0 is in every start.
         if rank == Rank(0) {
-            own.clone_into(&mut start);
+            // A log of warnings alone has no line of its start, and the end of a long one may lack it.
+            start = if own.is_empty() { start_of_file(run_dir) } else { own.to_owned() };
         }
         let of_last = records[last_start.unwrap_or(0)..].iter().filter(|record| record.time >= start.as_str());
         found.extend(of_last.filter(|record| record.level == "ERROR").map(|record| logged(rank, record)));
     }
     found.sort();
     Ok(found)
+}
+
+/// When the last start wrote its configuration, as the log writes times; empty where it is not there.
+fn start_of_file(run_dir: &Path) -> String {
+    let written = fs::metadata(run_dir.join("config.resolved.toml")).and_then(|file| file.modified());
+    written.map_or_else(
+        |_| String::new(),
+        |time| chrono::DateTime::<chrono::Utc>::from(time).to_rfc3339_opts(chrono::SecondsFormat::Micros, true),
+    )
 }
 
 /// The text at the end of a file, from a whole line on.

@@ -54,6 +54,11 @@ impl Scale {
         Scale::LogAround { even_to: 10_f64.powf(usual.log10().floor()) }
     }
 
+    /// The same scale for an axis that begins at `least`: a logarithm has no place for 0 and what lies below.
+    pub(super) fn reaching(self, least: f64) -> Scale {
+        if self == Scale::Log && least <= 0.0 { Scale::Even } else { self }
+    }
+
     /// The place of a value, in units of its own.
     pub(super) fn place(self, value: f64) -> f64 {
         match self {
