@@ -20,7 +20,7 @@ pub struct Spent {
     pub tokens_in: u64,
     /// Tokens of the replies.
     pub tokens_out: u64,
-    /// Replies without a count of tokens.
+    /// Replies that lack one count of tokens or both.
     pub uncounted: u64,
     /// In the currency of `endpoint.price_in` and `endpoint.price_out`; absent without prices.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -91,13 +91,11 @@ impl Meter {
 
     /// Adds a reply with its counts of tokens, where the service gives them.
     pub(super) fn reply(&self, tokens_in: Option<u64>, tokens_out: Option<u64>) {
-        match (tokens_in, tokens_out) {
-            (Some(tokens_in), Some(tokens_out)) => {
-                self.tokens_in.fetch_add(tokens_in, Ordering::Relaxed);
-                self.tokens_out.fetch_add(tokens_out, Ordering::Relaxed);
-            }
-            _ => drop(self.uncounted.fetch_add(1, Ordering::Relaxed)),
+        if tokens_in.is_none() || tokens_out.is_none() {
+            self.uncounted.fetch_add(1, Ordering::Relaxed);
         }
+        self.tokens_in.fetch_add(tokens_in.unwrap_or(0), Ordering::Relaxed);
+        self.tokens_out.fetch_add(tokens_out.unwrap_or(0), Ordering::Relaxed);
     }
 
     /// The counts since the last time, without their cost.
@@ -129,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_taken_once_and_a_reply_without_tokens_is_counted_as_one() {
+    fn counts_are_taken_once_and_a_reply_without_a_count_is_counted_as_one() {
         let meter = Meter::default();
         for (tokens_in, tokens_out) in [(Some(14), Some(3)), (None, None), (Some(6), None)] {
             meter.request();
@@ -137,14 +135,20 @@ mod tests {
         }
         meter.request();
         let spent = meter.take();
-        let wanted = Spent { requests: 4, tokens_in: 20, tokens_out: 3, uncounted: 1, cost: None };
+        let wanted = Spent { requests: 4, tokens_in: 20, tokens_out: 3, uncounted: 2, cost: None };
         assert_eq!((spent, meter.take().if_any()), (wanted, None));
         let mut sum = Spent { cost: Some(0.5), ..spent };
         sum.add(&Spent { cost: Some(0.25), ..spent });
         assert_eq!((sum.requests, sum.cost), (8, Some(0.75)));
+        let mut unpriced = Spent { cost: Some(0.5), ..spent };
+        unpriced.add(&spent);
+        assert_eq!(unpriced.cost, None, "a part without a price has no cost");
+        unpriced = Spent { cost: Some(0.5), ..spent };
+        unpriced.add(&Spent::default());
+        assert_eq!(unpriced.cost, Some(0.5), "nothing was sent");
         assert_eq!(
             sum.text(),
-            "8 requests, 40 tokens in, 6 out; 2 replies had no count of tokens; cost 0.7500 at endpoint.price_in and \
+            "8 requests, 40 tokens in, 6 out; 4 replies had no count of tokens; cost 0.7500 at endpoint.price_in and \
              price_out"
         );
     }

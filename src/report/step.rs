@@ -126,8 +126,10 @@ pub struct Reuse {
     /// |reused − fresh| / fresh of `nll`; this and what follows is absent where the update did not measure.
     pub drift: Option<f64>,
     /// Mean negative log-likelihood of the trained tokens on reused pages and on pages captured anew, nats.
+    #[serde(deserialize_with = "ends_or_nan")]
     pub nll: Option<[f64; 2]>,
     /// Loss of the update on both.
+    #[serde(deserialize_with = "ends_or_nan")]
     pub loss: Option<[f64; 2]>,
     /// Estimated divergence (k3) between both, mean over trained tokens, nats.
     pub k3: Option<f64>,

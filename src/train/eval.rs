@@ -180,7 +180,7 @@ fn identity(session: &Session, adapters: Option<&str>) -> Value {
     let config = session.config();
     let mut of = Map::new();
     let whole = config.resumable();
-    for table in ["context", "model", "rollout", "reward", "endpoint"] {
+    for table in ["context", "model", "rollout", "tools", "reward", "endpoint"] {
         of.insert(table.to_owned(), whole[table].clone());
     }
     of.insert(
