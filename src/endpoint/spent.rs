@@ -30,14 +30,14 @@ pub struct Spent {
 impl Spent {
     /// Adds what was spent elsewhere.
     pub fn add(&mut self, other: &Spent) {
-        self.requests += other.requests;
-        self.tokens_in += other.tokens_in;
-        self.tokens_out += other.tokens_out;
-        self.uncounted += other.uncounted;
         // What was spent without a price has no cost, and the sum has none then.
         let priced = |spent: &Spent| spent.cost.or((spent.requests == 0).then_some(0.0));
         let cost = priced(self).zip(priced(other)).map(|(one, two)| one + two);
         self.cost = cost.filter(|_| self.cost.is_some() || other.cost.is_some());
+        self.requests += other.requests;
+        self.tokens_in += other.tokens_in;
+        self.tokens_out += other.tokens_out;
+        self.uncounted += other.uncounted;
     }
 
     /// `None` where nothing was sent.
@@ -146,6 +146,9 @@ mod tests {
         unpriced = Spent { cost: Some(0.5), ..spent };
         unpriced.add(&Spent::default());
         assert_eq!(unpriced.cost, Some(0.5), "nothing was sent");
+        let mut first = Spent::default();
+        first.add(&Spent { cost: Some(0.5), ..spent });
+        assert_eq!(first.cost, Some(0.5), "nothing was sent before");
         assert_eq!(
             sum.text(),
             "8 requests, 40 tokens in, 6 out; 4 replies had no count of tokens; cost 0.7500 at endpoint.price_in and \

@@ -259,7 +259,7 @@ fn what_judges_need_is_said_by_name_before_anything_is_sent() {
         "judge requests of the run: 24 for training",
         "judge tokens of the run: about 5724 tokens in",
         "up to 12288 out",
-        "cost up to 0.13",
+        "cost about 0.13",
     ] {
         assert!(said.out.contains(words), "{words}: {said}");
     }
