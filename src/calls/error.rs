@@ -38,13 +38,35 @@ pub enum Error {
          context.answer_len): allow longer answers, or set shorter tools.reply_start and tools.reply_end"
     )]
     NoRoom { around: u64, longest: u64 },
+    /// The same of a record's own marks, or of those that the template has for it.
+    #[error(
+        "{record}: what stands around a tool's reply has {around} tokens, and an answer has at most {longest} \
+         (rollout.max_tokens, else context.answer_len): allow longer answers, or shorten the record's \"tool_marks\""
+    )]
+    RecordNoRoom { record: String, around: u64, longest: u64 },
+    /// The chat template does not say what stands around a reply in this record's conversation.
+    #[error(
+        "{record}: what stands around a tool's reply cannot be taken from the chat template with the record's \"tools\" and \
+         \"chat_template_kwargs\": {reason}; set tools.reply_start and tools.reply_end, or the record's \"tool_marks\""
+    )]
+    RecordTemplate { record: String, reason: String },
+    /// What stands around a reply has a token that the model does not know.
+    #[error(
+        "{of}what stands around a tool's reply has the token id {id}, and the model's embedding has {vocabulary} rows: the \
+         tokenizer knows more tokens than the model; set other tools.reply_start and tools.reply_end"
+    )]
+    Vocabulary { of: String, id: i64, vocabulary: u64 },
 }
 
 impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
             Error::Program { .. } | Error::NoRoom { .. } => Exit::Config,
-            Error::NoTokenizer { .. } | Error::Template { .. } => Exit::Data,
+            Error::NoTokenizer { .. }
+            | Error::Template { .. }
+            | Error::RecordNoRoom { .. }
+            | Error::RecordTemplate { .. }
+            | Error::Vocabulary { .. } => Exit::Data,
         }
     }
 }
@@ -70,6 +92,9 @@ pub(super) enum Fault {
     /// A line that is no reply.
     #[error("the program's line {line:?} is no text or number of JSON, {{\"reply\": …}} or {{\"error\": …}}")]
     Line { line: String },
+    /// A reply that the model cannot read.
+    #[error("the reply has the token id {id}, and the model's embedding has {vocabulary} rows")]
+    Vocabulary { id: i64, vocabulary: u64 },
 }
 
 impl Fault {

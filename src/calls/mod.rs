@@ -15,7 +15,7 @@ pub use error::Error;
 use error::Fault;
 
 use crate::config::{RunConfig, ToolsConfig};
-use crate::data::{Group, Tokenizer};
+use crate::data::{Dataset, Group, ReplyMarks, Tokenizer};
 use crate::program::{End, Limits, Program, Ran, last_lines, never_starts, short};
 use crate::runtime::failure::Failure;
 use crate::runtime::units::{Tokens, as_index, from_index};
@@ -40,6 +40,12 @@ pub struct Tools {
     /// Seconds of a run.
     seconds: u64,
     marks: Marks,
+    /// Whether the configuration leaves it to the chat template what stands around a reply.
+    by_template: bool,
+    /// Rows of the model's embedding: ids of replies are below.
+    vocabulary: u64,
+    /// The most tokens of an answer.
+    longest: Tokens,
     /// The most tokens of a reply's text.
     tokens_max: Tokens,
     /// The most calls of an answer.
@@ -47,11 +53,17 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// What `tools` of the configuration says; `None` where it names no program. Nothing is started.
+    /// What `tools` of the configuration says; `None` where it names no program. Nothing is started. `vocabulary`: rows of the
+    /// model's embedding.
     ///
     /// # Errors
-    /// Where the program is not there, there is no `tokenizer`, or nothing says what stands around a reply.
-    pub fn open(config: &RunConfig, tokenizer: Option<&Tokenizer>) -> Result<Option<Tools>, Failure> {
+    /// Where the program is not there, there is no `tokenizer`, nothing says what stands around a reply, or that has no room
+    /// in an answer or no row in the embedding.
+    pub fn open(
+        config: &RunConfig,
+        tokenizer: Option<&Tokenizer>,
+        vocabulary: u64,
+    ) -> Result<Option<Tools>, Failure> {
         let ToolsConfig { command, call_start, call_end, reply_start, reply_end, turns, tokens, reply_sec, .. } =
             config.tools.clone();
         let Some(command) = command else { return Ok(None) };
@@ -60,24 +72,96 @@ impl Tools {
         let opened = Program::open(&command, &config.endpoint.api_key_env);
         let program = opened
             .map_err(|source| Error::Program { program: command.first().cloned().unwrap_or_default(), source })?;
-        let (reply_start, reply_end) = match (reply_start, reply_end) {
-            (Some(start), Some(end)) => (start, end),
-            _ => tokenizer.reply_marks().map_err(|source| Error::Template { source })?,
+        let (by_template, (reply_start, reply_end)) = match (reply_start, reply_end) {
+            (Some(start), Some(end)) => (false, (start, end)),
+            _ => (true, tokenizer.reply_marks().map_err(|source| Error::Template { source })?),
         };
-        let around = from_index(tokenizer.encode(&format!("{reply_start}{reply_end}"))?.len());
-        let longest = config.sampled_len().0;
-        // A call, its reply and what follows have a token each.
-        if around + 3 > longest {
-            return Err(Error::NoRoom { around, longest }.into());
-        }
         let tools = Tools {
             program,
             seconds: reply_sec,
             marks: Marks { call_start, call_end, reply_start, reply_end },
+            by_template,
+            vocabulary,
+            longest: config.sampled_len(),
             tokens_max: tokens,
             turns,
         };
+        tools.check_marks(tokenizer, &tools.marks, None)?;
         Ok(Some(tools))
+    }
+
+    /// Checks what stands around replies in answers to the records of a data set, which `key` names.
+    ///
+    /// # Errors
+    /// The first record whose marks have no room in an answer, no row in the embedding, or cannot be taken from the chat
+    /// template.
+    pub fn check_records(&self, tokenizer: &Tokenizer, key: &str, data: &Dataset) -> Result<(), Failure> {
+        // Most records have the marks of the one before.
+        let mut checked = (self.marks.reply_start.clone(), self.marks.reply_end.clone());
+        for group in (0..data.len()).map(|index| data.group(index)) {
+            let record = format!("{key}, record {}", group.name);
+            let own = &group.tool_marks;
+            if let ReplyMarks::Refused { reason } = &group.reply_marks
+                && self.by_template
+                && (own.reply_start.is_none() || own.reply_end.is_none())
+            {
+                return Err(Error::RecordTemplate { record, reason: reason.clone() }.into());
+            }
+            let marks = self.marks_of(group);
+            let around = (marks.reply_start.clone(), marks.reply_end.clone());
+            if around != checked {
+                self.check_marks(tokenizer, &marks, Some(record))?;
+                checked = around;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses marks around a reply that leave no room for it, or that the model cannot read; `record` has given them, else
+    /// the configuration has.
+    fn check_marks(&self, tokenizer: &Tokenizer, marks: &Marks, record: Option<String>) -> Result<(), Failure> {
+        let ids = tokenizer.encode(&format!("{}{}", marks.reply_start, marks.reply_end))?;
+        let (around, longest) = (from_index(ids.len()), self.longest.0);
+        // A call, its reply and what follows have a token each.
+        if around + 3 > longest {
+            return Err(match record {
+                Some(record) => Error::RecordNoRoom { record, around, longest },
+                None => Error::NoRoom { around, longest },
+            }
+            .into());
+        }
+        match self.outside(&ids) {
+            Some(id) => Err(self.unread(id, record).into()),
+            None => Ok(()),
+        }
+    }
+
+    /// The first id that has no row in the embedding.
+    fn outside(&self, ids: &[i64]) -> Option<i64> {
+        ids.iter().copied().find(|&id| u64::try_from(id).is_ok_and(|id| id >= self.vocabulary))
+    }
+
+    fn unread(&self, id: i64, record: Option<String>) -> Error {
+        let of = record.map_or_else(String::new, |record| format!("{record}: "));
+        Error::Vocabulary { of, id, vocabulary: self.vocabulary }
+    }
+
+    /// What stands around calls and replies in answers to a record: its own marks, else the configuration's, else those of the
+    /// chat template with the record's tools and variables.
+    fn marks_of(&self, group: &Group) -> Marks {
+        let own = group.tool_marks.clone();
+        let Marks { call_start, call_end, mut reply_start, mut reply_end } = self.marks.clone();
+        if let ReplyMarks::Own { start, end } = &group.reply_marks
+            && self.by_template
+        {
+            (reply_start, reply_end) = (start.clone(), end.clone());
+        }
+        Marks {
+            call_start: own.call_start.unwrap_or(call_start),
+            call_end: own.call_end.unwrap_or(call_end),
+            reply_start: own.reply_start.unwrap_or(reply_start),
+            reply_end: own.reply_end.unwrap_or(reply_end),
+        }
     }
 
     /// The most calls of an answer.
@@ -89,15 +173,7 @@ impl Tools {
     /// Who answers the calls in answers to a record.
     #[must_use]
     pub fn of<'a>(&'a self, tokenizer: &'a Tokenizer, group: &'a Group) -> RecordCaller<'a> {
-        let own = group.tool_marks.clone();
-        let Marks { call_start, call_end, reply_start, reply_end } = self.marks.clone();
-        let marks = Marks {
-            call_start: own.call_start.unwrap_or(call_start),
-            call_end: own.call_end.unwrap_or(call_end),
-            reply_start: own.reply_start.unwrap_or(reply_start),
-            reply_end: own.reply_end.unwrap_or(reply_end),
-        };
-        RecordCaller { tools: self, tokenizer, group, marks }
+        RecordCaller { tools: self, tokenizer, group, marks: self.marks_of(group) }
     }
 
     /// What stands around a call, and around its reply, for a user.
@@ -106,8 +182,9 @@ impl Tools {
         let Marks { call_start, call_end, reply_start, reply_end } = &self.marks;
         format!(
             "{} answers what stands between {call_start:?} and {call_end:?}; a reply stands between {reply_start:?} and \
-             {reply_end:?}",
-            self.program.file()
+             {reply_end:?}{}",
+            self.program.file(),
+            if self.by_template { ", or as the chat template says with a record's tools and variables" } else { "" }
         )
     }
 
@@ -175,8 +252,26 @@ enum Said {
 }
 
 impl RecordCaller<'_> {
+    /// The reply with this text, or in its place an error where the model has no row for one of its tokens.
+    fn reply(&self, text: &str, outcome: Replied) -> Result<Result<Reply, Fault>, Failure> {
+        let reply = self.whole_reply(text, outcome)?;
+        Ok(match self.tools.outside(&reply.ids) {
+            Some(id) => Err(Fault::Vocabulary { id, vocabulary: self.tools.vocabulary }),
+            None => Ok(reply),
+        })
+    }
+
+    /// What stands in the place of a reply that there is not.
+    fn failed(&self, fault: &Fault, call: &Call<'_>) -> Result<Reply, Failure> {
+        let Call { answer, turn, .. } = call;
+        tracing::warn!("record {}, answer {answer}, call {turn}: {fault}", self.group.name);
+        let reply = self.whole_reply(fault.said(), Replied::Failed(fault.to_string()))?;
+        let outside = self.tools.outside(&reply.ids);
+        outside.map_or(Ok(reply), |id| Err(self.tools.unread(id, Some(self.group.name.clone())).into()))
+    }
+
     /// The tokens that a reply with this text is in the answer.
-    fn reply(&self, text: &str, outcome: Replied) -> Result<Reply, Failure> {
+    fn whole_reply(&self, text: &str, outcome: Replied) -> Result<Reply, Failure> {
         let Marks { reply_start, reply_end, .. } = &self.marks;
         let ids = self.tokenizer.encode(text)?;
         let most = as_index(self.tools.tokens_max.0);
@@ -217,15 +312,12 @@ impl Caller for RecordCaller<'_> {
         }
         let mut replies = Vec::new();
         for (call, said) in calls.iter().zip(self.tools.said(&lines, calls.len(), alive)?) {
-            replies.push(match said {
+            let reply = match said {
                 Ok(Said::Reply(text)) => self.reply(&text, Replied::Whole)?,
                 Ok(Said::Error(text)) => self.reply(&text, Replied::Refused)?,
-                Err(fault) => {
-                    let Call { answer, turn, .. } = call;
-                    tracing::warn!("record {}, answer {answer}, call {turn}: {fault}", self.group.name);
-                    self.reply(fault.said(), Replied::Failed(fault.to_string()))?
-                }
-            });
+                Err(fault) => Err(fault),
+            };
+            replies.push(reply.or_else(|fault| self.failed(&fault, call))?);
         }
         Ok(replies)
     }

@@ -6,9 +6,13 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
-use crate::data::ToolMarks;
+use crate::config::TooLong;
+use crate::data::{Answers, Limits, ToolMarks};
 use crate::data::test_tokenizer;
 use crate::runtime::failure::Exit;
+
+/// Tokens of the test's tokenizer.
+const VOCABULARY: u64 = 259;
 
 /// A folder with a tokenizer, and a shell script that is started with the folder's path as its argument.
 struct Scripted {
@@ -37,7 +41,7 @@ impl Scripted {
     /// The replies to calls of these texts, each as text, and how the calls have ended.
     fn replies(&self, calls: &[&str]) -> Vec<(String, Replied)> {
         let tokenizer = self.tokenizer();
-        let tools = Tools::open(&self.config, Some(&tokenizer)).unwrap().unwrap();
+        let tools = Tools::open(&self.config, Some(&tokenizer), VOCABULARY).unwrap().unwrap();
         let group = group();
         let caller = tools.of(&tokenizer, &group);
         let written: Vec<Vec<i64>> =
@@ -63,8 +67,8 @@ impl Scripted {
 fn group() -> Group {
     let reward_data = json!({ "expected": "7" }).as_object().unwrap().clone();
     let name = "one".to_owned();
-    let tool_marks = ToolMarks::default();
-    Group { name, prompt_tokens: Tokens(3), answers: Vec::new(), reward_data, tool_marks, cut: None }
+    let (prompt_tokens, answers, tool_marks) = (Tokens(3), Vec::new(), ToolMarks::default());
+    Group { name, prompt_tokens, answers, reward_data, tool_marks, reply_marks: ReplyMarks::Plain, cut: None }
 }
 
 /// A reply as the template of the test's tokenizer shows the turn of a tool.
@@ -95,7 +99,7 @@ fn a_line_is_a_text_a_number_or_an_object_with_a_reply_or_an_error() {
 fn a_call_is_closed_by_the_token_that_ends_its_mark() {
     let scripted = Scripted::of("");
     let tokenizer = scripted.tokenizer();
-    let tools = Tools::open(&scripted.config, Some(&tokenizer)).unwrap().unwrap();
+    let tools = Tools::open(&scripted.config, Some(&tokenizer), VOCABULARY).unwrap().unwrap();
     let group = group();
     let caller = tools.of(&tokenizer, &group);
     let closed = |text: &str| {
@@ -115,7 +119,7 @@ fn a_call_is_closed_by_the_token_that_ends_its_mark() {
 fn a_record_may_have_marks_of_its_own() {
     let scripted = Scripted::of("cat > /dev/null; echo 6");
     let tokenizer = scripted.tokenizer();
-    let tools = Tools::open(&scripted.config, Some(&tokenizer)).unwrap().unwrap();
+    let tools = Tools::open(&scripted.config, Some(&tokenizer), VOCABULARY).unwrap().unwrap();
     let mut group = group();
     group.tool_marks.call_start = Some("[".to_owned());
     group.tool_marks.call_end = Some("]".to_owned());
@@ -127,6 +131,87 @@ fn a_record_may_have_marks_of_its_own() {
     let call = Call { answer: 0, turn: 1, text: "2 * 3".to_owned(), ids: &ids };
     let replies = caller.replies(&[call], &mut || ()).unwrap();
     assert_eq!(tokenizer.decode(&replies[0].ids).unwrap(), "=6<|im_end|>\n<|im_start|>assistant\n");
+}
+
+#[test]
+fn what_stands_around_a_reply_follows_from_the_tools_and_variables_of_the_record() {
+    let mut scripted = Scripted::of("cat > /dev/null; echo 6");
+    let template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if tools %}tools{% endif %}\
+                    {% if add_generation_prompt %}{{ open }}{% endif %}";
+    std::fs::write(scripted.folder.path().join("chat_template.jinja"), template).unwrap();
+    let file = scripted.folder.path().join("data.jsonl");
+    let turn = r#""messages": [{"role": "user", "content": "a"}]"#;
+    let lines = [
+        format!("{{{turn}}}"),
+        format!(r#"{{{turn}, "chat_template_kwargs": {{"open": "think>"}}}}"#),
+        format!(r#"{{{turn}, "tools": [{{"name": "t"}}], "tool_marks": {{"reply_start": "="}}}}"#),
+    ];
+    std::fs::write(&file, lines.join("\n")).unwrap();
+    let tokenizer = scripted.tokenizer();
+    let limits = Limits {
+        prompt_len_max: Tokens(90),
+        answer_len_max: Tokens(90),
+        vocab_size: VOCABULARY,
+        answers: Answers::Sampled,
+        too_long: TooLong::Refuse,
+    };
+    let data = Dataset::open(&file, Some(&tokenizer), &limits).unwrap();
+    let shown = |config: &RunConfig| {
+        let tools = Tools::open(config, Some(&tokenizer), VOCABULARY).unwrap().unwrap();
+        tools.check_records(&tokenizer, "data.path", &data).unwrap();
+        let reply = |index: usize| {
+            let call = Call { answer: 0, turn: 1, text: "2 * 3".to_owned(), ids: &[] };
+            let replies = tools.of(&tokenizer, data.group(index)).replies(&[call], &mut || ()).unwrap();
+            tokenizer.decode(&replies[0].ids).unwrap()
+        };
+        [0, 1, 2].map(reply)
+    };
+    assert_eq!(shown(&scripted.config), [";tool:6;", ";tool:6;think>", "=6;tools"]);
+    // The configuration's own marks come before those of any template.
+    scripted.config.tools.reply_start = Some("[".to_owned());
+    scripted.config.tools.reply_end = Some("]".to_owned());
+    assert_eq!(shown(&scripted.config), ["[6]", "[6]", "=6]"]);
+}
+
+#[test]
+fn marks_of_a_record_that_leave_no_room_are_refused_with_its_name() {
+    let scripted = Scripted::of("");
+    let tokenizer = scripted.tokenizer();
+    let tools = Tools::open(&scripted.config, Some(&tokenizer), VOCABULARY).unwrap().unwrap();
+    let refused = |group: Group| {
+        let data = Dataset::from_groups(vec![(group, vec![1, 2, 3])]);
+        let failure = tools.check_records(&tokenizer, "data.path", &data).unwrap_err();
+        assert_eq!(failure.exit(), Exit::Data);
+        failure.to_string()
+    };
+    let tool_marks = ToolMarks { reply_start: Some("=".repeat(398)), ..ToolMarks::default() };
+    let words = refused(Group { tool_marks, ..group() });
+    assert!(words.starts_with("data.path, record one: ") && words.contains("at most 400"), "{words}");
+    let reply_marks = ReplyMarks::Refused { reason: "no such turn".to_owned() };
+    let words = refused(Group { reply_marks, ..group() });
+    assert!(words.contains("record one: ") && words.contains("no such turn; set tools.reply_start"), "{words}");
+}
+
+/// A token that was added to the tokenizer alone was read by the embedding, which has no row for it.
+#[test]
+fn tokens_without_a_row_in_the_embedding_are_refused_in_marks_and_fail_in_a_reply() {
+    let mut scripted = Scripted::of("cat > /dev/null; echo '\"so <|im_start|>\"'");
+    let tokenizer = scripted.tokenizer();
+    let added = tokenizer.encode("<|im_start|>").unwrap();
+    let [start] = added[..] else { panic!("{added:?}") };
+    let rows = u64::try_from(start).unwrap();
+    let failure = Tools::open(&scripted.config, Some(&tokenizer), rows).err().unwrap();
+    let words = failure.to_string();
+    assert!(failure.exit() == Exit::Data && words.contains(&format!("has {rows} rows")), "{words}");
+    scripted.config.tools.reply_start = Some("[".to_owned());
+    scripted.config.tools.reply_end = Some("]".to_owned());
+    let tools = Tools::open(&scripted.config, Some(&tokenizer), rows).unwrap().unwrap();
+    let group = group();
+    let call = Call { answer: 0, turn: 1, text: "1".to_owned(), ids: &[] };
+    let replies = tools.of(&tokenizer, &group).replies(&[call], &mut || ()).unwrap();
+    assert_eq!(tokenizer.decode(&replies[0].ids).unwrap(), "[error: the tool failed]");
+    let Replied::Failed(reason) = &replies[0].outcome else { panic!("{replies:?}") };
+    assert!(reason.contains(&format!("the reply has the token id {start}")), "{reason}");
 }
 
 #[test]
@@ -172,7 +257,7 @@ fn a_slow_program_is_waited_for_and_a_long_reply_is_cut_and_says_so() {
 #[test]
 fn tools_that_cannot_work_are_refused_before_the_first_answer() {
     let refused = |scripted: &Scripted, tokenizer: Option<&Tokenizer>| {
-        let failure = Tools::open(&scripted.config, tokenizer).err().unwrap();
+        let failure = Tools::open(&scripted.config, tokenizer, VOCABULARY).err().unwrap();
         (failure.exit(), failure.to_string())
     };
     let mut scripted = Scripted::of("");
@@ -191,5 +276,5 @@ fn tools_that_cannot_work_are_refused_before_the_first_answer() {
     let (exit, words) = refused(&scripted, Some(&scripted.tokenizer()));
     assert!(exit == Exit::Data && words.contains("does not show the turn of a tool; set tools.reply_start"), "{words}");
     scripted.config.tools.command = None;
-    assert!(Tools::open(&scripted.config, None).unwrap().is_none());
+    assert!(Tools::open(&scripted.config, None, VOCABULARY).unwrap().is_none());
 }

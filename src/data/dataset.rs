@@ -184,15 +184,16 @@ impl Dataset {
 
 #[cfg(test)]
 mod tests {
-    use super::super::group::ToolMarks;
+    use super::super::group::{ReplyMarks, ToolMarks};
     use super::*;
 
     fn set(prompts: &[&[i64]]) -> Dataset {
         let group = |(index, ids): (usize, &&[i64])| {
             let (name, prompt_tokens) = (format!("line {}", index + 1), Tokens(ids.len().try_into().unwrap()));
             let reward_data = serde_json::Map::new();
-            let tool_marks = ToolMarks::default();
-            (Group { name, prompt_tokens, answers: Vec::new(), reward_data, tool_marks, cut: None }, ids.to_vec())
+            let (answers, tool_marks, reply_marks) = (Vec::new(), ToolMarks::default(), ReplyMarks::default());
+            let group = Group { name, prompt_tokens, answers, reward_data, tool_marks, reply_marks, cut: None };
+            (group, ids.to_vec())
         };
         Dataset::from_groups(prompts.iter().enumerate().map(group).collect())
     }

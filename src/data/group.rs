@@ -36,8 +36,37 @@ pub struct Group {
     /// How calls of tools in answers look; the configuration says what the record does not.
     #[serde(default, skip_serializing_if = "ToolMarks::is_empty")]
     pub tool_marks: ToolMarks,
+    /// What the chat template has around the reply to a call.
+    #[serde(default, skip_serializing_if = "ReplyMarks::is_plain")]
+    pub reply_marks: ReplyMarks,
     /// Tokens left out, if the prompt was longer than the plan's.
     pub cut: Option<Tokens>,
+}
+
+/// What the chat template has around a tool's reply in a record's conversation.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub enum ReplyMarks {
+    /// The same as without the record's tools and variables, of which it has none.
+    #[default]
+    Plain,
+    /// The two texts that follow from the record's tools and variables.
+    Own {
+        /// Between the assistant's text and the reply.
+        start: String,
+        /// Between the reply and the assistant's next text.
+        end: String,
+    },
+    /// The template shows no turn of a tool with the record's tools and variables.
+    Refused {
+        /// The template's own message, or what is wrong with it.
+        reason: String,
+    },
+}
+
+impl ReplyMarks {
+    fn is_plain(&self) -> bool {
+        *self == ReplyMarks::Plain
+    }
 }
 
 /// Texts around a call in an answer, and around its reply, that a record gives; none is empty.
@@ -59,7 +88,8 @@ impl ToolMarks {
     }
 
     /// Whether there is none.
-    pub(super) fn is_empty(&self) -> bool {
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
         self.entries().iter().all(|(_, mark)| mark.is_none())
     }
 }

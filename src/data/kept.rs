@@ -29,7 +29,7 @@ use crate::runtime::units::{Bytes, Tokens, as_index, from_index};
 /// A data file of fewer bytes is read by every rank for itself: its ids take little memory.
 pub const KEPT_TEXT_BYTES_MIN: u64 = 4 << 20;
 
-const MAGIC: &[u8; 8] = b"LSTOKEN2";
+const MAGIC: &[u8; 8] = b"LSTOKEN3";
 const ID_BYTES: u64 = 4;
 /// Bytes after `about`.
 const END_BYTES: usize = 56;

@@ -26,7 +26,7 @@ pub use dataset::{Cuts, Dataset};
 pub use ends::end_ids;
 pub use error::{Error, Place};
 pub use files::{Hidden, list_files};
-pub use group::{Answer, Answers, Group, Limits, ToolMarks};
+pub use group::{Answer, Answers, Group, Limits, ReplyMarks, ToolMarks};
 pub use kept::{KEPT_TEXT_BYTES_MIN, KeptTokens, find_or_make, size_note};
 pub use order::GroupOrder;
 pub use random::Random;

@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json};
 
 use super::chat::{Conversation, RESERVED};
 use super::error::{Error, Place};
-use super::group::{Answer, Answers, Group, Limits, ToolMarks};
+use super::group::{Answer, Answers, Group, Limits, ReplyMarks, ToolMarks};
 use super::tokenizer::Tokenizer;
 use crate::config::TooLong;
 use crate::runtime::reading::Lines;
@@ -93,7 +93,7 @@ struct Record<'a> {
 impl Record<'_> {
     fn group(&self, text: &str) -> Result<(Group, Vec<i64>), Error> {
         let mut raw = self.parse(text)?;
-        let (field, ids) = self.prompt(&mut raw)?;
+        let (field, ids, reply_marks) = self.prompt(&mut raw)?;
         self.check_ids(field, &ids)?;
         let (prompt_ids, cut) = self.fit_prompt(field, ids)?;
         let answers = raw.answers.unwrap_or_default();
@@ -111,7 +111,7 @@ impl Record<'_> {
         }
         let name = raw.name.unwrap_or_else(|| format!("line {}", self.line));
         let prompt_tokens = Tokens(from_index(prompt_ids.len()));
-        Ok((Group { name, prompt_tokens, answers, reward_data, tool_marks, cut }, prompt_ids))
+        Ok((Group { name, prompt_tokens, answers, reward_data, tool_marks, reply_marks, cut }, prompt_ids))
     }
 
     fn parse(&self, text: &str) -> Result<RawGroup, Error> {
@@ -125,8 +125,8 @@ impl Record<'_> {
         parsed.map_err(|error| Error::Record { file: self.path.to_owned(), line: self.line, reason: reason(error) })
     }
 
-    /// The field that holds the prompt, and its token ids.
-    fn prompt(&self, raw: &mut RawGroup) -> Result<(&'static str, Vec<i64>), Error> {
+    /// The field that holds the prompt, its token ids, and what stands around replies in it.
+    fn prompt(&self, raw: &mut RawGroup) -> Result<(&'static str, Vec<i64>, ReplyMarks), Error> {
         for (field, given) in
             [("tools", raw.tools.is_some()), ("chat_template_kwargs", raw.chat_template_kwargs.is_some())]
         {
@@ -138,17 +138,30 @@ impl Record<'_> {
         let given = [raw.prompt.is_some(), raw.prompt_ids.is_some(), raw.messages.is_some()];
         self.check_one_given("record", "\"prompt\", \"prompt_ids\" or \"messages\"", &given)?;
         if let Some(text) = &raw.prompt {
-            return Ok(("prompt", self.encode("prompt", text)?));
+            return Ok(("prompt", self.encode("prompt", text)?, ReplyMarks::Plain));
         }
         if let Some(ids) = raw.prompt_ids.take() {
-            return Ok(("prompt_ids", ids));
+            return Ok(("prompt_ids", ids, ReplyMarks::Plain));
         }
         let conversation = Conversation {
             messages: raw.messages.take().unwrap_or_default(),
             tools: raw.tools.take(),
             kwargs: raw.chat_template_kwargs.take().unwrap_or_default(),
         };
-        Ok(("messages", self.conversation(&conversation)?))
+        let ids = self.conversation(&conversation)?;
+        Ok(("messages", ids, self.reply_marks(&conversation)))
+    }
+
+    /// What the chat template has around a reply, where the policy draws the answers, which may call.
+    fn reply_marks(&self, conversation: &Conversation) -> ReplyMarks {
+        let is_plain = conversation.tools.is_none() && conversation.kwargs.is_empty();
+        let Some(tokenizer) = self.tokenizer.filter(|_| !is_plain && self.limits.answers == Answers::Sampled) else {
+            return ReplyMarks::Plain;
+        };
+        match tokenizer.reply_marks_in(conversation) {
+            Ok((start, end)) => ReplyMarks::Own { start, end },
+            Err(refusal) => ReplyMarks::Refused { reason: refusal.reason },
+        }
     }
 
     /// Renders a conversation with the chat template and tokenises the text as it is.

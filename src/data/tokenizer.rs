@@ -184,13 +184,19 @@ impl Tokenizer {
     /// # Errors
     /// When the folder has no chat template, the template refuses a tool's turn, or does not show it.
     pub fn reply_marks(&self) -> Result<(String, String), Error> {
-        let template = self.template.as_ref().map_err(|refusal| Error::from(refusal.clone()))?;
+        self.reply_marks_in(&Conversation::default()).map_err(Error::from)
+    }
+
+    /// [`Tokenizer::reply_marks`] with the tools and variables of a conversation.
+    pub(super) fn reply_marks_in(&self, conversation: &Conversation) -> Result<(String, String), Refusal> {
+        let template = self.template.as_ref().map_err(Clone::clone)?;
         let messages = vec![turn("user", "ask"), turn("assistant", ANSWER_MARK), turn("tool", REPLY_MARK)];
-        let text = template.render(&Conversation { messages, ..Conversation::default() }, true)?;
+        let Conversation { tools, kwargs, .. } = conversation.clone();
+        let text = template.render(&Conversation { messages, tools, kwargs }, true)?;
         let between = text.split_once(ANSWER_MARK).and_then(|(_, after)| after.split_once(REPLY_MARK));
         between.map(|(start, end)| (start.to_owned(), end.to_owned())).ok_or_else(|| {
             let reason = "it does not show the turn of a tool".to_owned();
-            Error::from(Refusal { file: template.file.clone(), reason })
+            Refusal { file: template.file.clone(), reason }
         })
     }
 

@@ -2,21 +2,21 @@
 
 use super::session::Session;
 use crate::calls::RecordCaller;
-use crate::data::Group;
+use crate::data::{Dataset, Group};
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::units::float;
 use crate::step::rollout::{CallCounts, Caller, Calls};
 
-/// Too many calls of an update got no reply.
+/// Too many calls of an update, or of a held-out set, got no reply.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{failed} of the {calls} calls in answers of update {step} got no reply, more than tools.failed_share_max = {share_max} \
-     allows; the last: {failure}"
+    "{failed} of the {calls} calls in {of} got no reply, more than tools.failed_share_max = {share_max} allows; the last: \
+     {failure}"
 )]
 pub(super) struct TooManyFailed {
     failed: u64,
     calls: u64,
-    step: u64,
+    of: String,
     share_max: f64,
     failure: String,
 }
@@ -27,14 +27,14 @@ impl Classified for TooManyFailed {
     }
 }
 
-/// Checks that at most a share of `share_max` of the calls of update `step` got no reply.
-pub(super) fn check(counts: &CallCounts, share_max: f64, step: u64) -> Result<(), TooManyFailed> {
+/// Checks that at most a share of `share_max` of the calls got no reply; `of` names the answers.
+pub(super) fn check(counts: &CallCounts, share_max: f64, of: &str) -> Result<(), TooManyFailed> {
     let CallCounts { calls, failed, failure, .. } = counts;
     if float(*failed) <= share_max * float(*calls) {
         return Ok(());
     }
     let failure = failure.clone().unwrap_or_default();
-    Err(TooManyFailed { failed: *failed, calls: *calls, step, share_max, failure })
+    Err(TooManyFailed { failed: *failed, calls: *calls, of: of.to_owned(), share_max, failure })
 }
 
 /// A sentence for the user where calls got no reply; `of` names the answers.
@@ -49,6 +49,18 @@ impl Session {
     pub(super) fn caller<'a>(&'a self, group: &'a Group) -> Option<RecordCaller<'a>> {
         let tokenizer = self.data.tokenizer.as_ref()?;
         self.data.tools.as_ref().map(|tools| tools.of(tokenizer, group))
+    }
+
+    /// A sentence for the user where records of a data set have marks of calls, and nothing answers calls.
+    pub(super) fn unused_marks_note(&self, key: &str, data: &Dataset) -> Option<String> {
+        let given = (0..data.len()).filter(|&index| !data.group(index).tool_marks.is_empty()).count();
+        let unused = given > 0 && self.samples() && self.data.tools.is_none();
+        unused.then(|| {
+            format!(
+                "{key}: {given} of {} records have \"tool_marks\", and nothing answers calls: tools.command names no program",
+                data.len()
+            )
+        })
     }
 
     /// The calls that `caller` answers.
@@ -66,12 +78,13 @@ mod tests {
     fn more_failed_calls_than_allowed_end_the_run_and_the_last_reason_is_named() {
         let counts =
             |calls, failed| CallCounts { calls, failed, failure: Some("it hung".to_owned()), ..CallCounts::default() };
-        assert!(check(&counts(8, 2), 0.25, 3).is_ok());
-        assert!(check(&CallCounts::default(), 0.0, 1).is_ok(), "no call, no failure");
-        let error = check(&counts(8, 3), 0.25, 3).unwrap_err();
+        let of = "the answers of update 3";
+        assert!(check(&counts(8, 2), 0.25, of).is_ok());
+        assert!(check(&CallCounts::default(), 0.0, of).is_ok(), "no call, no failure");
+        let error = check(&counts(8, 3), 0.25, of).unwrap_err();
         assert_eq!(error.exit(), Exit::Data);
         let words = error.to_string();
-        assert!(words.starts_with("3 of the 8 calls in answers of update 3 got no reply"), "{words}");
+        assert!(words.starts_with("3 of the 8 calls in the answers of update 3 got no reply"), "{words}");
         assert!(words.ends_with("the last: it hung"), "{words}");
         assert_eq!(warning(&counts(8, 0), "update 3"), None);
         assert!(warning(&counts(8, 1), "update 3").unwrap().contains("1 of 8 calls in update 3"));

@@ -16,7 +16,7 @@ use super::stop_policy::StopPolicy;
 use crate::checkpoint::{self, Difference};
 use crate::config::{Dtype, Gradient, ImportanceWeights, KlEstimator, Loaded, RunConfig};
 use crate::model::adapter_file;
-use crate::report::{EvalLine, EvalSummary, HeldOut, Reporter, Results, set_aside};
+use crate::report::{EvalAnswer, EvalLine, EvalSummary, HeldOut, Reporter, Results, set_aside};
 use crate::runtime::failure::{Classified, Exit, Failure};
 use crate::runtime::units::{Rank, Tokens};
 use crate::world::World;
@@ -225,9 +225,11 @@ impl Alone<'_> {
     fn run(&mut self, finished: Vec<EvalLine>, out: &Path) -> Result<EvalEnded, Failure> {
         let (session, world, stop) = (self.session, self.world, self.stop);
         let mut lines: BTreeMap<String, BTreeMap<usize, EvalLine>> = BTreeMap::new();
-        // A prompt with an answer that nobody has scored is asked about again.
-        let is_scored = |line: &EvalLine| line.answers.iter().all(|answer| answer.failure.is_none());
-        for line in finished.into_iter().filter(is_scored) {
+        // A prompt with an answer that nobody has scored, or with a call that got no reply, is asked about again.
+        let is_whole = |answer: &EvalAnswer| {
+            answer.failure.is_none() && answer.calls.as_ref().is_none_or(|calls| calls.failed == 0)
+        };
+        for line in finished.into_iter().filter(|line| line.answers.iter().all(is_whole)) {
             lines.entry(line.set.clone()).or_default().insert(line.index, line);
         }
         for set in &session.data.held_out {

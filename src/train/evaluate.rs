@@ -72,7 +72,7 @@ impl Evaluator<'_> {
 
     /// Evaluates the prompts of a set at these indices, as many side by side as there are prompt groups of ranks, and gives
     /// `keep` what each turn has shown, in the order of `indices`, on every rank. Every rank comes to every turn, also without a
-    /// prompt.
+    /// prompt. A set with too large a share of calls without a reply is no measurement.
     pub(super) fn prompts(
         &mut self,
         set: &HeldOutSet,
@@ -111,10 +111,13 @@ impl Evaluator<'_> {
             }
             keep(lines)?;
         }
-        if let Some(warning) = calls::warning(&counts, &format!("held-out answers of {}", set.name)) {
+        let of = format!("held-out answers of {}", set.name);
+        if let Some(warning) = calls::warning(&counts, &of) {
             self.reporter.line(&warning);
         }
-        Ok(())
+        // Every rank has counted the same.
+        let replied = calls::check(&counts, session.config().tools.failed_share_max, &of);
+        world.agree(replied.map_err(Failure::from)).map_err(|failure| Interruption::NoRewards { failure })
     }
 }
 

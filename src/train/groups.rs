@@ -183,7 +183,7 @@ impl Turns<'_> {
         };
         let mut trained = transaction.train_on_reused(prompt_ids, captured, &answers, scores, observer)?;
         let captured = trained.captured.take();
-        if reuse::is_measured(session.config(), made) {
+        if reuse::is_measured(session.config(), made, self.step) {
             // Two prompts are never held at one time.
             drop(captured);
             let start = Instant::now();

@@ -12,7 +12,7 @@ use super::{progress, rewards, signal};
 use crate::calls::Tools;
 use crate::config::{HeldOutFiles, Loaded, RewardFn, RewardName, RunConfig};
 use crate::data::{
-    Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, Tokenizer, ToolMarks, end_ids, find_or_make,
+    Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, ReplyMarks, Tokenizer, ToolMarks, end_ids, find_or_make,
 };
 use crate::model::spec::Spec;
 use crate::reward::Scorer;
@@ -84,7 +84,7 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
         world.agree(signal::check_data(&config, &train).map_err(Failure::from))?;
         world.agree(progress::check_best(&config, &held_out).map_err(Failure::from))?;
     }
-    let tools = world.agree(Tools::open(&config, files.tokenizer.as_ref()))?;
+    let tools = world.agree(open_tools(&config, &files, spec, &train, &held_out))?;
     let mut inputs = Inputs {
         train_digest: train.digest().to_owned(),
         reward_fn,
@@ -110,6 +110,23 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
     // Its name may change between two starts, its words may not.
     inputs.rubric_digests = world.from_root(|| Ok(rubric_digests(&config)))?;
     Ok(inputs)
+}
+
+/// Who answers calls; what stands around replies is checked in every record.
+fn open_tools(
+    config: &RunConfig,
+    files: &Files,
+    spec: &Spec,
+    train: &Dataset,
+    held_out: &[HeldOutSet],
+) -> Result<Option<Tools>, Failure> {
+    let tokenizer = files.tokenizer.as_ref();
+    let tools = Tools::open(config, tokenizer, spec.vocabulary)?;
+    if let Some((tools, tokenizer)) = tools.as_ref().zip(tokenizer) {
+        tools.check_records(tokenizer, config.data.train_key(), train)?;
+        held_out.iter().try_for_each(|set| tools.check_records(tokenizer, &set.key, &set.data))?;
+    }
+    Ok(tools)
 }
 
 /// Digests of the rubrics that can be read, by the names that checkpoints and messages use.
@@ -196,7 +213,7 @@ fn random_group(config: &RunConfig, spec: &Spec) -> Dataset {
     let answers = (0..config.grpo.group_size).map(answer).collect();
     let (name, prompt_tokens) = ("random tokens".to_owned(), config.context.prompt_len);
     let reward_data = serde_json::Map::new();
-    let tool_marks = ToolMarks::default();
-    let group = Group { name, prompt_tokens, answers, reward_data, tool_marks, cut: None };
+    let (tool_marks, reply_marks) = (ToolMarks::default(), ReplyMarks::default());
+    let group = Group { name, prompt_tokens, answers, reward_data, tool_marks, reply_marks, cut: None };
     Dataset::from_groups(vec![(group, prompt_ids)])
 }

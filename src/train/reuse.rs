@@ -100,9 +100,10 @@ pub(super) fn leaves_pages(config: &RunConfig, made: u64) -> bool {
     made + 1 < config.grpo.updates_per_group && age(config, made + 1) > 0
 }
 
-/// Whether the update after `made` of a round measures the drift: the last one on reused pages does.
-pub(super) fn is_measured(config: &RunConfig, made: u64) -> bool {
-    age(config, made) > 0 && !leaves_pages(config, made)
+/// Whether update `step` of the run, the one after `made` of a round, measures the drift: the last one on reused pages does,
+/// also where the run ends before the round.
+pub(super) fn is_measured(config: &RunConfig, made: u64, step: u64) -> bool {
+    age(config, made) > 0 && (!leaves_pages(config, made) || step == config.run.steps)
 }
 
 /// Refuses models and gradients for which no capture can be reused.

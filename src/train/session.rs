@@ -274,10 +274,10 @@ impl Session {
                 .to_owned()
         });
         let mut notes = self.loaded.notes();
-        notes.extend(self.plan.split_note.clone());
-        notes.extend(self.plan.rows_note.clone());
+        notes.extend(self.plan.split_note.iter().chain(&self.plan.rows_note).cloned());
         notes.extend(self.drawing_notes());
         notes.extend(self.data.tools.as_ref().map(Tools::note));
+        notes.extend(self.unused_marks_note(self.config().data.train_key(), &self.data.train));
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
         notes.extend(self.config().judges_note());
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
@@ -298,7 +298,7 @@ impl Session {
     pub(super) fn held_out_notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         for HeldOutSet { key, data, .. } in &self.data.held_out {
-            notes.extend(file_notes(key, data));
+            notes.extend(file_notes(key, data).into_iter().chain(self.unused_marks_note(key, data)));
             let without = data.len() - (0..data.len()).filter(|&index| has_margin(data.group(index))).count();
             if without > 0 && !self.draws_held_out() {
                 notes.push(format!("{key}: {without} of {} prompts have no better and worse answer", data.len()));

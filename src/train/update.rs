@@ -61,7 +61,7 @@ pub(super) fn update(
     let metrics = metrics.reduce(world);
     let call_seconds = metrics.call_seconds;
     require_finite(world, mean_loss(metrics.loss, denominator))?;
-    if reuse::is_measured(session.config(), round.made) {
+    if reuse::is_measured(session.config(), round.made, step) {
         world.agree(reuse::require_near(session.config(), round.made, step, &metrics.drift))?;
     }
     remember(session, round, world);
@@ -112,7 +112,11 @@ fn require_rewards(session: &Session, world: &World, round: &Round, step: u64) -
         return Ok(());
     }
     let enough = round.check_rewards(session.config().reward.missing_share_max, step).map_err(Failure::from);
-    let replied = calls::check(&round.calls(), session.config().tools.failed_share_max, step);
+    let replied = calls::check(
+        &round.calls(),
+        session.config().tools.failed_share_max,
+        &format!("the answers of update {step}"),
+    );
     let enough = enough.and(replied.map_err(Failure::from));
     world.agree(enough).map_err(|failure| Interruption::NoRewards { failure })
 }

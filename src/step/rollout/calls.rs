@@ -156,12 +156,14 @@ impl<'a> Calling<'a> {
         for (Closed { row, ids, .. }, reply) in closed.iter().zip(replies) {
             let open = &mut self.answers[live[*row]];
             open.seconds += seconds_each;
-            open.counts.count(&reply.outcome);
             let end = ids.len() + reply.ids.len();
+            // Nobody reads such a reply, whatever it says: the call counts alone.
             if end >= as_index(self.longest.0) {
+                open.counts.calls += 1;
                 origins[*row] = Origin::DrawnLast;
                 continue;
             }
+            open.counts.count(&reply.outcome);
             open.before = end;
             open.counts.tokens += from_index(reply.ids.len());
             open.given = reply.ids.into();
