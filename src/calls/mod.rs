@@ -59,17 +59,13 @@ impl Tools {
     /// # Errors
     /// Where the program is not there, there is no `tokenizer`, nothing says what stands around a reply, or that has no room
     /// in an answer or no row in the embedding.
-    pub fn open(
-        config: &RunConfig,
-        tokenizer: Option<&Tokenizer>,
-        vocabulary: u64,
-    ) -> Result<Option<Tools>, Failure> {
+    pub fn open(config: &RunConfig, tokenizer: Option<&Tokenizer>, vocabulary: u64) -> Result<Option<Tools>, Failure> {
         let ToolsConfig { command, call_start, call_end, reply_start, reply_end, turns, tokens, reply_sec, .. } =
             config.tools.clone();
         let Some(command) = command else { return Ok(None) };
         let folder = config.model_path()?.to_owned();
         let tokenizer = tokenizer.ok_or(Error::NoTokenizer { folder })?;
-        let opened = Program::open(&command, &config.endpoint.api_key_env);
+        let opened = Program::open(&command, config.endpoint.secret_variables());
         let program = opened
             .map_err(|source| Error::Program { program: command.first().cloned().unwrap_or_default(), source })?;
         let (by_template, (reply_start, reply_end)) = match (reply_start, reply_end) {

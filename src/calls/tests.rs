@@ -7,8 +7,8 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::config::TooLong;
-use crate::data::{Answers, Limits, ToolMarks};
 use crate::data::test_tokenizer;
+use crate::data::{Answers, Limits, ToolMarks};
 use crate::runtime::failure::Exit;
 
 /// Tokens of the test's tokenizer.

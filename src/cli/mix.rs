@@ -37,6 +37,8 @@ struct Row {
     prompts: usize,
     tokens_mean: f64,
     tokens_max: Tokens,
+    /// Records that a run refuses or cuts.
+    too_long: usize,
     weight: f64,
     /// Of the groups of a run.
     share: f64,
@@ -98,6 +100,7 @@ impl Mix {
                 prompts: lengths.records,
                 tokens_mean: lengths.mean,
                 tokens_max: lengths.longest,
+                too_long: lengths.too_long,
                 weight,
                 share,
                 groups: own,

@@ -54,10 +54,23 @@ pub struct LauncherTasks {
     pub tasks: u64,
 }
 
+/// Variables with the address of a proxy, in capitals; each is read in small letters too.
+const PROXIES: [&str; 3] = ["HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"];
+
 /// A copy of the environment, made once. It may hold secrets, so its debug form shows none of it.
 #[derive(Clone, Default)]
 pub struct Environment {
     variables: BTreeMap<String, String>,
+}
+
+impl EndpointConfig {
+    /// The variables that may hold secrets: the key's, and those of proxies, whose addresses may hold a password. No program
+    /// that a run starts gets them.
+    #[must_use]
+    pub fn secret_variables(&self) -> Vec<String> {
+        let proxies = PROXIES.iter().flat_map(|name| [(*name).to_owned(), name.to_lowercase()]);
+        [self.api_key_env.clone()].into_iter().chain(proxies).collect()
+    }
 }
 
 impl fmt::Debug for Environment {
@@ -114,8 +127,9 @@ impl Environment {
     #[must_use]
     pub fn proxy(&self, base: &str) -> Option<ProxyAddress> {
         let either = |name: &str| self.get(name).or_else(|| self.get(&name.to_lowercase()));
-        let own = if base.starts_with("https://") { "HTTPS_PROXY" } else { "HTTP_PROXY" };
-        let address = Secret(either(own).or_else(|| either("ALL_PROXY"))?.to_owned());
+        let [https, http, all] = PROXIES;
+        let own = if base.starts_with("https://") { https } else { http };
+        let address = Secret(either(own).or_else(|| either(all))?.to_owned());
         let except = either("NO_PROXY").unwrap_or_default().split(',').map(|host| host.trim().to_owned());
         Some(ProxyAddress { address, except: except.filter(|host| !host.is_empty()).collect() })
     }
@@ -167,6 +181,13 @@ mod tests {
         assert!(!environment.force());
         assert_eq!(environment.omp_num_threads(), None);
         assert!(Environment::of([("LONGSTRAW_FORCE", "1")]).force());
+    }
+
+    #[test]
+    fn programs_get_neither_the_key_nor_the_address_of_a_proxy() {
+        let endpoint = EndpointConfig { api_key_env: "OWN_KEY".to_owned(), ..RunConfig::laptop().endpoint };
+        let removed = ["OWN_KEY", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
+        assert_eq!(endpoint.secret_variables(), removed);
     }
 
     #[test]

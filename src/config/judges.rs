@@ -68,27 +68,30 @@ impl RunConfig {
         judges.map(|part| (part.word(), self.judge(part.judge.as_deref()))).collect()
     }
 
-    /// Where the questions to judges go, for people: a settings file may have named another service than the configuration.
+    /// Where the questions to judges go, for people: a settings file may have named another service than the configuration. And
+    /// the judges that no reward names.
     #[must_use]
-    pub fn judges_note(&self) -> Option<String> {
+    pub fn judges_notes(&self) -> Vec<String> {
         let judges = self.named_judges();
-        let named = |name: &String| judges.iter().any(|(word, _)| *word == format!("judge:{name}"));
-        let unused = self.reward.judges.iter().flatten().map(|(name, _)| name).find(|name| !named(name));
-        if let Some(name) = unused {
-            return Some(format!("reward.judges.{name} is not used: no grpo.reward_fn names judge:{name}"));
+        let mut notes = Vec::new();
+        if !judges.is_empty() {
+            let models: BTreeSet<&str> = judges.iter().filter_map(|(_, judge)| judge.model).collect();
+            let endpoint = &self.endpoint;
+            notes.push(format!(
+                "judges: {} at {}, {}, with the key in {}",
+                models.into_iter().collect::<Vec<_>>().join(", "),
+                endpoint.api_base.as_deref().unwrap_or("an address that no source names"),
+                endpoint.style.words(),
+                endpoint.api_key_env
+            ));
         }
-        if judges.is_empty() {
-            return None;
+        for name in self.reward.judges.iter().flat_map(BTreeMap::keys) {
+            let word = WeightedReward { name: RewardName::Judge, judge: Some(name.clone()), weight: 1.0 }.word();
+            if judges.iter().all(|(named, _)| *named != word) {
+                notes.push(format!("reward.judges.{name} is not used: grpo.reward_fn does not name {word}"));
+            }
         }
-        let models: BTreeSet<&str> = judges.iter().filter_map(|(_, judge)| judge.model).collect();
-        let endpoint = &self.endpoint;
-        Some(format!(
-            "judges: {} at {}, {}, with the key in {}",
-            models.into_iter().collect::<Vec<_>>().join(", "),
-            endpoint.api_base.as_deref().unwrap_or("an address that no source names"),
-            endpoint.style.words(),
-            endpoint.api_key_env
-        ))
+        notes
     }
 }
 

@@ -37,6 +37,14 @@ impl DataConfig {
         one.chain(several).collect()
     }
 
+    /// The share of the run's groups that come from the file with this key, where there are several files to train on.
+    #[must_use]
+    pub fn share(&self, key: &str) -> Option<f64> {
+        let sources = self.sources();
+        let own = sources.iter().find(|source| source_key(&source.name) == key)?;
+        Some(own.weight / sources.iter().map(|source| source.weight).sum::<f64>())
+    }
+
     /// The files to train on in one text.
     #[must_use]
     pub fn train_files_text(&self) -> String {

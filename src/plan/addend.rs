@@ -64,7 +64,7 @@ pub(super) fn product(factors: &[u64]) -> Bytes {
 fn counted(name: &str) -> &'static [Purpose] {
     match name {
         "weights" => &[Purpose::Weights],
-        "adapters" => &[Purpose::Adapters, Purpose::Optimizer],
+        "adapters" | "adapters of a reused capture" | "kept adapters" => &[Purpose::Adapters, Purpose::Optimizer],
         "pages" | "states at a border" => &[Purpose::Pages],
         "staged pages" | "pages of all layers" | "pages of resident layers" => &[Purpose::Stage],
         "foreign page runs" | "messages between ranks" | "gathered keys" | "gradient of gathered keys" => {

@@ -7,6 +7,7 @@ use super::forecast::Forecast;
 use super::lengths::Lengths;
 use super::split::Splits;
 use crate::config::RunConfig;
+use crate::runtime::units::float;
 
 /// A plan, and what follows from it for the whole run.
 #[derive(Clone, Debug, Serialize)]
@@ -28,10 +29,11 @@ impl Advice {
     /// The lines that the command prints.
     #[must_use]
     pub fn text(&self, config: &RunConfig) -> String {
-        let groups = config.groups_per_update(self.plan.ranks);
+        let groups = float(config.groups_per_update(self.plan.ranks));
         let mut lines = vec![self.plan.text(config)];
         lines.extend(self.splits.as_ref().map(Splits::text).filter(|text| !text.is_empty()));
-        let trained = |key: &str| (key == config.data.train_key()).then_some(groups);
+        let share = |key: &str| if key == config.data.train_key() { Some(1.0) } else { config.data.share(key) };
+        let trained = |key: &str| share(key).map(|share| share * groups);
         lines.extend(self.lengths.iter().map(|(key, lengths)| lengths.text(key, trained(key))));
         lines.push(self.forecast.text(self.plan.rollout.map(|rollout| rollout.tokens)));
         lines.join("\n")

@@ -50,9 +50,9 @@ pub struct Forecast {
     pub held_out_requests: u64,
     /// Tokens of all these requests, about; 0 without a judge.
     pub judge_tokens_in: u64,
-    /// Tokens of the replies, at most.
+    /// Tokens of the replies, about.
     pub judge_tokens_out: u64,
-    /// Cost of both, at most; absent without prices or a judge.
+    /// Cost of both, about; absent without prices or a judge.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub judge_cost: Option<f64>,
     /// Tokens drawn, at most.

@@ -14,11 +14,11 @@ const RUBRIC_CHARS: u64 = 500;
 
 /// Tokens of the requests to all judges, and their cost.
 pub(super) struct Judged {
-    /// About, without questions and expected answers of the records.
+    /// About, without questions and expected answers of the records. Other scripts than Latin have more tokens.
     pub(super) tokens_in: u64,
-    /// The same of replies, at most.
+    /// The same of replies at their longest, one for each answer.
     pub(super) tokens_out: u64,
-    /// Of both; absent without prices.
+    /// Of both, about; absent without prices.
     pub(super) cost: Option<f64>,
 }
 
@@ -48,8 +48,8 @@ pub(super) fn text(tokens_in: u64, tokens_out: u64, cost: Option<f64>) -> String
         |cost| format!("cost about {cost:.2} at endpoint.price_in and price_out"),
     );
     format!(
-        "judge tokens of the run: about {tokens_in} tokens in (at four characters a token, answers at their longest, without questions of \
-         records), up to {tokens_out} out; {cost}"
+        "judge tokens of the run: about {tokens_in} in and {tokens_out} out (one request for each answer, four characters a token, answers \
+         and replies at their longest, without questions and expected answers of records); {cost}"
     )
 }
 
@@ -78,7 +78,7 @@ mod tests {
         assert!((cost - (10_000.0 * 2.0 + 1000.0 * 10.0) / 1e6).abs() < 1e-12, "{cost}");
         assert!(
             text(10_000, 1000, Some(0.03))
-                .ends_with("up to 1000 out; cost about 0.03 at endpoint.price_in and price_out")
+                .ends_with("expected answers of records); cost about 0.03 at endpoint.price_in and price_out")
         );
     }
 }

@@ -25,7 +25,7 @@ const NAMED_MAX: usize = 5;
 #[expect(missing_docs, reason = "names and types say what is not described")]
 pub struct Lengths {
     pub records: usize,
-    /// Longest prompt, as a run takes it: cut where `data.too_long` cuts.
+    /// Longest prompt of the file, as it stands there.
     pub longest: Tokens,
     pub mean: f64,
     /// Prompts above `context.prompt_len`, or answers above `context.answer_len`, which the run refuses or cuts.
@@ -34,7 +34,10 @@ pub struct Lengths {
     pub named: Vec<String>,
     /// Whether they are cut.
     pub cuts: bool,
-    /// Prompts in the order of the file.
+    /// Mean of the prompts as a run takes them.
+    #[serde(skip)]
+    taken_mean: f64,
+    /// Prompts in the order of the file, as a run takes them: at most `context.prompt_len`.
     #[serde(skip)]
     prompts: Vec<Tokens>,
     /// Weight and prompts of each file of a mix; empty for one file.
@@ -70,14 +73,15 @@ impl Lengths {
                 named.push(format!("{}: answer of {answer} tokens", group.name));
             }
         }
-        let prompts: Vec<Tokens> = groups().map(|group| group.prompt_tokens.min(most)).collect();
-        let sum: u64 = prompts.iter().map(|tokens| tokens.0).sum();
+        let whole: Vec<Tokens> = groups().map(|group| group.prompt_tokens).collect();
+        let prompts: Vec<Tokens> = whole.iter().map(|&tokens| tokens.min(most)).collect();
         let too_long = named.len();
         named.truncate(NAMED_MAX);
         Ok(Lengths {
             records: data.len(),
-            longest: prompts.iter().copied().max().unwrap_or_default(),
-            mean: float(sum) / float(from_index(prompts.len().max(1))),
+            longest: whole.iter().copied().max().unwrap_or_default(),
+            mean: mean(&whole),
+            taken_mean: mean(&prompts),
             too_long,
             named,
             cuts: config.data.too_long != TooLong::Refuse,
@@ -97,12 +101,19 @@ impl Lengths {
             records: sets.iter().map(|(_, set)| set.records).sum(),
             longest: sets.iter().map(|(_, set)| set.longest).max().unwrap_or_default(),
             mean: sets.iter().map(|(weight, set)| share(*weight) * set.mean).sum(),
+            taken_mean: sets.iter().map(|(weight, set)| share(*weight) * set.taken_mean).sum(),
             too_long: sets.iter().map(|(_, set)| set.too_long).sum(),
             named,
             cuts: sets.iter().any(|(_, set)| set.cuts),
             prompts: sets.iter().flat_map(|(_, set)| set.prompts.iter().copied()).collect(),
             sources: sets.iter().map(|(weight, set)| (*weight, set.records)).collect(),
         }
+    }
+
+    /// The longest prompt as a run takes it.
+    #[must_use]
+    pub fn longest_taken(&self) -> Tokens {
+        self.prompts.iter().copied().max().unwrap_or_default()
     }
 
     /// The order of the groups of a run.
@@ -145,17 +156,17 @@ impl Lengths {
 
     /// Lengths from the shortest to the longest prompt, evenly apart.
     fn knots(&self, shortest: Tokens) -> Vec<Tokens> {
-        let range = self.longest.0 - shortest.0;
+        let range = self.longest_taken().0 - shortest.0;
         let mut knots: Vec<Tokens> = (0..=KNOTS).map(|at| Tokens(shortest.0 + range * at / KNOTS)).collect();
         knots.dedup();
         knots
     }
 
-    /// The lines that the command prints; `groups` of an update, for what all updates are made of.
+    /// The lines that the command prints; `groups` of an update that are made of these prompts, for what updates are made of.
     #[must_use]
-    pub fn text(&self, key: &str, groups: Option<u64>) -> String {
-        let Lengths { records, longest, mean, too_long, .. } = self;
-        let update = groups.map(|groups| format!("; {:.0} prompt tokens an update", mean * float(groups)));
+    pub fn text(&self, key: &str, groups: Option<f64>) -> String {
+        let Lengths { records, longest, mean, taken_mean, too_long, .. } = self;
+        let update = groups.map(|groups| format!("; {:.0} prompt tokens an update", taken_mean * groups));
         let mut lines = vec![format!(
             "{key}: {records} prompts, the longest {longest} tokens, {mean:.0} on average{}",
             update.unwrap_or_default()
@@ -167,6 +178,11 @@ impl Lengths {
         }
         lines.join("\n")
     }
+}
+
+fn mean(tokens: &[Tokens]) -> f64 {
+    let sum: u64 = tokens.iter().map(|tokens| tokens.0).sum();
+    float(sum) / float(from_index(tokens.len().max(1)))
 }
 
 /// A straight line between the knots around `tokens`.

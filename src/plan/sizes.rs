@@ -128,6 +128,14 @@ impl<'a> Sizes<'a> {
                 "choose a smaller lora.rank, or fewer lora.targets",
             ),
         ]);
+        if self.config.run.reuse_capture > 1 {
+            let bytes = product(&[pairs, self.acc_bytes]);
+            let reason = |what: &str| format!("{pairs} values × {} B: {what}", self.acc_bytes);
+            let knob = "set run.reuse_capture = 1, or choose a smaller lora.rank";
+            let at_capture = reason("a prompt is captured again under them after an evaluation");
+            sum.push(within(Phase::Capture, "adapters of a reused capture", bytes, at_capture, knob));
+            sum.push(addend("kept adapters", Place::Host, bytes, reason("those of a reused capture"), knob));
+        }
         if self.copies_overlap {
             sum.push(addend(
                 "matrix library",

@@ -20,17 +20,17 @@ const STDERR_LINES_MAX: usize = 3;
 pub struct Program {
     file: String,
     arguments: Vec<String>,
-    /// The variable that holds the endpoint's key; it is removed from the program's environment.
-    secret: String,
+    /// Variables that are removed from the program's environment.
+    secrets: Vec<String>,
 }
 
 impl Program {
-    /// Looks whether the program is there, where it is named by its path; nothing is started. `secret`: the variable that the
+    /// Looks whether the program is there, where it is named by its path; nothing is started. `secrets`: variables that the
     /// program does not get.
     ///
     /// # Errors
     /// When there is no such file.
-    pub fn open(command: &[String], secret: &str) -> io::Result<Program> {
+    pub fn open(command: &[String], secrets: Vec<String>) -> io::Result<Program> {
         let (file, arguments) = command.split_first().map_or((String::new(), &[][..]), |(p, a)| (p.clone(), a));
         if file.contains('/') {
             let found = Path::new(&file).metadata()?;
@@ -38,7 +38,7 @@ impl Program {
                 return Err(io::Error::new(ErrorKind::PermissionDenied, "it is no file"));
             }
         }
-        Ok(Program { file, arguments: arguments.to_vec(), secret: secret.to_owned() })
+        Ok(Program { file, arguments: arguments.to_vec(), secrets })
     }
 
     /// The program's file, as the configuration names it.
@@ -53,7 +53,10 @@ impl Program {
     /// When it cannot be started, or the system cannot wait for its pipes.
     pub fn run(&self, input: &str, limits: Limits, alive: &mut dyn FnMut()) -> io::Result<Ran> {
         let mut command = Command::new(&self.file);
-        command.args(&self.arguments).env_remove(&self.secret);
+        command.args(&self.arguments);
+        for name in &self.secrets {
+            command.env_remove(name);
+        }
         let ran = process::run(&mut command, input.as_bytes(), limits, alive)?;
         tracing::debug!("{}: {:?}, standard error: {}", self.file, ran.end, last_lines(&ran.stderr));
         Ok(ran)

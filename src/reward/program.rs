@@ -43,7 +43,7 @@ impl Program {
     /// Looks whether the program is there, where it is named by its path; nothing is started.
     pub(super) fn open(config: &RunConfig) -> Result<Program, Error> {
         let command = config.reward.command.as_deref().unwrap_or_default();
-        let opened = program::Program::open(command, &config.endpoint.api_key_env);
+        let opened = program::Program::open(command, config.endpoint.secret_variables());
         let named = || command.first().cloned().unwrap_or_default();
         let program = opened.map_err(|source| Error::Program { program: named(), source })?;
         Ok(Program { program, seconds: config.reward.command_sec })

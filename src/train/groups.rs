@@ -177,7 +177,7 @@ impl Turns<'_> {
             held
         } else {
             let earlier = self.round.earlier.as_ref().expect("a reused capture comes with the adapters that made it");
-            let earlier = earlier.policy(&session.policy.adapters);
+            let (earlier, _held) = earlier.policy(&session.policy.adapters, self.world);
             let captured = transaction.capture_under(&earlier, prompt_ids, ids, observer)?;
             HeldPrompt { captured, capture_s: observer.capture_s() }
         };

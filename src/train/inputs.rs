@@ -12,7 +12,8 @@ use super::{progress, rewards, signal};
 use crate::calls::Tools;
 use crate::config::{HeldOutFiles, Loaded, RewardFn, RewardName, RunConfig};
 use crate::data::{
-    Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, ReplyMarks, Tokenizer, ToolMarks, end_ids, find_or_make,
+    Answer, Answers, Dataset, Group, KEPT_TEXT_BYTES_MIN, Limits, ReplyMarks, Tokenizer, ToolMarks, end_ids,
+    find_or_make,
 };
 use crate::model::spec::Spec;
 use crate::reward::Scorer;

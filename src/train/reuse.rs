@@ -78,15 +78,16 @@ impl EarlierAdapters {
         EarlierAdapters { version, values, _held: held }
     }
 
-    /// The policy as it was.
-    pub(super) fn policy(&self, now: &Adapters) -> Adapters {
+    /// The policy as it was, and its entry in the ledger.
+    pub(super) fn policy(&self, now: &Adapters, world: &World) -> (Adapters, Held) {
         let mut then = now.frozen(now.stamp().policy);
+        let held = world.ledger().hold(Purpose::Adapters, MemorySpace::Device, then.tensors().map(storage_bytes).sum());
         then.restore(&self.values, self.version);
         // Products of some mixers have another form, and other bits, with factors that are not tracked.
         for tensor in then.tensors() {
             let _ = tensor.set_requires_grad(true);
         }
-        then
+        (then, held)
     }
 }
 

@@ -279,7 +279,7 @@ impl Session {
         notes.extend(self.data.tools.as_ref().map(Tools::note));
         notes.extend(self.unused_marks_note(self.config().data.train_key(), &self.data.train));
         notes.push(signal::objective_line(self.config(), self.data.reward_is_named));
-        notes.extend(self.config().judges_note());
+        notes.extend(self.config().judges_notes());
         notes.extend(signal::unused_rewards_line(self.config(), &self.data.train));
         notes.extend(signal::old_policy_line(self.config(), &self.data.train));
         notes.extend(self.unused_ranks_line());

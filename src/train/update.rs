@@ -112,11 +112,8 @@ fn require_rewards(session: &Session, world: &World, round: &Round, step: u64) -
         return Ok(());
     }
     let enough = round.check_rewards(session.config().reward.missing_share_max, step).map_err(Failure::from);
-    let replied = calls::check(
-        &round.calls(),
-        session.config().tools.failed_share_max,
-        &format!("the answers of update {step}"),
-    );
+    let replied =
+        calls::check(&round.calls(), session.config().tools.failed_share_max, &format!("the answers of update {step}"));
     let enough = enough.and(replied.map_err(Failure::from));
     world.agree(enough).map_err(|failure| Interruption::NoRewards { failure })
 }

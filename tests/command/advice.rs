@@ -96,7 +96,7 @@ fn a_plan_of_the_data_has_its_real_lengths_and_names_records_that_are_too_long()
     let said = room.alone(&[&["plan", "--ranks", "1"][..], &usage].concat());
     said.ended(0, &[]);
     for words in [
-        "data.path: 4 prompts, the longest 96 tokens, 42 on average; 42 prompt tokens an update",
+        "data.path: 4 prompts, the longest 130 tokens, 51 on average; 42 prompt tokens an update",
         "2 of them would be refused as too long: of 130: prompt of 130 tokens; of 8: answer of 30 tokens",
         "data.held_out: 2 prompts, the longest 33 tokens",
         // Three updates of a group of three; twice two held-out prompts with a greedy answer each.

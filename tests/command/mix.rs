@@ -117,12 +117,20 @@ fn the_mix_of_a_run_is_shown_before_it_and_planned_with() {
     // A group has 33 tokens in three of four, 54 in the fourth.
     let words = [
         "data.sources: 5 prompts, the longest 96 tokens, 38 on average; 38 prompt tokens an update",
-        "data.sources.codes: 3 prompts, the longest 61 tokens",
-        "data.sources.books: 2 prompts, the longest 96 tokens",
+        "data.sources.codes: 3 prompts, the longest 61 tokens, 33 on average; 25 prompt tokens an update",
+        "data.sources.books: 2 prompts, the longest 96 tokens, 54 on average; 14 prompt tokens an update",
     ];
     for words in words {
         assert!(said.out.contains(words), "{words}: {said}");
     }
+    // Prompts that a run refuses keep their length, and are named.
+    let cut = ["--set", "context.prompt_len=50", "--set", "context.max_seq_len=60"];
+    let said = room.alone(&[&["data", "mix", "--ranks", "2"][..], &cut].concat());
+    let words =
+        "data.sources.books: 2 prompts, the longest 96 tokens, 54 on average\n  1 of them would be refused as too long";
+    assert!(said.ended(0, &[words]).out.contains(" 96 "), "{said}");
+    let told = room.alone(&[&["data", "mix", "--json"][..], &cut].concat()).json();
+    assert_eq!((&told["sources"][1]["tokens_max"], &told["sources"][1]["too_long"]), (&json!(96), &json!(1)));
 }
 
 /// A score that follows from the answer's code and the rubric.
@@ -257,12 +265,14 @@ fn what_judges_need_is_said_by_name_before_anything_is_sent() {
     // Twelve answers for each judge: (900 + 18) / 4 and (900 + 16 + 24) / 4 tokens, and 6 of the answer to each.
     for words in [
         "judge requests of the run: 24 for training",
-        "judge tokens of the run: about 5724 tokens in",
-        "up to 12288 out",
+        "judge tokens of the run: about 5724 in and 12288 out",
         "cost about 0.13",
     ] {
         assert!(said.out.contains(words), "{words}: {said}");
     }
+    // A judge that no reward names is said beside the service.
+    let said = judge(&room, 0, &["plan", "--ranks", "1", "--set", "grpo.reward_fn=judge:truth"]);
+    said.ended(0, &["judges: ", "reward.judges.clarity is not used: grpo.reward_fn does not name judge:clarity"]);
     assert!(service.heard().is_empty());
     let data = room.read("books.jsonl").replace("[\"the letter was a\"]", "\"the letter\"");
     room.write("books.jsonl", data);

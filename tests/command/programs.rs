@@ -182,6 +182,9 @@ fn the_key_is_not_in_a_programs_environment() {
     assert_eq!(values(&scripted.score(&["a"]).0), [Some(1.0)], "a variable that tests are started with");
     scripted.config.endpoint.api_key_env = "CARGO_MANIFEST_DIR".to_owned();
     assert_eq!(values(&scripted.score(&["a"]).0), [Some(0.0)]);
+    // Every variable with the address of a proxy is removed as well: they may hold a password.
+    let others = "cat > /dev/null; env | grep -ci '^\\(http\\|https\\|all\\)_proxy='; exit 0";
+    assert_eq!(values(&Scripted::of(others).score(&["a"]).0), [Some(0.0)]);
 }
 
 #[test]

@@ -38,6 +38,7 @@ fn the_last_update_on_reused_pages_measures_their_drift_and_a_rate_of_zero_has_n
             "{measured}"
         );
         assert!(steps(&room, "still")[2]["reuse"]["drift"].is_null());
+        assert!(steps(&room, "still")[5]["reuse"]["drift"].is_number(), "the run ends before its round");
     }
     train(&room, "moves", &[], &of(&["run.steps=4", "optimizer.lr=0.02"])).ended(0, &[]);
     let last = room.read("moves/metrics.jsonl").lines().last().unwrap().to_owned();
@@ -62,9 +63,19 @@ fn a_run_that_goes_on_in_a_reused_capture_or_evaluates_there_makes_the_same_upda
     room.write("run/latest", "checkpoints/step_2\n");
     train(&room, "run", &["--resume"], &sets).ended(0, &["update 3 is next"]);
     assert_eq!((steps(&room, "run"), complete(&room, "run", 7)), (whole, digest.clone()));
+    train(&room, "whole", &[], &sets).ended(0, &[]);
     let held_out = [&sets[..], &["data.held_out=train.jsonl", "eval.every=1"]].concat();
     train(&room, "evaluates", &[], &held_out).ended(0, &[]);
     assert_eq!(complete(&room, "evaluates", 7), digest);
+    // An evaluation lets go of the pages, so the next update captures again under the earlier adapters, on the device too.
+    let held = |run: &str| {
+        let receipt = room.read_json(&format!("{run}/receipt.json"));
+        let phases = receipt["memory"].as_array().unwrap().clone();
+        let capture = phases.into_iter().find(|phase| phase["phase"] == "capture").unwrap();
+        ["adapters", "optimizer"].map(|kind| capture["kinds"][kind]["device"][0].as_u64().unwrap())
+    };
+    let ([whole, moments], [twice, _]) = (held("whole"), held("evaluates"));
+    assert_eq!(twice - whole, moments / 2, "once more the adapters");
 }
 
 #[test]
@@ -79,6 +90,13 @@ fn pages_that_have_drifted_too_far_end_the_run_before_the_update_and_it_goes_on_
     train(&room, "run", &["--resume"], &sets("grpo.reuse_drift_max=0.9")).ended(0, &["update 3 is next"]);
     train(&room, "whole", &[], &sets("grpo.reuse_drift_max=inf")).ended(0, &[]);
     assert_eq!(complete(&room, "run", 4), complete(&room, "whole", 4));
+    // A run that ends before the round does has a limit too, and measuring changes no number.
+    let two = |most| [&sets(most)[..3], &["run.steps=2", "optimizer.lr=0.02"]].concat();
+    train(&room, "short", &[], &two("grpo.reuse_drift_max=1e-9"))
+        .refused(9, &["update 2: pages captured 1 updates ago have drifted by", "saved after update 1"]);
+    train(&room, "short", &["--resume"], &two("grpo.reuse_drift_max=inf")).ended(0, &[]);
+    train(&room, "short", &["--resume"], &sets("grpo.reuse_drift_max=inf")).ended(0, &["update 3 is next"]);
+    assert_eq!(complete(&room, "short", 4), complete(&room, "whole", 4));
 }
 
 #[test]

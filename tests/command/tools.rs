@@ -121,6 +121,39 @@ fn calls_that_fail_are_told_and_a_share_above_the_limit_ends_the_run() {
     assert!(tools["failed"] == tools["calls"] && tools["calls"].as_u64() > Some(0), "{tools}");
 }
 
+/// An evaluation took the failures of a tool for answers of the policy.
+#[test]
+fn an_evaluation_whose_calls_fail_ends_with_the_name_of_its_set_and_its_prompts_are_drawn_again() {
+    let room = room("if [ -e works ]; then while read -r line; do echo '\"mm\"'; done; else exit 4; fi");
+    let config = room.read("config.toml").replace("turns = 2", "turns = 2\nfailed_share_max = 0.0");
+    room.write("config.toml", config);
+    let eval = || room.ranks(2, &["eval", "--base", "--out", "out", "--set", "eval.samples=12"]);
+    let words = ["calls in held-out answers of held_out got no reply, more than tools.failed_share_max = 0 allows"];
+    eval().ended(3, &words);
+    room.write("works", "");
+    let said = eval();
+    said.ended(0, &[]);
+    assert!(!said.err.contains("are finished already"), "{said}");
+    let again = eval();
+    again.ended(0, &["held_out: 1 of 1 prompts are finished already"]);
+    std::fs::remove_file(room.path().join("works")).unwrap();
+    let sets = ["eval.samples=12", "eval.every=1", "run.steps=1"];
+    train(&room, "run", &[], &sets).ended(3, &words);
+}
+
+#[test]
+fn records_with_marks_are_told_where_nothing_answers_calls() {
+    let room = room(ANSWERS);
+    let record = json!({ "name": "own", "prompt_ids": [1, 2], "tool_marks": { "reply_start": "n".repeat(38) } });
+    room.write("train.jsonl", lines(&[record]));
+    train(&room, "run", &[], &["run.steps=1"])
+        .refused(3, &["data.path, record own: what stands around a tool's reply"]);
+    let config = room.read("config.toml").replace("command = ", "# ");
+    room.write("config.toml", config.replace("reply_start", "# ").replace("reply_end", "# "));
+    let words = ["data.path: 1 of 1 records have \"tool_marks\", and nothing answers calls"];
+    train(&room, "run", &[], &["run.steps=1", "data.held_out=train.jsonl"]).ended(0, &words);
+}
+
 #[test]
 fn tools_that_cannot_work_are_refused_with_what_to_do() {
     let room = room(ANSWERS);

@@ -185,3 +185,38 @@ pub(super) fn note(sampled: &mut [SampledAnswer], told: &str) {
         sampled.call_seconds = open.seconds;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Answers every call with eight tokens and a failure.
+    #[derive(Debug)]
+    struct Fails;
+
+    impl Caller for Fails {
+        fn closed(&self, _: &[i64], last: i64) -> Result<Option<String>, Failure> {
+            Ok((last == 7).then(String::new))
+        }
+
+        fn replies(&self, calls: &[Call<'_>], _: &mut dyn FnMut()) -> Result<Vec<Reply>, Failure> {
+            let reply = Reply { ids: vec![1; 8], outcome: Replied::Failed("it fell".to_owned()) };
+            Ok(vec![reply; calls.len()])
+        }
+    }
+
+    #[test]
+    fn a_failed_reply_that_no_answer_has_room_for_is_a_call_and_no_failure() {
+        let counts = |before: usize| {
+            let calls = Calls { caller: &Fails, turns: 2 };
+            let mut calling = Calling::new(calls, 1, Tokens(20), &[]);
+            let sampled = [SampledAnswer { ids: vec![2; before], ..SampledAnswer::default() }];
+            let mut tokens = [Token { id: 7, logprob: 0.0, entropy: 0.0 }];
+            let origins = calling.next(&[0], &sampled, &mut tokens, &mut || ()).unwrap();
+            let CallCounts { calls, failed, tokens, .. } = calling.answers[0].counts;
+            (origins[0], calls, failed, tokens)
+        };
+        assert_eq!(counts(10), (Origin::Drawn, 1, 1, 8));
+        assert_eq!(counts(11), (Origin::DrawnLast, 1, 0, 0));
+    }
+}
