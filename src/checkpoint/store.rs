@@ -448,7 +448,13 @@ mod tests {
             best: serde_json::Value::Null,
             round: serde_json::Value::Null,
         };
-        let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
+        let shape = AdapterShape {
+            rank: 2,
+            alpha: 2.0,
+            targets: vec!["m".into()],
+            base_model: String::new(),
+            rope_scaling: None,
+        };
         store.write(state, &Tensors { adapters, moments, captured: &[] }, &shape).unwrap();
     }
 
@@ -548,7 +554,13 @@ mod tests {
         found.sort();
         assert_eq!(found, ["step_5", "step_5.replaced", "step_5.replaced_2"]);
         let state = store.state(5).unwrap();
-        let shape = AdapterShape { rank: 2, alpha: 2.0, targets: vec!["m".into()], base_model: String::new() };
+        let shape = AdapterShape {
+            rank: 2,
+            alpha: 2.0,
+            targets: vec!["m".into()],
+            base_model: String::new(),
+            rope_scaling: None,
+        };
         let alone = |updates| State { updates, adapter_version: 77, ..state.clone() };
         let tensors = Tensors { adapters: &adapters, moments: &moments, captured: &[] };
         store.write_alone(Rank(1), alone(5), &tensors, &shape).unwrap();

@@ -23,12 +23,15 @@ pub(super) fn merge(flags: &MergeFlags) -> Result<Exit, Failure> {
     let options = merge::Options { adapter, model: model.as_deref(), destination };
     let summary = merge::merge(&options)?;
     say(&format!(
-        "{}: {} with adapters added to {} layers, {} files, {}",
+        "{}: {} with adapters added to {} layers, {} files, {}{}",
         destination.display(),
         summary.model.display(),
         summary.layers,
         summary.files,
-        summary.bytes
+        summary.bytes,
+        summary
+            .rope_scaling
+            .map_or_else(String::new, |table| format!("; config.json has the run's rope_scaling, {table}"))
     ));
     Ok(Exit::Done)
 }

@@ -185,7 +185,8 @@ mod tests {
 
     #[test]
     fn programs_get_neither_the_key_nor_the_address_of_a_proxy() {
-        let endpoint = EndpointConfig { api_key_env: "OWN_KEY".to_owned(), ..RunConfig::laptop().endpoint };
+        let endpoint =
+            EndpointConfig { api_key_env: "OWN_KEY".to_owned(), ..crate::config::RunConfig::laptop().endpoint };
         let removed = ["OWN_KEY", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
         assert_eq!(endpoint.secret_variables(), removed);
     }

@@ -94,7 +94,6 @@ impl Forecast {
         let turns = held_out_prompts.map(|prompts| prompts.div_ceil(config.dp_size(ranks).max(1)));
         let evaluation_seconds = turns.zip(prompt_seconds).map(|(turns, seconds)| float(turns) * seconds);
         let checkpoint_bytes = checkpoint_bytes(config, shape);
-        let by_number = updates.checked_div(config.checkpoint.every).unwrap_or(0);
         let of_updates = update_seconds.map(|seconds| seconds * float(updates));
         // With `keep_best` each evaluation has a checkpoint.
         let of_best = if config.checkpoint.keep_best.is_some() {
@@ -102,7 +101,7 @@ impl Forecast {
         } else {
             0
         };
-        let saves = saves(config, by_number, of_updates).saturating_add(of_best);
+        let saves = saves(config, of_updates).saturating_add(of_best);
         let save_seconds = float(saves) * float(checkpoint_bytes.0) / DISK_RATE;
         let evaluated = float(evaluations) * evaluation_seconds.unwrap_or(0.0);
         let hours = of_updates.map(|seconds| (seconds + evaluated + save_seconds) / 3600.0);
@@ -215,13 +214,15 @@ fn both(first: u64, second: u64, most: u64) -> u64 {
 }
 
 /// Saves by number, or by time where updates are that slow; the last one at the end.
-fn saves(config: &RunConfig, by_number: u64, seconds: Option<f64>) -> u64 {
-    let every = config.checkpoint.every_sec;
+fn saves(config: &RunConfig, seconds: Option<f64>) -> u64 {
+    let (number, every) = (config.checkpoint.every, config.checkpoint.every_sec);
+    // The last update is saved whatever its number.
+    let by_number = if number > 0 { config.run.steps.div_ceil(number) } else { 0 };
     let apart = float(every.max(1));
     let by_time = seconds.filter(|_| every > 0).map_or(0, |seconds| {
         let most = config.run.steps;
-        // Not more often than updates end.
-        (1..=most.min(1 << 20)).take_while(|&count| float(count) * apart <= seconds).count()
+        // Not more often than updates end, and once at the end.
+        (1..most.clamp(1, 1 << 20)).take_while(|&count| float(count) * apart < seconds).count() + 1
     });
     by_number.max(from_index(by_time)).max(u64::from(config.run.steps > 0))
 }
@@ -255,4 +256,22 @@ fn held_out_seconds(config: &RunConfig, plan: &Plan, shape: &Shape, pace: &Pace)
     let seconds = predict(&config, plan.ranks, shape, plan.chosen(), pace)?;
     let counts = |phase: Phase| matches!(phase, Phase::Capture | Phase::Rollout | Phase::Score);
     Some(seconds.phases.iter().filter(|phase| counts(phase.phase)).map(|phase| phase.seconds).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_update_is_saved_too() {
+        let mut config = RunConfig::laptop();
+        (config.run.steps, config.checkpoint.every, config.checkpoint.every_sec) = (25, 10, 0);
+        assert_eq!(saves(&config, None), 3);
+        config.run.steps = 30;
+        assert_eq!(saves(&config, None), 3);
+        config.checkpoint.every = 0;
+        assert_eq!(saves(&config, Some(100.0)), 1);
+        config.checkpoint.every_sec = 40;
+        assert_eq!(saves(&config, Some(100.0)), 3, "after 40 and 80 seconds, and at the end");
+    }
 }

@@ -1,7 +1,7 @@
 //! The folder of an evaluation without training: `results.jsonl`, a line for each prompt that is finished, and
 //! `evaluation.json`, of what it is and what came out.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -57,8 +57,8 @@ impl Results {
         }
     }
 
-    /// Opens the results in `folder`, which are of `about` or of nothing yet, and returns the finished prompts. A torn line and
-    /// what follows it moves to a file beside.
+    /// Opens the results in `folder`, which are of `about` or of nothing yet, and returns the newest line of each prompt: one that
+    /// nobody could score has a line for each time. A torn line and what follows it moves to a file beside.
     ///
     /// # Errors
     /// When something cannot be read or written.
@@ -68,11 +68,10 @@ impl Results {
         let is_known = Results::about(folder)?.is_some();
         let opened = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(&file);
         let mut lines = opened.map_err(write)?;
-        let mut seen = BTreeSet::new();
-        let finished = jsonl::cut_lines(&mut lines, &folder.join("results.dropped.jsonl"), |line: &EvalLine| {
-            is_known && seen.insert((line.set.clone(), line.index))
-        });
-        let finished = finished.map_err(write)?;
+        let all = jsonl::cut_lines(&mut lines, &folder.join("results.dropped.jsonl"), |_: &EvalLine| is_known);
+        let newest: BTreeMap<(String, usize), EvalLine> =
+            all.map_err(write)?.into_iter().map(|line| ((line.set.clone(), line.index), line)).collect();
+        let finished = newest.into_values().collect();
         let results = Results { folder: folder.to_owned(), lines };
         results.write(about)?;
         Ok((results, finished))
@@ -146,8 +145,11 @@ mod tests {
         fs::write(&file, fs::read_to_string(&file).unwrap() + "{\"set\":\"codes\",\"ind").unwrap();
         let (mut results, finished) = Results::open(folder.path(), &about).unwrap();
         assert_eq!(finished, [line(0), line(1)]);
-        results.append(&[line(2)]).unwrap();
-        assert_eq!(fs::read_to_string(&file).unwrap().lines().count(), 3);
+        let again = EvalLine { margin: Some(0.7), ..line(1) };
+        results.append(&[line(2), again.clone(), line(3)]).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap().lines().count(), 5);
+        let (_, finished) = Results::open(folder.path(), &about).unwrap();
+        assert_eq!(finished, [line(0), again, line(2), line(3)], "a prompt that was done again, and those after it");
         assert_eq!(Results::about(folder.path()).unwrap(), Some(about.clone()));
         // Lines without word of what they are of are nobody's.
         fs::remove_file(folder.path().join(ABOUT)).unwrap();

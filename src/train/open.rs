@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::rc::Rc;
 
+use serde_json::Value;
 use tch::{Device, Kind};
 
 use super::inputs::{self, Inputs, Work};
@@ -130,8 +131,12 @@ fn link_experts(config: &RunConfig, world: &World, spec: &Spec, device: Device) 
 }
 
 pub(super) fn read_spec(config: &RunConfig) -> Result<Spec, Failure> {
-    let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
-    Ok(Spec::read(config.model_path()?, scaling.as_ref())?)
+    Ok(Spec::read(config.model_path()?, rope_scaling(config).as_ref())?)
+}
+
+/// The table of `model.rope_scaling`.
+fn rope_scaling(config: &RunConfig) -> Option<Value> {
+    config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table))
 }
 
 fn adapter_shape(config: &RunConfig, spec: &Spec) -> Result<AdapterShape, Failure> {
@@ -142,7 +147,8 @@ fn adapter_shape(config: &RunConfig, spec: &Spec) -> Result<AdapterShape, Failur
         }
     }
     let base_model = base_model(config.model_path()?);
-    Ok(AdapterShape { rank: config.lora.rank, alpha: config.lora.alpha, targets, base_model })
+    let (rank, alpha) = (config.lora.rank, config.lora.alpha);
+    Ok(AdapterShape { rank, alpha, targets, base_model, rope_scaling: rope_scaling(config) })
 }
 
 /// The name of a base model in a downloaded snapshot of the hub, whose folders are `models--OWNER--NAME/snapshots/COMMIT`; of

@@ -101,3 +101,19 @@ fn adapters_name_their_base_by_an_absolute_path_or_by_the_hubs_name() {
     room.alone(&["merge", "run", "other", "--model", "models/absent"]).ended(3, &["models/absent"]);
     assert!(!room.path().join("other").exists(), "nothing is left of a merge that failed");
 }
+
+/// A merged model was served without the scaling that it was trained with.
+#[test]
+fn a_merged_model_has_the_rotary_scaling_of_the_run() {
+    let model = case("qwen3");
+    let room = Room::with(&[("config.toml", &config(&model)), ("train.jsonl", &lines(&[record(33, [4, 2, 2])]))]);
+    let scaling = "model.rope_scaling={ rope_type = \"yarn\", factor = 4.0, original_max_position_embeddings = 64 }";
+    room.alone(&["train", "--set", "run.steps=1", "--set", scaling]).ended(0, &[]);
+    room.alone(&["merge", "run", "merged"]).ended(0, &["config.json has the run's rope_scaling"]);
+    let merged = room.read_json("merged/config.json");
+    let found = merged.get("rope_scaling").filter(|table| table.is_object()).unwrap_or(&merged["rope_parameters"]);
+    assert_eq!((&found["rope_type"], &found["factor"]), (&Value::from("yarn"), &Value::from(4.0)), "{merged}");
+    assert_eq!(found["original_max_position_embeddings"], Value::from(64));
+    let before: Value = serde_json::from_str(&fs::read_to_string(model.join("config.json")).unwrap()).unwrap();
+    assert_eq!((&merged["hidden_size"], &merged["model_type"]), (&before["hidden_size"], &before["model_type"]));
+}

@@ -124,7 +124,7 @@ fn the_mix_of_a_run_is_shown_before_it_and_planned_with() {
         assert!(said.out.contains(words), "{words}: {said}");
     }
     // Prompts that a run refuses keep their length, and are named.
-    let cut = ["--set", "context.prompt_len=50", "--set", "context.max_seq_len=60"];
+    let cut = ["--set", "context.prompt_len=50", "--set", "context.max_seq_len=74"];
     let said = room.alone(&[&["data", "mix", "--ranks", "2"][..], &cut].concat());
     let words =
         "data.sources.books: 2 prompts, the longest 96 tokens, 54 on average\n  1 of them would be refused as too long";

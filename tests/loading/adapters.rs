@@ -19,7 +19,7 @@ fn spec() -> Spec {
 
 fn shape(targets: &[&str]) -> AdapterShape {
     let targets = targets.iter().map(ToString::to_string).collect();
-    AdapterShape { rank: 4, alpha: 8.0, targets, base_model: "models/some".to_owned() }
+    AdapterShape { rank: 4, alpha: 8.0, targets, base_model: "models/some".to_owned(), rope_scaling: None }
 }
 
 fn entries(shape: &AdapterShape, kind: Kind) -> Vec<Adapter> {

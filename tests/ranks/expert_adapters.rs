@@ -36,7 +36,13 @@ fn spec(ranks: usize) -> Spec {
 }
 
 fn shape() -> AdapterShape {
-    AdapterShape { rank: RANK, alpha: ALPHA, targets: TARGETS.map(str::to_owned).to_vec(), base_model: "m".into() }
+    AdapterShape {
+        rank: RANK,
+        alpha: ALPHA,
+        targets: TARGETS.map(str::to_owned).to_vec(),
+        base_model: "m".into(),
+        rope_scaling: None,
+    }
 }
 
 fn linears(spec: &Spec) -> Vec<Linear> {

@@ -40,7 +40,13 @@ pub struct AdapterShape {
     pub targets: Vec<String>,
     /// Where the base model came from, as the run names it.
     pub base_model: String,
+    /// Rotary scaling that the run put in the place of the model's, with the keys of config.json. It stands in the metadata of
+    /// the values, since readers refuse keys of the config that they do not know; [`load`] reads it, [`shape_of`] does not.
+    pub rope_scaling: Option<Value>,
 }
+
+/// Name of the scaling in the metadata.
+const ROPE_SCALING: &str = "rope_scaling";
 
 /// Saves `entries` into `folder`, which is made if it is not there. Values are stored as float32.
 ///
@@ -57,7 +63,8 @@ pub fn save(folder: &Path, shape: &AdapterShape, entries: &[Adapter]) -> Result<
     }
     fs::create_dir_all(folder).map_err(|source| Error::Write { file: folder.to_owned(), source })?;
     let values = Begun::beside(folder, VALUES);
-    let metadata = [("format".to_owned(), "pt".to_owned())].into_iter().collect();
+    let scaling = shape.rope_scaling.iter().map(|table| (ROPE_SCALING.to_owned(), table.to_string()));
+    let metadata = [("format".to_owned(), "pt".to_owned())].into_iter().chain(scaling).collect();
     serialize_to_file(views, Some(metadata), &values.partial)
         .map_err(|source| Error::WriteValues { file: values.target.clone(), source })?;
     let config = Begun::beside(folder, CONFIG);
@@ -116,11 +123,15 @@ pub fn load_where(
     let refused = |problems| Error::Refused { folder: folder.to_owned(), problems: Problems(problems) };
     let mut problems = Vec::new();
     let read = read_config(folder, spec, &mut problems)?;
-    let Some((shape, linears)) = read.filter(|_| problems.is_empty()) else { return Err(refused(problems)) };
+    let Some((mut shape, linears)) = read.filter(|_| problems.is_empty()) else { return Err(refused(problems)) };
     compare_with_run(&shape, wanted, &mut problems);
     let file = folder.join(VALUES);
     let map = map_file(&file).map_err(|source| Error::File { file: file.clone(), source })?;
-    let tensors = SafeTensors::deserialize(&map).map_err(|source| Error::Values { file, source })?;
+    let broken = |source| Error::Values { file: file.clone(), source };
+    let (_, header) = SafeTensors::read_metadata(&map).map_err(broken)?;
+    let scaling = header.metadata().as_ref().and_then(|metadata| metadata.get(ROPE_SCALING));
+    shape.rope_scaling = scaling.and_then(|table| serde_json::from_str(table).ok());
+    let tensors = SafeTensors::deserialize(&map).map_err(broken)?;
     compare_tensors(&tensors.tensors().into_iter().collect(), &shape, &linears, &mut problems);
     if !problems.is_empty() {
         return Err(refused(problems));
@@ -226,7 +237,7 @@ fn read_config(
     let in_order =
         spec.projections().into_iter().filter(|name| linears.iter().any(|linear| linear.projection == *name));
     let targets = in_order.map(str::to_owned).collect();
-    Ok(Some((AdapterShape { rank, alpha, targets, base_model }, linears)))
+    Ok(Some((AdapterShape { rank, alpha, targets, base_model, rope_scaling: None }, linears)))
 }
 
 fn key_problem(config: &Map<String, Value>, key: &str, wanted: &str) -> Problem {

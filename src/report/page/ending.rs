@@ -69,15 +69,22 @@ fn advice(exit: Exit) -> [&'static str; 2] {
             "longstraw ping tells key, address and time-out apart (docs/troubleshooting.md, Endpoint).",
         ],
         Exit::Gate => ["a check did not hold", "The table of gates names it (docs/troubleshooting.md, Gates)."],
-        Exit::Alarm => [
-            "an alarm has ended the run",
-            "The limits are in [alarm], and grpo.reuse_drift_max, of config.resolved.toml.",
-        ],
+        Exit::Alarm => ["an alarm has ended the run", "The limits are in [alarm] of config.resolved.toml."],
         Exit::Bug => [
             "a bug of longstraw",
             "Please report it, with the cause and the run directory (docs/troubleshooting.md, Bugs).",
         ],
     }
+}
+
+/// [`advice`] for a failure with this message: drift has an exit code that it shares with alarms, and a limit of its own.
+fn advice_for(exit: Exit, message: &str) -> [&'static str; 2] {
+    const LIMIT: &str = "grpo.reuse_drift_max";
+    if exit == Exit::Alarm && message.contains(LIMIT) {
+        let todo = "The limit is grpo.reuse_drift_max of config.resolved.toml (docs/troubleshooting.md, Numbers).";
+        return ["reused pages have drifted too far", todo];
+    }
+    advice(exit)
 }
 
 impl Ending {
@@ -139,7 +146,10 @@ impl Ending {
         let failed: Vec<String> = receipt.checks.iter().filter(|check| !check.passed).map(|c| c.name.clone()).collect();
         let (title, exit, why) = match &receipt.gate {
             Some(gate) => (format!("{gate} has not passed"), Some(Exit::Gate.code()), failed.join(", ")),
-            None => ("This run has ended and trained nothing".to_owned(), None, "no update had a gradient".to_owned()),
+            None => {
+                let title = "This run has ended and trained nothing".to_owned();
+                (title, Some(Exit::Data.code()), "no update had a gradient".to_owned())
+            }
         };
         let facts = vec![("cause", why.clone()), ("last update", last_update(run))];
         Ending { exit, cause: Some(why), ..Ending::plain(Tone::Bad, "ended, not passed", title, facts) }
@@ -161,8 +171,9 @@ impl Ending {
     /// A run whose logs name a failure.
     fn failed(run: &Run, first: &Logged) -> Ending {
         let exit = first.exit.or_else(|| run.failures.iter().find_map(|failure| failure.exit));
-        let [kind, todo] =
-            exit.map_or(["", "See the cause, and docs/troubleshooting.md."], |code| advice(Exit::from_code(code)));
+        let [kind, todo] = exit.map_or(["", "See the cause, and docs/troubleshooting.md."], |code| {
+            advice_for(Exit::from_code(code), &first.message)
+        });
         let mut further: Vec<&str> = Vec::new();
         for failure in &run.failures {
             let message = failure.message.as_str();
@@ -315,6 +326,17 @@ mod tests {
         let failed = Ending::of(&Run { failures: alike, ..Run::default() });
         assert!(fact(&failed, "rank").starts_with("all alike (2 logs)") && fact(&failed, "also").is_empty());
         assert_eq!(failed.title, "This run has failed before its first update");
+    }
+
+    #[test]
+    fn a_run_that_trained_nothing_has_the_exit_of_its_data_and_drift_names_its_own_limit() {
+        let ended = Ending::of(&Run { receipt: Some(Facts::default()), ..run() });
+        assert_eq!((ended.exit, ended.state), (Some(3), "ended, not passed"));
+        let message =
+            "update 3: pages captured 2 updates ago have drifted by 1e-2, more than grpo.reuse_drift_max = 1e-3";
+        let failed = Ending::of(&Run { failures: vec![logged(0, message, Some(9))], ..run() });
+        assert!(fact(&failed, "what to do").starts_with("The limit is grpo.reuse_drift_max"), "{failed:?}");
+        assert_eq!(fact(&failed, "exit"), "9: reused pages have drifted too far");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The figures of one run: curves over its updates, seconds by phase, memory by phase and rank.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::alarms;
 use super::boxes::{Bars, Column, bars, stacks};
@@ -12,10 +12,10 @@ use crate::report::averages::ends;
 use crate::report::evaluation::{Evaluation, HeldOut};
 use crate::report::receipt::Seconds;
 use crate::report::step::Step;
-use crate::runtime::units::float;
+use crate::runtime::units::{float, from_index};
 
-/// Files whose rewards have a line of their own.
-const SOURCES_MAX: usize = 12;
+/// Lines of a figure: a reader tells no more apart, and a page stays small.
+const SERIES_MAX: usize = 12;
 
 /// Up to this many ranks each has its own bar; of more, the least and the most are drawn.
 const RANKS_MAX: usize = 8;
@@ -32,7 +32,7 @@ fn seldom(name: &str, steps: &[Step], number: impl Fn(&Step) -> Option<f64>) -> 
     if found.points.iter().all(|(_, value)| *value == 0.0) { Series::default() } else { found }
 }
 
-/// Lines over updates.
+/// Lines over updates; of more than [`SERIES_MAX`], the first ones.
 pub(super) fn curve(
     title: &str,
     reading: &str,
@@ -40,8 +40,16 @@ pub(super) fn curve(
     series: &[Series],
     besides: &Besides,
 ) -> Option<Figure> {
-    let about = About { title: title.into(), reading: reading.into(), x_name: "update", unit, wide: false };
-    lines(about, series, besides)
+    let drawn: Vec<&Series> = series.iter().filter(|one| !one.points.is_empty()).collect();
+    let (series, reading) = match drawn.len().checked_sub(SERIES_MAX) {
+        Some(more) if more > 0 => {
+            let first = drawn.into_iter().take(SERIES_MAX).cloned().collect();
+            (first, format!("{reading} {more} more lines are left out.").trim_start().to_owned())
+        }
+        _ => (series.to_vec(), reading.to_owned()),
+    };
+    let about = About { title: title.into(), reading, x_name: "update", unit, wide: false };
+    lines(about, &series, besides)
 }
 
 /// Curves over updates.
@@ -57,7 +65,9 @@ pub(super) fn evaluations(evaluations: &[Evaluation]) -> Vec<Figure> {
     if evaluations.len() < 2 {
         return Vec::new();
     }
-    let names: BTreeSet<&String> = evaluations.iter().flat_map(|evaluation| evaluation.sets.keys()).collect();
+    let names = largest(
+        evaluations.iter().flat_map(|evaluation| &evaluation.sets).map(|(set, of)| (set, from_index(of.prompts))),
+    );
     let figure = |title: &str, reading: &str, unit, lines: &[(&str, Measure)]| {
         let one = |set: &String, words: &str, number: Measure| Series {
             name: format!("{set}{words}"),
@@ -114,6 +124,18 @@ fn reward_band(run: &Run) -> Option<Vec<[f64; 2]>> {
     run.steps.iter().filter(|step| step.reward_mean.is_some()).map(edges).collect()
 }
 
+/// Names by the sum of their numbers, the largest first, then in alphabetical order.
+pub(super) fn largest<'a>(counted: impl Iterator<Item = (&'a String, u64)>) -> Vec<&'a String> {
+    let mut sums: BTreeMap<&String, u64> = BTreeMap::new();
+    for (name, count) in counted {
+        let sum = sums.entry(name).or_default();
+        *sum = sum.saturating_add(count);
+    }
+    let mut names: Vec<&String> = sums.keys().copied().collect();
+    names.sort_by_key(|name| std::cmp::Reverse(sums[name]));
+    names
+}
+
 fn rewards(run: &Run) -> Vec<Option<Figure>> {
     let steps = &run.steps;
     let mut reward = series("mean", steps, |step| step.reward_mean);
@@ -129,17 +151,10 @@ fn rewards(run: &Run) -> Vec<Option<Figure>> {
     let part = |name: &String| series(name, steps, |step| step.reward_parts.get(name).copied());
     // A single part is the reward itself, or its weight away from it.
     let parts: Vec<Series> = names.iter().copied().filter(|_| names.len() > 1).map(part).collect();
-    let sources: BTreeSet<&String> = steps.iter().flat_map(|step| step.sources.keys()).collect();
+    let sources = largest(steps.iter().flat_map(|step| &step.sources).map(|(name, source)| (name, source.groups)));
     let source = |name: &String| series(name, steps, |step| step.sources.get(name)?.reward_mean);
-    let of_sources = match sources.len().checked_sub(SOURCES_MAX) {
-        Some(more) if more > 0 => {
-            format!(
-                "Mean over the update's answers from each of the first {SOURCES_MAX} files; {more} more are left out."
-            )
-        }
-        _ => "Mean over the update's answers from each file.".to_owned(),
-    };
-    let sources: Vec<Series> = sources.into_iter().take(SOURCES_MAX).map(source).collect();
+    let of_sources = "Mean over the update's answers from each file, those with most groups first.";
+    let sources: Vec<Series> = sources.into_iter().map(source).collect();
     let equal = seldom("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std));
     let cut = seldom("answers cut off", steps, |step| step.truncated_share);
     let flat = alarms::besides(run, &["reward_flat"], &[]);
@@ -148,7 +163,7 @@ fn rewards(run: &Run) -> Vec<Option<Figure>> {
     vec![
         curve("Reward", reading, "", &[reward], &flat),
         curve("Parts of the reward", "Mean of each part.", "", &parts, &Besides::default()),
-        curve("Reward by source", &of_sources, "", &sources, &Besides::default()),
+        curve("Reward by source", of_sources, "", &sources, &Besides::default()),
         curve(
             "Groups with equal rewards",
             "Share of the update's groups: these teach nothing.",
@@ -306,6 +321,18 @@ fn peaks_by_phase(title: &str, reading: &str, phases: &[Peaks<'_>], plan_bytes: 
 mod tests {
     use super::*;
     use crate::report::page::answers::Answers;
+    use crate::report::sources::SourceStep;
+
+    #[test]
+    fn a_figure_of_many_files_has_the_twelve_with_most_groups_and_says_how_many_it_leaves_out() {
+        let source = |at: u64| SourceStep { groups: at, reward_mean: Some(float(at)), ..SourceStep::default() };
+        let sources: BTreeMap<String, SourceStep> = (1..=20).map(|at| (format!("f{at:02}"), source(at))).collect();
+        let step = |step| Step { step, sources: sources.clone(), ..Step::default() };
+        let run = Run { steps: vec![step(1), step(2)], ..Run::default() };
+        let figure = serde_json::to_string(&rewards(&run)).unwrap();
+        assert!(figure.contains("8 more lines are left out") && figure.contains("f20"), "{figure}");
+        assert!(figure.contains("f09") && !figure.contains("f08"), "{figure}");
+    }
 
     #[test]
     fn the_band_of_rewards_stays_within_the_rewards_that_there_were() {

@@ -8,6 +8,8 @@ use crate::runtime::liveness::Heartbeat;
 
 /// A heartbeat that is not older shows that its run goes on; ranks write theirs every two seconds at least.
 const FRESH: Duration = Duration::from_mins(1);
+/// A run that took its lock within this time may have no heartbeat yet.
+const STARTING: Duration = Duration::from_mins(10);
 /// Most ranks whose places are shown.
 const PLACES_MAX: usize = 16;
 
@@ -46,8 +48,12 @@ impl Signs {
         beats.sort_by_key(|(beat, _)| beat.rank);
         let is_fresh = beats.iter().any(|(_, age)| *age <= FRESH);
         let holder = fs::read_to_string(run_dir.join(".lock")).ok();
+        let taken = fs::metadata(run_dir.join(".lock")).and_then(|about| about.modified()).ok().map(age);
+        // Another program may have got the process's number since: a run writes heartbeats soon after its start.
+        let is_young = beats.is_empty() && taken.is_some_and(|age| age <= STARTING);
         let life = match holder.as_deref().and_then(process_here) {
-            Some(true) => Life::Running,
+            Some(true) if is_fresh || is_young => Life::Running,
+            Some(true) => Life::Unknown,
             Some(false) => Life::Gone,
             None if is_fresh => Life::Running,
             None => Life::Unknown,
@@ -105,6 +111,15 @@ mod tests {
         fs::create_dir(room.path().join("heartbeat")).unwrap();
         fs::write(room.path().join("heartbeat/rank_1.json"), beat).unwrap();
         assert_eq!(lock("elsewhere", 1), Life::Running, "it has just written");
+        assert_eq!(lock(&here, std::process::id()), Life::Running);
+        let old = SystemTime::now() - 2 * FRESH;
+        fs::File::options()
+            .write(true)
+            .open(room.path().join("heartbeat/rank_1.json"))
+            .unwrap()
+            .set_modified(old)
+            .unwrap();
+        assert_eq!(lock(&here, std::process::id()), Life::Unknown, "another program may have its number");
         let places = Signs::read(room.path()).places;
         assert_eq!(places, ["rank 1, replay, layer 3 (elsewhere, process 7), waiting for other ranks, at now"]);
     }

@@ -23,11 +23,22 @@ pub(super) struct Logged {
     pub(super) message: String,
 }
 
-/// Failures of the last start in the logs of `run_dir`, the earliest first.
-pub(super) fn failures(run_dir: &Path) -> io::Result<Vec<Logged>> {
+/// What the logs say of the last start.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct LastStart {
+    /// When it began, UTC, RFC 3339; empty where nothing tells.
+    pub(super) began: String,
+    /// The earliest first.
+    pub(super) failures: Vec<Logged>,
+}
+
+/// The last start in the logs of `run_dir`.
+pub(super) fn last_start(run_dir: &Path) -> io::Result<LastStart> {
     let mut ranks: Vec<(Rank, std::path::PathBuf)> = Vec::new();
     let entries = match fs::read_dir(run_dir.join("logs")) {
-        Err(error) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&error.kind()) => return Ok(Vec::new()),
+        Err(error) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&error.kind()) => {
+            return Ok(LastStart::default());
+        }
         entries => entries?,
     };
     for entry in entries {
@@ -53,7 +64,7 @@ pub(super) fn failures(run_dir: &Path) -> io::Result<Vec<Logged>> {
         found.extend(of_last.filter(|record| record.level == "ERROR").map(|record| logged(rank, record)));
     }
     found.sort();
-    Ok(found)
+    Ok(LastStart { began: start, failures: found })
 }
 
 /// When the last start wrote its configuration, as the log writes times; empty where it is not there.
@@ -132,12 +143,12 @@ mod tests {
         let earlier = at(1, " INFO longstraw 0.1.0, rank 0 of 2, process 7") + &at(2, "ERROR before exit=3");
         let later = at(3, " INFO longstraw 0.1.0, rank 0 of 2, process 8") + &at(5, " INFO step 1/3: loss 0");
         write(room.path(), 0, &(earlier + &later));
-        assert_eq!(failures(room.path()).unwrap(), []);
+        assert_eq!(last_start(room.path()).unwrap().failures, []);
         let rank_1 = at(3, " INFO longstraw 0.1.0, rank 1 of 2, process 9")
             + &at(7, "ERROR rank 1, capture, layer 2: out of device memory\n  a line more exit=5");
         write(room.path(), 1, &rank_1);
         write(room.path(), 2, &(at(1, " INFO longstraw 0.1.0, rank 2 of 3, process 4") + &at(2, "ERROR gone")));
-        let found = failures(room.path()).unwrap();
+        let found = last_start(room.path()).unwrap().failures;
         assert_eq!(found.len(), 1, "rank 2 was not in the last start: {found:?}");
         assert_eq!((found[0].rank, found[0].exit), (Rank(1), Some(5)));
         assert_eq!(found[0].message, "rank 1, capture, layer 2: out of device memory\n  a line more");
@@ -146,9 +157,9 @@ mod tests {
     #[test]
     fn without_logs_nothing_has_failed_and_without_a_code_a_failure_has_none() {
         let room = tempfile::tempdir().unwrap();
-        assert_eq!(failures(room.path()).unwrap(), []);
+        assert_eq!(last_start(room.path()).unwrap().failures, []);
         write(room.path(), 0, "no record\n2026-01-01T00:00:04Z ERROR rank 0, score: gone\n");
-        let found = failures(room.path()).unwrap();
+        let found = last_start(room.path()).unwrap().failures;
         assert_eq!((found[0].exit, found[0].message.as_str()), (None, "rank 0, score: gone"));
     }
 }

@@ -154,7 +154,8 @@ fn render(runs: &[Run], views: &[View<'_>]) -> Result<String, minijinja::Error> 
 /// direction of letters would show another text than there is. Letters of any direction stay what they are.
 fn is_unshowable(letter: char) -> bool {
     match letter {
-        '\n' | '\t' => false,
+        // HTML takes a carriage return for a line end, alone or before one.
+        '\n' | '\r' | '\t' => false,
         '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{2028}' | '\u{2029}' => true,
         other => other.is_control(),
     }
@@ -297,6 +298,11 @@ mod tests {
         }
         assert!(open.is_empty(), "{open:?}");
         assert!(!page.contains("NaN") && !page.contains("inf\""));
+    }
+
+    #[test]
+    fn line_ends_of_any_system_are_shown() {
+        assert_eq!(['\r', '\n', '\t', '\u{7}', 'a'].map(is_unshowable), [false, false, false, true, false]);
     }
 
     #[test]

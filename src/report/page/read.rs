@@ -28,6 +28,8 @@ pub(super) struct Run {
     pub(super) answers: Answers,
     /// Failures in the logs of its last start, the earliest first.
     pub(super) failures: Vec<Logged>,
+    /// When that start began, UTC, RFC 3339; empty where nothing tells.
+    pub(super) began: String,
     pub(super) signs: Signs,
     /// The newest checkpoint, as the file `latest` names it.
     pub(super) newest: Option<String>,
@@ -50,7 +52,8 @@ impl Run {
         run.read_steps()?;
         run.answers = Answers::read(&folder.join("answers.jsonl"), &mut run.notes)?;
         let logs = folder.join("logs");
-        run.failures = log::failures(folder).map_err(|source| Error::Read { file: logs, source })?;
+        let last_start = log::last_start(folder).map_err(|source| Error::Read { file: logs, source })?;
+        (run.failures, run.began) = (last_start.failures, last_start.began);
         run.signs = Signs::read(folder);
         run.newest =
             text_of(&folder.join("latest"))?.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
@@ -75,12 +78,23 @@ impl Run {
     fn read_steps(&mut self) -> Result<(), Error> {
         let Some(text) = text_of(&self.folder.join("metrics.jsonl"))? else { return Ok(()) };
         let lines: Vec<&str> = text.split('\n').collect();
+        let mut torn = Vec::new();
         // Only a torn last line has no line end.
         for (index, line) in lines.iter().enumerate().filter(|(_, line)| !line.is_empty()) {
             match Metrics::read(line.as_bytes()) {
                 Some(Metrics::Step(step)) => self.steps.push(*step),
                 Some(Metrics::Evaluation(evaluation)) => self.evaluations.push(evaluation),
-                None => self.notes.push(format!("metrics.jsonl, line {}: torn, or no update, and left out", index + 1)),
+                None => torn.push(index + 1),
+            }
+        }
+        match torn[..] {
+            [] => {}
+            [line] => self.notes.push(format!("metrics.jsonl, line {line}: torn, or no update, and left out")),
+            [first, ..] => {
+                let count = torn.len();
+                let note =
+                    format!("metrics.jsonl, line {first} and {} more: torn, or no update, and left out", count - 1);
+                self.notes.push(note);
             }
         }
         Ok(())

@@ -15,6 +15,9 @@ use crate::report::evaluation::HeldOut;
 use crate::report::step::Step;
 use crate::runtime::units::float;
 
+/// Held-out sets of a run that have bars.
+const SETS_MAX: usize = 12;
+
 /// Curves of all runs, and their held-out numbers before the first and after the last update.
 pub(super) fn curves(runs: &[Run], views: &[View<'_>]) -> Vec<Figure> {
     let each = |title: &str, number: fn(&Step) -> Option<f64>| {
@@ -52,7 +55,8 @@ fn held_out(
     };
     let all = |view: &View<'_>| {
         let Some(receipt) = view.receipt else { return Vec::new() };
-        let sets = receipt.held_out_sets.iter().map(|(set, ends)| (format!("{}, {set}", view.name), ends));
+        let sets =
+            receipt.held_out_sets.iter().take(SETS_MAX).map(|(set, ends)| (format!("{}, {set}", view.name), ends));
         let ends = std::iter::once((view.name.to_owned(), &receipt.held_out)).chain(sets);
         ends.filter_map(|(name, ends)| measured(name, ends)).collect::<Vec<_>>()
     };

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::alarms;
 use super::facts::Facts;
+use super::log::Logged;
 use super::numbers::{count, short};
 use super::read::Run;
 use crate::report::averages::mean;
@@ -38,7 +39,12 @@ pub(super) fn warnings(run: &Run, raised: &BTreeMap<String, AlarmSpan>) -> Vec<S
 /// A start after the one whose receipt is shown, that has failed.
 fn later_failure(run: &Run) -> Option<String> {
     let receipt = run.receipt.as_ref()?;
-    let failure = run.failures.iter().find(|failure| failure.time > receipt.finished)?;
+    // The start that wrote the receipt may have failed after it: where nothing was trained, or a check did not hold.
+    let is_later = |failure: &&Logged| {
+        let since = if run.began.is_empty() { &failure.time } else { &run.began };
+        *since > receipt.finished
+    };
+    let failure = run.failures.iter().find(is_later)?;
     let exit = failure.exit.map_or(String::new(), |code| format!(" (exit {code})"));
     let first = failure.message.lines().next().unwrap_or_default();
     Some(format!("a later start has failed{exit}, and this page is about the run before it: {first}"))
@@ -114,7 +120,6 @@ fn beyond_plan(receipt: &Facts) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::page::log::Logged;
     use crate::runtime::units::Rank;
 
     fn of(run: &Run) -> String {
@@ -138,6 +143,9 @@ mod tests {
         run.steps[19].alarms = [("truncated".to_owned(), Some(0.5))].into();
         let message = "refused\nand more".to_owned();
         run.failures = vec![Logged { time: "2026-01-02T00:00:00Z".into(), rank: Rank(0), exit: Some(2), message }];
+        run.began = "2025-12-31T00:00:00Z".into();
+        assert!(!of(&run).contains("a later start"), "the failure is of the start that wrote the receipt");
+        run.began = "2026-01-01T12:00:00Z".into();
         run.steps[3].loss = f64::NAN;
         let lines = of(&run);
         assert_eq!(lines.matches("cut off").count(), 1, "the alarm says it: {lines}");

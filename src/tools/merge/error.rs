@@ -31,6 +31,11 @@ pub enum Error {
     Fp8 { name: String },
     #[error("{name} is not finite in {dtype} once the adapter is added: look at the adapter's values")]
     NotFinite { name: String, dtype: String },
+    #[error(
+        "the rotary scaling that the adapters were trained with, {scaling}, cannot be written in the spelling of {file}: write it \
+         there by hand, and merge from a copy of the run's adapters with --model that folder"
+    )]
+    Scaling { file: PathBuf, scaling: String },
     #[error("{name}: {source}")]
     Tensor { name: String, source: bytes::Error },
     #[error(transparent)]

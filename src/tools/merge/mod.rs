@@ -1,16 +1,18 @@
 //! A checkpoint with adapters added to its weights, W + (alpha / rank) · B A, for programs that know no adapters.
 //!
 //! Every file of the model's folder is copied; of the weights only the bytes of adapted layers differ, since names, shapes and
-//! dtypes stay. A sum is computed in float64 and rounded once to the dtype in which the weight is stored.
+//! dtypes stay. A sum is computed in float64 and rounded once to the dtype in which the weight is stored. Adapters that were
+//! trained under another rotary scaling than the model's bring it with them, and config.json gets it.
 
 mod error;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io::{BufWriter, Write as _};
+use std::io::{self, BufWriter, Write as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 pub use self::error::Error;
@@ -43,6 +45,8 @@ pub struct Summary {
     pub layers: usize,
     pub files: usize,
     pub bytes: Bytes,
+    /// What config.json got, where the run had another scaling than the model.
+    pub rope_scaling: Option<Value>,
 }
 
 /// Merges adapters into a copy of the model's folder, which appears whole or not at all.
@@ -72,12 +76,48 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
     let folder = temporary.path().join("new");
     fs::create_dir(&folder).map_err(&failed)?;
     let (mut files, mut bytes) = copy_others(&model, &folder, &checkpoint)?;
+    if let Some(table) = &shape.rope_scaling {
+        write_scaling(&model, &folder, table)?;
+    }
     for (shard, places) in adapted {
         bytes.0 += write_shard(&checkpoint, shard, &places, scale, &folder)?;
         files += 1;
     }
     fs::rename(&folder, destination).map_err(FileError::at(destination, "rename the new folder to it"))?;
-    Ok(Summary { model, layers: entries.len(), files, bytes })
+    Ok(Summary { model, layers: entries.len(), files, bytes, rope_scaling: shape.rope_scaling })
+}
+
+/// Puts the rotary scaling of a run in the place of that in config.json, in the spelling that stands there.
+fn write_scaling(model: &Path, folder: &Path, scaling: &Value) -> Result<(), Error> {
+    let file = folder.join("config.json");
+    let read = |source: io::Error| FileError::at(&file, "read it")(source);
+    let text = fs::read_to_string(&file).map_err(read)?;
+    let mut config: Value = serde_json::from_str(&text).map_err(|error| read(error.into()))?;
+    let inner = if config["text_config"].is_object() { &mut config["text_config"] } else { &mut config };
+    let own: Map<String, Value> = scaling.as_object().cloned().unwrap_or_default();
+    if let Some(found) = inner.get_mut("rope_parameters").and_then(Value::as_object_mut) {
+        // Some families have a table for each kind of layers, and only the layers that see everything are stretched.
+        let is_by_kind = found.get("full_attention").is_some_and(Value::is_object);
+        let table =
+            if is_by_kind { found.get_mut("full_attention").and_then(Value::as_object_mut) } else { Some(found) };
+        if let Some(table) = table {
+            table.retain(|key, _| ["rope_theta", "partial_rotary_factor"].contains(&key.as_str()));
+            table.extend(own);
+        }
+        if let Some(table) = inner.as_object_mut() {
+            table.remove("rope_scaling");
+        }
+    } else {
+        inner["rope_scaling"] = Value::Object(own);
+    }
+    let text = format!("{config:#}\n");
+    fs::write(&file, text).map_err(FileError::at(&file, "write it"))?;
+    // What was written must be what the run has trained with.
+    if Spec::read(folder, None)?.canonical() == Spec::read(model, Some(scaling))?.canonical() {
+        Ok(())
+    } else {
+        Err(Error::Scaling { file: model.join("config.json"), scaling: scaling.to_string() })
+    }
 }
 
 /// The folder of adapters that `given` is, or has. A run directory has those of its last whole end, which must be its newest.
