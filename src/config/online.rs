@@ -67,6 +67,8 @@ impl Check<'_> {
             ("alarm.equal_rewards_stop", alarm.equal_rewards_stop),
             ("alarm.missing_rewards_warn", Some(alarm.missing_rewards_warn)),
             ("alarm.missing_rewards_stop", alarm.missing_rewards_stop),
+            ("alarm.reward_sec_warn", Some(alarm.reward_sec_warn)),
+            ("alarm.reward_sec_stop", alarm.reward_sec_stop),
             ("alarm.sampled_gap_stop", alarm.sampled_gap_stop),
             ("alarm.device_memory_warn", Some(alarm.device_memory_warn)),
             ("alarm.device_memory_stop", alarm.device_memory_stop),

@@ -290,6 +290,8 @@ pub(super) const TABLES: &[Table] = &[
             optional("reward_flat_stop", Kind::Count),
             key("missing_rewards_warn", Kind::Number),
             optional("missing_rewards_stop", Kind::Number),
+            key("reward_sec_warn", Kind::Number),
+            optional("reward_sec_stop", Kind::Number),
             optional("sampled_gap_stop", Kind::Number),
             key("device_memory_warn", Kind::Number),
             optional("device_memory_stop", Kind::Number),

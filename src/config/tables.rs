@@ -327,6 +327,9 @@ pub struct AlarmConfig {
     pub missing_rewards_warn: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing_rewards_stop: Option<f64>,
+    pub reward_sec_warn: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reward_sec_stop: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sampled_gap_stop: Option<f64>,
     pub device_memory_warn: f64,

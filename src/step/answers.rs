@@ -1,7 +1,7 @@
 //! Answers go up the layers without a graph, in score and in replay. Layers outside, answers inside: a layer's pages are
 //! staged once for the whole group.
 
-use crate::model::pass::Pass;
+use crate::model::pass::{Forward, Pass};
 use crate::model::past::Past;
 use crate::prompt::handoff::{AnswerStates, Captured, Leaves, PlacedGroup};
 use crate::runtime::failure::Failure;
@@ -39,7 +39,8 @@ pub(super) fn up(
         let keeps_mixed = leaves == Leaves::Replayable && captured.keeping.answer_attention && pass.keeps_mixed(layer);
         for (index, answer) in work.with_rows() {
             let x_rw = states.input(index, layer)?;
-            let (y_rw, mixed) = pass.forward_mixed(layer, &answer.span, &x_rw, &past, captured.choices.of(index))?;
+            let Forward { y_tw: y_rw, mixed, .. } =
+                pass.forward_whole(layer, &answer.span, &x_rw, &past, captured.choices.of(index))?;
             states.put_input(index, above, &y_rw)?;
             if keeps_mixed {
                 states.put_mixed(index, layer, &mixed.out, mixed.saved.tensors())?;

@@ -7,7 +7,7 @@ use tch::{Device, Tensor};
 
 use crate::model::latent::IndexSet;
 use crate::model::mixer::Mixed;
-use crate::model::pass::{Pass, PromptOutput, PromptRows};
+use crate::model::pass::{Forward, Pass, PromptOutput, PromptRows};
 use crate::model::past::Past;
 use crate::prompt::handoff::{Captured, Keeping, MixedPool, PlacedGroup};
 use crate::prompt::layout::{Piece, Span};
@@ -125,7 +125,8 @@ pub fn renew_tail(pass: &Pass, group: &PlacedGroup, captured: &mut Captured, tra
         let past = Past::of_tail(&staged, layout);
         let applied = pass.applied(layer);
         let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
-        let (y_tw, state) = pass.forward_state(layer, &span, &x_tw, &past, captured.tail_choices.of(0))?;
+        let Forward { y_tw, state, .. } =
+            pass.forward_whole(layer, &span, &x_tw, &past, captured.tail_choices.of(0))?;
         drop((past, staged));
         let mut first = 0;
         for piece in &pieces {

@@ -10,8 +10,10 @@ use crate::config::AlarmConfig;
 use crate::report::Step;
 use crate::runtime::units::{Bytes, float, from_index};
 
-/// Updates with a gradient before the norm of a further one is compared with theirs.
-const NORMS_MIN: usize = 5;
+/// Updates with a gradient, or with a wait for rewards, before that of a further one is compared with theirs.
+const COMPARED_MIN: usize = 5;
+/// Waits for rewards that are shorter raise no alarm, s.
+const REWARD_SEC_MIN: f64 = 60.0;
 /// A lasting alarm is said again after as many updates.
 const SAID_AGAIN: u64 = 50;
 
@@ -55,6 +57,7 @@ struct Past {
     truncated: Option<f64>,
     equal_groups: f64,
     grad_norm: f64,
+    reward_s: f64,
 }
 
 /// One watched number.
@@ -78,9 +81,12 @@ impl Alarms {
 
     /// Judges an update that was made.
     pub(super) fn judge(&mut self, step: &Step, expected: &Expected) -> Findings {
-        let compared_norm = self.compared_norm(step.grad_norm);
+        let norm = self.compared(step.grad_norm, |past| past.grad_norm);
+        let wait = self.compared(step.seconds.reward, |past| past.reward_s);
+        let wait = wait.filter(|_| step.seconds.reward >= REWARD_SEC_MIN);
         self.remember(step);
-        let mut readings = self.of_update(step, compared_norm, expected);
+        let mut readings = self.of_update(step, norm, expected);
+        readings.extend(self.of_wait(step, wait));
         readings.extend(self.of_window());
         readings.retain(|one| expected.rewards_differ || !["equal_rewards", "reward_flat"].contains(&one.name));
         let mut findings = Findings::default();
@@ -111,6 +117,7 @@ impl Alarms {
             truncated: step.truncated_share,
             equal_groups: step.frac_groups_zero_std,
             grad_norm: step.grad_norm,
+            reward_s: step.seconds.reward,
         });
         let AlarmConfig { window, reward_flat_warn, reward_flat_stop, zero_gradient_warn, zero_gradient_stop, .. } =
             self.config;
@@ -122,12 +129,23 @@ impl Alarms {
         }
     }
 
-    /// A norm in units of the median of those before it, as far as the window reaches.
-    fn compared_norm(&self, norm: f64) -> Option<f64> {
-        let window = self.last(self.config.window).map(|past| past.grad_norm).filter(|&norm| norm > 0.0);
-        let mut norms: Vec<f64> = window.collect();
-        norms.sort_by(f64::total_cmp);
-        (norms.len() >= NORMS_MIN).then(|| norm / norms[norms.len() / 2])
+    /// A number in units of the median of those before it that are above 0, as far as the window reaches.
+    fn compared(&self, number: f64, of: fn(&Past) -> f64) -> Option<f64> {
+        let mut before: Vec<f64> = self.last(self.config.window).map(of).filter(|&number| number > 0.0).collect();
+        before.sort_by(f64::total_cmp);
+        (before.len() >= COMPARED_MIN).then(|| number / before[before.len() / 2])
+    }
+
+    /// The wait for an update's rewards, in units of the median of those before.
+    fn of_wait(&self, step: &Step, wait: Option<f64>) -> Option<Reading> {
+        let alarm = &self.config;
+        reading("reward_sec", wait, f64::gt, alarm.reward_sec_warn, alarm.reward_sec_stop, |value| {
+            format!(
+                "the update has waited {:.0} s for its rewards, {value:.1} times the median of the updates before: what scores \
+                 answers has become slow (`longstraw ping` times a judge)",
+                step.seconds.reward
+            )
+        })
     }
 
     /// The newest updates, `count` at most.
@@ -292,6 +310,7 @@ fn squared_error(numbers: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::Seconds;
 
     /// Name of an alarm, and what raises it.
     type Change = (&'static str, fn(&mut Step));
@@ -318,6 +337,8 @@ mod tests {
             reward_flat_stop: None,
             missing_rewards_warn: 0.05,
             missing_rewards_stop: None,
+            reward_sec_warn: 10.0,
+            reward_sec_stop: None,
             sampled_gap_stop: None,
             device_memory_warn: 1.05,
             device_memory_stop: None,
@@ -337,6 +358,7 @@ mod tests {
             frac_groups_zero_std: 0.25,
             grad_norm: 1.0 + 0.1 * float(step % 3),
             memory: [("sweep".to_owned(), [900, 10])].into(),
+            seconds: Seconds { reward: 8.0 - float(step % 2), ..Seconds::default() },
             ..Step::default()
         }
     }
@@ -358,13 +380,14 @@ mod tests {
 
     #[test]
     fn each_number_of_an_update_raises_its_own_alarm_and_no_other() {
-        let changes: [Change; 8] = [
+        let changes: [Change; 9] = [
             ("kl", |step| step.kl = Some(3.0)),
             ("kl", |step| step.kl = Some(f64::NAN)),
             ("grad_norm", |step| step.grad_norm = 30.0),
             ("entropy_low", |step| step.entropy = Some(1e-6)),
             ("entropy_high", |step| step.entropy = Some(9.0)),
             ("missing_rewards", |step| step.reward_missing = 4),
+            ("reward_sec", |step| step.seconds.reward = 90.0),
             ("sampled_gap", |step| step.sampled_gap = Some(2e-4)),
             ("device_memory", |step| step.memory = [("sweep".to_owned(), [1_100, 10])].into()),
         ];
@@ -382,6 +405,19 @@ mod tests {
         assert_eq!(after_healthy(&config, |step| step.kl = Some(3.0)).stop, None);
         let stop = after_healthy(&config, |step| step.kl = Some(6.0)).stop.unwrap();
         assert!(stop.starts_with("alarm.kl_stop: 6.000 nats a token"), "{stop}");
+    }
+
+    #[test]
+    fn a_wait_for_rewards_is_slow_against_the_updates_before_and_from_a_minute_on() {
+        let config = AlarmConfig { reward_sec_warn: 2.0, reward_sec_stop: Some(20.0), ..config() };
+        let waited = |seconds: f64| after_healthy(&config, |step| step.seconds.reward = seconds);
+        assert_eq!(waited(59.0), Findings::default(), "eight times as long, and short all the same");
+        assert_eq!((names(&waited(61.0)), waited(61.0).stop), (vec!["reward_sec"], None));
+        let stop = waited(200.0).stop.unwrap();
+        assert!(stop.starts_with("alarm.reward_sec_stop: the update has waited 200 s"), "{stop}");
+        // The first updates of a run have nothing to be compared with.
+        let long = Step { seconds: Seconds { reward: 900.0, ..Seconds::default() }, ..healthy(1) };
+        assert_eq!(Alarms::new(&config, &[]).judge(&long, &EXPECTED), Findings::default());
     }
 
     #[test]

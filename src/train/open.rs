@@ -53,7 +53,8 @@ impl Prepared {
         let config = &loaded.run;
         let device = devices::choose(world, config.run.device, loaded.rank.share_device, config.run.deterministic)?;
         let spec = world.agree(read_spec(config))?;
-        let shared = splits::share_out(&loaded, begin, world, &spec, device)?;
+        let earlier = splits::earlier(&loaded, begin, world)?;
+        let shared = splits::share_out(&loaded, earlier, world, &spec, device)?;
         let split_note = shared.map(|(config, note)| {
             loaded.run = config;
             note
@@ -64,7 +65,7 @@ impl Prepared {
         link_experts(config, world, &spec, device)?;
         let shape = world.agree(adapter_shape(config, &spec))?;
         world.tracker().set_layers(spec.layers);
-        let (rows, rows_note) = splits::choose_rows(&loaded, begin, world, &spec, device)?;
+        let (rows, rows_note) = splits::choose_rows(&loaded, earlier, world, &spec, device)?;
         loaded.run.memory.micro_block = rows;
         world.agree(reuse::check(&loaded.run, &spec, spreads(&shape, world)).map_err(Failure::from))?;
         let mut plan = agree_on_plan(&loaded.run, direct, world, &spec, device)?;

@@ -1,10 +1,12 @@
 //! How many ranks share a prompt and how many rows a micro-block has, where the configuration leaves it open: as a checkpoint to go
 //! on from was made, else the fastest way that fits.
 
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tch::Device;
 
 use super::run_folder::Begin;
-use crate::checkpoint::{State, Store};
+use crate::checkpoint::Store;
 use crate::config::{Loaded, RunConfig};
 use crate::model::shape::Shape;
 use crate::model::spec::Spec;
@@ -15,11 +17,31 @@ use crate::tensor::gpu;
 use crate::world::World;
 use crate::world::devices;
 
+/// What a checkpoint to go on from says of how its run was shared out.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub(super) struct Earlier {
+    /// Ranks that shared a prompt; absent in checkpoints of earlier versions, in which all ranks did.
+    cp_size: Option<u64>,
+    /// Rows of a micro-block.
+    rows: Option<u64>,
+}
+
+/// What the newest whole checkpoint says, as rank 0 finds it; `None` where no run goes on or the configuration leaves nothing open.
+/// What is wrong with checkpoints is said where they are opened. Every rank takes part and gets the same.
+pub(super) fn earlier(loaded: &Loaded, begin: Begin, world: &World) -> Result<Option<Earlier>, Failure> {
+    let config = &loaded.run;
+    let is_open = plan::is_open(config) || config.memory.micro_block == Tokens(0);
+    if begin != Begin::Resume || !is_open {
+        return Ok(None);
+    }
+    world.from_root(|| Ok(newest_state(loaded)))
+}
+
 /// The configuration with the ranks of a prompt, and a sentence about them; `None` where all ranks share each, or somebody has
 /// said how many. Every rank takes part and gets the same.
 pub(super) fn share_out(
     loaded: &Loaded,
-    begin: Begin,
+    earlier: Option<Earlier>,
     world: &World,
     spec: &Spec,
     device: Device,
@@ -29,7 +51,7 @@ pub(super) fn share_out(
         return Ok(None);
     }
     let ranks = from_index(world.all.size());
-    let stored = if begin == Begin::Resume { world.from_root(|| Ok(stored(loaded, ranks)))? } else { None };
+    let stored = earlier.map(|earlier| earlier.cp_size.unwrap_or(ranks));
     let as_stored = stored.and_then(|cp_size| Some((cp_size, plan::shared_out(config, ranks, cp_size)?)));
     if let Some((cp_size, config)) = as_stored {
         let note = format!(
@@ -65,24 +87,19 @@ pub(super) fn share_out(
     Ok(chosen.map(|(config, row)| (config, row.note(ranks))).or_else(none))
 }
 
-/// Ranks that shared a prompt when the newest whole checkpoint was made.
-fn stored(loaded: &Loaded, ranks: u64) -> Option<u64> {
-    // Earlier versions left it out, and all ranks shared a prompt.
-    Some(newest_state(loaded)?.cp_size.unwrap_or(ranks))
-}
-
-/// State of the newest whole checkpoint, as rank 0 finds it; what is wrong with checkpoints is said where they are opened.
-fn newest_state(loaded: &Loaded) -> Option<State> {
+fn newest_state(loaded: &Loaded) -> Option<Earlier> {
     let store = Store::of(&loaded.rank.dir);
     let updates = store.newest().ok()?.updates?;
-    store.state(updates).ok()
+    let state = store.state(updates).ok()?;
+    let rows = state.config.pointer("/memory/micro_block").and_then(Value::as_u64).filter(|&rows| rows > 0);
+    Some(Earlier { cp_size: state.cp_size, rows })
 }
 
 /// Rows of a micro-block, where `memory.micro_block` is 0: those of the checkpoint to go on from, else as the configuration and the
 /// smallest device allow; and a sentence about them. Every rank takes part and gets the same.
 pub(super) fn choose_rows(
     loaded: &Loaded,
-    begin: Begin,
+    earlier: Option<Earlier>,
     world: &World,
     spec: &Spec,
     device: Device,
@@ -93,11 +110,7 @@ pub(super) fn choose_rows(
     if config.memory.micro_block != Tokens(0) {
         return Ok((chosen, None));
     }
-    let of_state = |state: State| state.config.pointer("/memory/micro_block")?.as_u64().filter(|&rows| rows > 0);
-    let stored = match begin {
-        Begin::Resume => world.from_root(|| Ok(newest_state(loaded).and_then(of_state)))?,
-        _ => None,
-    };
+    let stored = earlier.and_then(|earlier| earlier.rows);
     let rows = stored.map_or(chosen, Tokens);
     let why = match stored {
         Some(_) if rows != chosen => "as in the checkpoint that the run goes on from",

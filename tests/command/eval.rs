@@ -37,12 +37,7 @@ fn drawing() -> Room {
     room.write("codes.jsonl", lines(&[record(40, [3, 1, 2]), record(12, [1, 2, 3]), record(25, [2, 2, 1])]));
     room.write("books.jsonl", asked(&[17, 50]));
     room.script("score", SCORE);
-    fs::create_dir(room.path().join("model")).unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        fs::copy(case("qwen3").join(file), room.path().join("model").join(file)).unwrap();
-    }
-    let tokenizer = test_tokenizer::folder();
-    fs::copy(tokenizer.path().join("tokenizer.json"), room.path().join("model/tokenizer.json")).unwrap();
+    room.model_with_tokenizer(&case("qwen3"), &test_tokenizer::folder());
     room
 }
 

@@ -32,12 +32,7 @@ fn room(base: &str) -> Room {
     });
     let data = lines(&prompts);
     let room = Room::with(&[("config.toml", &text), ("settings.json", &settings.to_string()), ("train.jsonl", &data)]);
-    fs::create_dir(room.path().join("model")).unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        fs::copy(case("qwen3").join(file), room.path().join("model").join(file)).unwrap();
-    }
-    let tokenizer = test_tokenizer::folder();
-    fs::copy(tokenizer.path().join("tokenizer.json"), room.path().join("model/tokenizer.json")).unwrap();
+    room.model_with_tokenizer(&case("qwen3"), &test_tokenizer::folder());
     room
 }
 

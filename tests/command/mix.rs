@@ -174,12 +174,7 @@ fn judged(base: &str) -> Room {
         ("clarity.txt", "Judge the clarity."),
         ("truth.txt", "Judge the truth."),
     ]);
-    fs::create_dir(room.path().join("model")).unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        fs::copy(case("qwen3").join(file), room.path().join("model").join(file)).unwrap();
-    }
-    let tokenizer = test_tokenizer::folder();
-    fs::copy(tokenizer.path().join("tokenizer.json"), room.path().join("model/tokenizer.json")).unwrap();
+    room.model_with_tokenizer(&case("qwen3"), &test_tokenizer::folder());
     room
 }
 

@@ -87,6 +87,16 @@ impl Room {
     }
 
     /// Writes a file, and creates its folders.
+    /// The folder `model`: the checkpoint in `case`, with the tokenizer of another folder.
+    pub(crate) fn model_with_tokenizer(&self, case: &Path, tokenizer: &TempDir) {
+        let model = self.path().join("model");
+        fs::create_dir(&model).unwrap();
+        let tokenizer = tokenizer.path();
+        for (folder, file) in [(case, "config.json"), (case, "model.safetensors"), (tokenizer, "tokenizer.json")] {
+            fs::copy(folder.join(file), model.join(file)).unwrap();
+        }
+    }
+
     pub(crate) fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
         let file = self.path().join(name);
         fs::create_dir_all(file.parent().unwrap()).unwrap();

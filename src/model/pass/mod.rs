@@ -121,10 +121,14 @@ struct FinishGradient {
 }
 
 /// What a block's forward makes of a span's rows on this rank.
-struct Forward {
-    y_tw: Tensor,
-    mixed: Mixed,
-    state: Planes,
+#[derive(Debug)]
+pub struct Forward {
+    /// Output of the block.
+    pub y_tw: Tensor,
+    /// Output of the mixer, for the backward over the same rows.
+    pub mixed: Mixed,
+    /// State of the rows, which belongs on their pages.
+    pub state: Planes,
 }
 
 impl Pass<'_> {
@@ -147,40 +151,14 @@ impl Pass<'_> {
         past: &Past,
         choices: SpanChoices,
     ) -> Result<Tensor, tensor::Error> {
-        self.forward_mixed(layer, span, x_tw, past, choices).map(|(y_tw, _)| y_tw)
+        self.forward_whole(layer, span, x_tw, past, choices).map(|forward| forward.y_tw)
     }
 
-    /// [`Pass::forward`] that returns the mixer's output too, for the backward over the same rows.
+    /// [`Pass::forward`] that returns the mixer's output and the state of the rows too.
     ///
     /// # Errors
     /// As [`Pass::forward`].
-    pub fn forward_mixed(
-        &self,
-        layer: LayerIndex,
-        span: &Span,
-        x_tw: &Tensor,
-        past: &Past,
-        choices: SpanChoices,
-    ) -> Result<(Tensor, Mixed), tensor::Error> {
-        self.forward_whole(layer, span, x_tw, past, choices).map(|forward| (forward.y_tw, forward.mixed))
-    }
-
-    /// [`Pass::forward`] that returns the state of the rows too, which belongs on their pages.
-    ///
-    /// # Errors
-    /// As [`Pass::forward`].
-    pub fn forward_state(
-        &self,
-        layer: LayerIndex,
-        span: &Span,
-        x_tw: &Tensor,
-        past: &Past,
-        choices: SpanChoices,
-    ) -> Result<(Tensor, Planes), tensor::Error> {
-        self.forward_whole(layer, span, x_tw, past, choices).map(|forward| (forward.y_tw, forward.state))
-    }
-
-    fn forward_whole(
+    pub fn forward_whole(
         &self,
         layer: LayerIndex,
         span: &Span,

@@ -20,7 +20,7 @@ struct Kind {
     advice: &'static str,
 }
 
-const KINDS: [Kind; 11] = [
+const KINDS: [Kind; 12] = [
     Kind {
         name: "kl",
         title: "divergence from the starting policy, nats a token",
@@ -60,6 +60,11 @@ const KINDS: [Kind; 11] = [
         name: "missing_rewards",
         title: "share of the answers without a reward",
         advice: "reward_failures in metrics.jsonl says why",
+    },
+    Kind {
+        name: "reward_sec",
+        title: "wait for rewards over the median of the updates before",
+        advice: "what scores answers has become slow: longstraw ping times a judge",
     },
     Kind {
         name: "sampled_gap",
