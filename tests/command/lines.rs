@@ -1,4 +1,4 @@
-//! Command lines.
+//! Command lines that are refused with the nearest right one, and help.
 
 use super::room::Room;
 

@@ -31,7 +31,7 @@ pub(crate) fn models() -> Turn {
     json(200, r#"{"data": [{"id": "judge-large"}, {"id": "judge-small"}], "has_more": false}"#)
 }
 
-/// A reply.
+/// The reply that judges nothing.
 pub(crate) fn reply() -> Turn {
     replied("ready")
 }

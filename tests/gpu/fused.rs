@@ -29,7 +29,6 @@ enum Operation {
     Adapted,
 }
 
-/// Who computes.
 #[derive(Clone, Copy)]
 enum By {
     Kernels,

@@ -41,7 +41,6 @@ impl Source {
         self.fault_at(self.text[..offset].matches('\n').count() + 1, message)
     }
 
-    /// `file:line: message`.
     pub(crate) fn fault_at(&self, line: usize, message: &str) -> String {
         format!("{}:{line}: {message}", self.path)
     }

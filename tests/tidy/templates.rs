@@ -4,7 +4,6 @@ use std::process::Command;
 
 use crate::source::{Source, has_extension, root, sources};
 
-/// Every template.
 pub(crate) fn template_sources() -> Vec<Source> {
     let found = sources(&["slurm"], &["sbatch"]);
     assert!(!found.is_empty(), "slurm/ holds no template");
