@@ -76,6 +76,16 @@ fn a_run_that_goes_on_in_a_reused_capture_or_evaluates_there_makes_the_same_upda
     };
     let ([whole, moments], [twice, _]) = (held("whole"), held("evaluates"));
     assert_eq!(twice - whole, moments / 2, "once more the adapters");
+    let plan = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        let all: Vec<&str> = ["plan", "--ranks", "1", "--json"].into_iter().chain(sets).collect();
+        let addends = room.alone(&all).json()["addends"].as_array().unwrap().clone();
+        let bytes = |name: &str| addends.iter().find(|one| one["name"] == name).map(|one| one["bytes"].clone());
+        ["adapters of a reused capture", "kept adapters"].map(bytes)
+    };
+    assert_eq!(plan(&[]), [None, None]);
+    let planned = plan(&FOUR).map(|bytes| bytes.and_then(|bytes| bytes.as_u64()));
+    assert_eq!(planned, [Some(twice - whole); 2], "float64 on one rank as on each of two");
 }
 
 #[test]

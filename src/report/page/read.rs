@@ -149,6 +149,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn lines_that_cannot_be_read_are_one_note() {
+        let room = tempfile::tempdir().unwrap();
+        let notes = |text: &str| {
+            fs::write(room.path().join("metrics.jsonl"), text).unwrap();
+            Run::read(room.path()).unwrap().notes
+        };
+        assert_eq!(notes("{\n"), ["metrics.jsonl, line 1: torn, or no update, and left out"]);
+        let many = "{\n".repeat(1000);
+        assert_eq!(notes(&many), ["metrics.jsonl, line 1 and 999 more: torn, or no update, and left out"]);
+    }
+
+    #[test]
     fn torn_lines_of_metrics_are_notes() {
         let room = tempfile::tempdir().unwrap();
         fs::write(room.path().join("metrics.jsonl"), "{\"step\":1,\"loss\":null}\n{}\n{\"step\":2").unwrap();
@@ -156,7 +168,7 @@ mod tests {
         assert_eq!(run.steps.len(), 1);
         assert!(run.steps[0].loss.is_nan(), "a number that was not finite is no torn line");
         let notes = run.notes.join("; ");
-        for words in ["metrics.jsonl, line 2", "metrics.jsonl, line 3"] {
+        for words in ["metrics.jsonl, line 2 and 1 more"] {
             assert!(notes.contains(words), "{notes}");
         }
     }
