@@ -127,6 +127,19 @@ fn a_gate_decides_itself_whether_the_policy_answers_whatever_the_users_file_says
     }
 }
 
+/// A gate refused the program that answers calls, or a divergence that it does not measure.
+#[test]
+fn a_gate_leaves_out_the_tools_and_the_stop_of_the_users_file() {
+    for text in [include_str!("../configs/calculator.toml"), include_str!("../configs/documents-2x8.toml")] {
+        let files = folder(&[("config.toml", text)]);
+        for gate in Gate::all() {
+            let loaded = load_gate_in(files.path(), &Environment::default(), &Overrides::default(), &gate);
+            let run = loaded.unwrap_or_else(|error| panic!("{}: {error}", gate.name())).run;
+            assert_eq!((&run.tools.command, run.alarm.kl_stop), (&None, None), "{}", gate.name());
+        }
+    }
+}
+
 #[test]
 fn without_a_model_the_error_says_how_to_set_one() {
     let error = users(&[]).expect("accepted").run.model_path().map(Path::to_owned).expect_err("no model");

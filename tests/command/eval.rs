@@ -221,7 +221,9 @@ fn the_best_checkpoint_stays_besides_the_last_one_and_over_a_resume() {
         (receipt(&room, "run")["best"].clone(), checkpoints(&room, "run")),
         (expected, vec!["step_10".into(), "step_2".into()])
     );
-    let said = eval(&room, 2, &["run/checkpoints/step_2", "--json"], &[]);
+    // What stops a run whose policy diverges has nothing to stop here.
+    let diverges = ["grpo.kl_coef=0.05", "alarm.kl_stop=5.0"];
+    let said = eval(&room, 2, &["run/checkpoints/step_2", "--json"], &diverges);
     assert!(
         (said.ended(0, &[]).json()["sets"]["held_out"]["margin"].as_f64().unwrap() - best["value"].as_f64().unwrap())
             .abs()

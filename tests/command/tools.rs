@@ -141,6 +141,9 @@ fn an_evaluation_whose_calls_fail_ends_with_the_name_of_its_set_and_its_prompts_
     assert!(!said.err.contains("are finished already"), "{said}");
     let again = eval();
     again.ended(0, &["held_out: 1 of 1 prompts are finished already"]);
+    let other = ["--set", "eval.samples=12", "--set", "tools.turns=3"];
+    room.ranks(2, &[&["eval", "--base", "--out", "out"][..], &other].concat())
+        .refused(2, &["out holds another evaluation: tools.turns was 2 and is 3"]);
     std::fs::remove_file(room.path().join("works")).unwrap();
     let sets = ["eval.samples=12", "eval.every=1", "run.steps=1"];
     train(&room, "run", &[], &sets).ended(3, &words);

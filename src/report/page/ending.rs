@@ -144,15 +144,14 @@ impl Ending {
             return Ending::plain(Tone::Good, "ended well", title, Vec::new());
         }
         let failed: Vec<String> = receipt.checks.iter().filter(|check| !check.passed).map(|c| c.name.clone()).collect();
-        let (title, exit, why) = match &receipt.gate {
-            Some(gate) => (format!("{gate} has not passed"), Some(Exit::Gate.code()), failed.join(", ")),
-            None => {
-                let title = "This run has ended and trained nothing".to_owned();
-                (title, Some(Exit::Data.code()), "no update had a gradient".to_owned())
-            }
+        let (title, exit, why) = if let Some(gate) = &receipt.gate {
+            (format!("{gate} has not passed"), Exit::Gate, failed.join(", "))
+        } else {
+            ("This run has ended and trained nothing".to_owned(), Exit::Data, "no update had a gradient".to_owned())
         };
         let facts = vec![("cause", why.clone()), ("last update", last_update(run))];
-        Ending { exit, cause: Some(why), ..Ending::plain(Tone::Bad, "ended, not passed", title, facts) }
+        let ending = Ending::plain(Tone::Bad, "ended, not passed", title, facts);
+        Ending { exit: Some(exit.code()), cause: Some(why), ..ending }
     }
 
     fn of_gates(gates: &[Facts]) -> Ending {

@@ -53,10 +53,9 @@ impl Signs {
         let is_young = beats.is_empty() && taken.is_some_and(|age| age <= STARTING);
         let life = match holder.as_deref().and_then(process_here) {
             Some(true) if is_fresh || is_young => Life::Running,
-            Some(true) => Life::Unknown,
             Some(false) => Life::Gone,
             None if is_fresh => Life::Running,
-            None => Life::Unknown,
+            Some(true) | None => Life::Unknown,
         };
         let mut places: Vec<String> = beats.iter().take(PLACES_MAX).map(|(beat, _)| place(beat)).collect();
         if beats.len() > PLACES_MAX {

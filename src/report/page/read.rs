@@ -168,9 +168,7 @@ mod tests {
         assert_eq!(run.steps.len(), 1);
         assert!(run.steps[0].loss.is_nan(), "a number that was not finite is no torn line");
         let notes = run.notes.join("; ");
-        for words in ["metrics.jsonl, line 2 and 1 more"] {
-            assert!(notes.contains(words), "{notes}");
-        }
+        assert!(notes.contains("metrics.jsonl, line 2 and 1 more"), "{notes}");
     }
 
     #[test]
