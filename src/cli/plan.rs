@@ -10,6 +10,7 @@ use longstraw::plan::measured::MeasuredRates;
 use longstraw::plan::seconds::Rates;
 use longstraw::plan::{self, Advice, Counted, Forecast, Lengths, Pace, Room, SplitBecause, Splits, ladder};
 use longstraw::report::{print_result, say};
+use longstraw::reward;
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::runtime::units::{Tokens, from_index};
 
@@ -17,7 +18,7 @@ use super::arguments::{at_least_one, gradient, rate, share};
 use super::output::print_json;
 use super::start::ConfigFlags;
 
-/// Key of the held-out sets.
+/// Key of the held-out sets; that of one with a name has the name behind it.
 const HELD_OUT: &str = "data.held_out";
 
 /// Default of `--ranks-per-node`: a node of eight GPUs.
@@ -43,6 +44,9 @@ pub(super) struct PlanFlags {
     /// Open the configuration's data sets and use their real lengths: the longest for memory, all of them for seconds
     #[arg(long, conflicts_with = "gates")]
     data: bool,
+    /// Seconds that a judge takes for one reply: adds the waits for judges to the seconds of updates and to the run's hours
+    #[arg(long, value_name = "SECONDS", value_parser = rate, conflicts_with = "gates")]
+    judge_sec: Option<f64>,
     /// One row for each gate from gate2 to gate7, at its own length and group, instead of the configuration's
     #[arg(long)]
     gates: bool,
@@ -120,6 +124,9 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
     if !problems.is_empty() {
         return Err(config::Error::Refused { problems }.into());
     }
+    if plan_flags.data {
+        reward::check_rubrics(config)?;
+    }
     let model = plan_flags.model.as_deref().or(config.model.path.as_deref());
     let scaling = config.model.rope_scaling.as_ref().map(|table| serde_json::json!(table));
     let shape = model.map(|folder| Shape::read(folder, scaling.as_ref())).transpose()?;
@@ -149,23 +156,26 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
         } else {
             print_result(&plan.text(config));
         }
-        notes(&loaded, config, None, plan_flags.data);
+        notes(&loaded, config, None, &[]);
         return Ok(Exit::Done);
     };
     let folder = model.map(plan::model_folder).filter(|_| plan_flags.data);
-    let (config, advice) = whole(config, ranks, &shape, &room, pace.as_ref(), folder)?;
+    let (config, advice) = whole(config, ranks, &shape, &room, pace.as_ref(), folder, plan_flags.judge_sec)?;
     if plan_flags.json {
         print_json(&advice);
     } else {
         print_result(&advice.text(&config));
     }
-    notes(&loaded, &config, Some(&shape), plan_flags.data);
+    notes(&loaded, &config, Some(&shape), &advice.lengths);
+    if plan_flags.judge_sec.is_some() && config.named_judges().is_empty() {
+        say("--judge-sec changes nothing: grpo.reward_fn names no judge");
+    }
     advice.plan.refuse(&room)?;
     Ok(Exit::Done)
 }
 
 /// The plan with everything that it advises: ways to share the ranks out, lengths of the data where a model's `folder` is given,
-/// and the whole run; and the configuration that it is of.
+/// and the whole run with `judge_sec` seconds for a judge's reply; and the configuration that it is of.
 fn whole(
     config: &RunConfig,
     ranks: u64,
@@ -173,6 +183,7 @@ fn whole(
     room: &Room,
     pace: Option<&Pace>,
     folder: Option<&Path>,
+    judge_sec: Option<f64>,
 ) -> Result<(RunConfig, Advice), Failure> {
     let mut config = config.clone();
     let open = plan::is_open(&config);
@@ -207,6 +218,7 @@ fn whole(
             .zip(pace)
             .and_then(|(train, pace)| train.update_seconds(&config, &plan, shape, pace)),
         held_out: held_out_records(&lengths),
+        judge_sec,
     };
     let forecast = Forecast::new(&config, &plan, shape, pace, counted);
     Ok((config, Advice { plan, splits, lengths, forecast }))
@@ -214,8 +226,8 @@ fn whole(
 
 /// Records of all held-out sets that were read; `None` where none was.
 fn held_out_records(lengths: &[(String, Lengths)]) -> Option<u64> {
-    let mut records =
-        lengths.iter().filter(|(key, _)| *key == HELD_OUT).map(|(_, held_out)| from_index(held_out.records));
+    let held_out = lengths.iter().filter(|(key, _)| key.starts_with(HELD_OUT));
+    let mut records = held_out.map(|(_, held_out)| from_index(held_out.records));
     let first = records.next()?;
     Some(first + records.sum::<u64>())
 }
@@ -242,25 +254,30 @@ pub(super) fn lengths(config: &RunConfig, shape: &Shape, folder: &Path) -> Resul
 
 /// Files of the data sets, with the key of each.
 fn sets(config: &RunConfig) -> Vec<(String, &Path)> {
+    let key = |name: &str| match config.data.held_out {
+        Some(HeldOutFiles::Named(_)) => format!("{HELD_OUT}.{name}"),
+        _ => HELD_OUT.to_owned(),
+    };
     let held_out = config.data.held_out.iter().flat_map(HeldOutFiles::sets);
-    let held_out = held_out.map(|(_, file)| (HELD_OUT.to_owned(), file));
+    let held_out = held_out.map(|(name, file)| (key(name), file));
     config.data.train_files().into_iter().chain(held_out).collect()
 }
 
 /// Lines beside the plan.
-fn notes(loaded: &Loaded, config: &RunConfig, shape: Option<&Shape>, reads_data: bool) {
+fn notes(loaded: &Loaded, config: &RunConfig, shape: Option<&Shape>, lengths: &[(String, Lengths)]) {
     let context = shape.and_then(|shape| shape.context_note(config.context.max_seq_len));
     let data = sets(config).into_iter().filter_map(|(key, path)| size_note(&key, path, config.context.prompt_len));
     let limit = loaded.run.context.prompt_len;
-    let longest = (reads_data && config.context.prompt_len < limit).then(|| {
+    let longest = (!lengths.is_empty() && config.context.prompt_len < limit).then(|| {
         let longest = config.context.prompt_len;
         format!(
-            "the plan is for the longest prompt of the data, {longest}; a run takes memory for context.prompt_len = {limit}, so set \
-             context.prompt_len = {longest}"
+            "the plan is for the longest prompt of the data, {longest}; a run takes memory for context.prompt_len = {limit}. \
+             Optional: with context.prompt_len = {longest} a run takes what the plan says"
         )
     });
+    let refused = lengths.iter().filter_map(|(key, lengths)| lengths.refusal(key));
     let judges = loaded.run.judges_notes();
-    for note in loaded.notes().into_iter().chain(context).chain(data).chain(longest).chain(judges) {
+    for note in loaded.notes().into_iter().chain(context).chain(data).chain(longest).chain(refused).chain(judges) {
         say(&note);
     }
 }

@@ -1,9 +1,10 @@
 //! The verbs that check the endpoint and the machine before a run.
 
-use longstraw::config::{self, Environment, Gate, WithoutFile};
+use longstraw::config::{self, Environment, Gate, RunConfig, WithoutFile};
 use longstraw::endpoint::Endpoint;
-use longstraw::endpoint::ping::{self, SeveralProcesses};
+use longstraw::endpoint::ping::{self, Asked, SeveralProcesses};
 use longstraw::report::print_result;
+use longstraw::reward;
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::tools::doctor::{self, Report};
 use longstraw::tools::gate::{self, Check};
@@ -18,13 +19,36 @@ pub(super) fn ping(flags: ConfigFlags, json: bool) -> Result<Exit, Failure> {
     require_one_process(&environment)?;
     let loaded = config::load(&flags.overrides(WithoutFile::DefaultsInPart))?;
     let endpoint = Endpoint::open(&loaded.run, &environment)?;
-    let ping = ping::run(&endpoint, loaded.run.default_model()?);
+    let ping = ping::run(&endpoint, &asked(&loaded.run)?);
     if json {
         print_json(&ping);
     } else {
         print_result(&ping.text());
     }
-    ping.error.map_or(Ok(Exit::Done), |error| Err(error.into()))
+    let temperature = ping.temperature;
+    ping.error.map_or(Ok(Exit::Done), |error| Err(reward::message_failure(error, temperature)))
+}
+
+/// The models that a run asks: the service's own one, and those that its judges name, with the temperature of judges.
+fn asked(run: &RunConfig) -> Result<Vec<Asked<'_>>, config::Error> {
+    let judges = run.named_judges();
+    let mut models = Vec::new();
+    if judges.iter().all(|(_, judge)| judge.model.is_none()) || run.endpoint.default_model.is_some() {
+        models.push(run.default_model()?);
+    }
+    for model in judges.iter().filter_map(|(_, judge)| judge.model) {
+        if !models.contains(&model) {
+            models.push(model);
+        }
+    }
+    let judged = |model: &str| judges.iter().any(|(_, judge)| judge.model == Some(model));
+    let default = run.endpoint.default_model.as_deref();
+    let asked = models.into_iter().map(|model| Asked {
+        model,
+        temperature: run.reward.judge_temperature.number().filter(|_| judged(model)),
+        is_default: default == Some(model),
+    });
+    Ok(asked.collect())
 }
 
 /// The first gate: the checks of `ping` with a receipt. Needs no ranks and no model.
@@ -35,13 +59,14 @@ pub(super) fn key_gate(flags: ConfigFlags, gate: &Gate, json: bool) -> Result<Ex
     let dir = &loaded.rank.dir;
     gate::move_away(dir)?;
     std::fs::create_dir_all(dir).map_err(|source| gate::Error::File { file: dir.clone(), source })?;
-    let model = loaded.run.default_model()?;
+    let models = asked(&loaded.run)?;
     let (checks, fault) = match Endpoint::open(&loaded.run, &environment) {
         Ok(endpoint) => {
-            let ping = ping::run(&endpoint, model);
+            let ping = ping::run(&endpoint, &models);
             let means = ping.error.as_ref().map(ToString::to_string).unwrap_or_default();
             let checks = ping.checks.iter().map(|check| gate_check(check, &means)).collect();
-            (checks, ping.error.map(Failure::from))
+            let temperature = ping.temperature;
+            (checks, ping.error.map(|error| reward::message_failure(error, temperature)))
         }
         Err(error) => {
             let (name, means) = ("endpoint".to_owned(), error.to_string());

@@ -246,10 +246,24 @@ impl Classified for Error {
 /// One problem in a line, several as a numbered list.
 fn listed(problems: &[Problem]) -> String {
     match problems {
-        [one] => format!("configuration refused: {one}"),
+        [one] => format!("configuration refused: {one}{}", settings_hint(problems)),
         many => {
             let lines: Vec<String> = many.iter().enumerate().map(|(i, p)| format!("  {}. {p}", i + 1)).collect();
-            format!("configuration refused, {} problems:\n{}", many.len(), lines.join("\n"))
+            format!("configuration refused, {} problems:\n{}{}", many.len(), lines.join("\n"), settings_hint(problems))
         }
     }
+}
+
+/// What helps where a settings file has values that do not fit the configuration: it may be another service's.
+fn settings_hint(problems: &[Problem]) -> String {
+    let of_settings = problems.iter().find_map(|problem| match (&problem.source, &problem.fault) {
+        (Some(Source::Settings(file)), Fault::Should { .. }) => Some(file),
+        _ => None,
+    });
+    of_settings.map_or_else(String::new, |file| {
+        format!(
+            "\n{} overrides config.toml; a settings file of {{}} leaves the service to config.toml (--settings FILE)",
+            file.display()
+        )
+    })
 }

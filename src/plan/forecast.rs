@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::budget::Plan;
-use super::judged::{self, Judged};
+use super::judged::{self, Judged, Waits};
 use super::predict::{Pace, predict};
 use super::sizes::{adapter_elements, element_bytes};
 use crate::config::{Gradient, RunConfig};
@@ -41,13 +41,16 @@ pub struct Forecast {
     pub evaluation_seconds: Option<f64>,
     pub saves: u64,
     pub checkpoint_bytes: Bytes,
-    /// All of it, without the judge's own time; absent without rates.
+    /// All of it, with the judges' time only where the seconds of a reply were given; absent without rates.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hours: Option<f64>,
     /// Requests to the judge for training; 0 without one.
     pub judge_requests: u64,
     /// The same for held-out answers, where their prompts are counted.
     pub held_out_requests: u64,
+    /// Rounds of replies that an update and an evaluation wait for; absent without a judge.
+    #[serde(rename = "judge_waits", skip_serializing_if = "Option::is_none")]
+    waits: Option<Waits>,
     /// Tokens of all these requests, about; 0 without a judge.
     pub judge_tokens_in: u64,
     /// Tokens of the replies, about.
@@ -73,6 +76,8 @@ pub struct Counted {
     pub update_seconds: Option<f64>,
     /// Held-out prompts, where their file was read.
     pub held_out: Option<u64>,
+    /// Seconds of one reply of a judge, as the user expects them.
+    pub judge_sec: Option<f64>,
 }
 
 impl Forecast {
@@ -84,24 +89,21 @@ impl Forecast {
         let groups = config.groups_per_update(ranks);
         let answers = groups.saturating_mul(config.grpo.group_size);
         let of_longest = plan.seconds.as_ref().map(|seconds| seconds.of_update(config.optimizer.grad_accum));
-        let update_seconds = counted.update_seconds.or(of_longest);
+        let waits = Waits::of(config, ranks, counted.judge_sec);
+        let waited = |seconds: f64| seconds + waits.as_ref().map_or(0.0, Waits::update_seconds);
+        let update_seconds = counted.update_seconds.or(of_longest).map(waited);
         let has_held_out = config.data.held_out.is_some();
         // The one after the last update is not one on the way.
         let on_the_way = updates.saturating_sub(1).checked_div(config.eval.every).unwrap_or(0);
         let evaluations = if has_held_out { on_the_way.saturating_add(EVALUATIONS) } else { 0 };
         let held_out_prompts = counted.held_out.filter(|_| has_held_out);
-        let prompt_seconds = pace.and_then(|pace| held_out_seconds(config, plan, shape, pace));
+        let waited = |seconds: f64| seconds + waits.as_ref().map_or(0.0, Waits::held_out_seconds);
+        let prompt_seconds = pace.and_then(|pace| held_out_seconds(config, plan, shape, pace)).map(waited);
         let turns = held_out_prompts.map(|prompts| prompts.div_ceil(config.dp_size(ranks).max(1)));
         let evaluation_seconds = turns.zip(prompt_seconds).map(|(turns, seconds)| float(turns) * seconds);
         let checkpoint_bytes = checkpoint_bytes(config, shape);
         let of_updates = update_seconds.map(|seconds| seconds * float(updates));
-        // With `keep_best` each evaluation has a checkpoint.
-        let of_best = if config.checkpoint.keep_best.is_some() {
-            on_the_way.saturating_sub(both(config.eval.every, config.checkpoint.every, updates.saturating_sub(1)))
-        } else {
-            0
-        };
-        let saves = saves(config, of_updates).saturating_add(of_best);
+        let saves = saves(config, of_updates).saturating_add(saves_of_best(config, on_the_way));
         let save_seconds = float(saves) * float(checkpoint_bytes.0) / DISK_RATE;
         let evaluated = float(evaluations) * evaluation_seconds.unwrap_or(0.0);
         let hours = of_updates.map(|seconds| (seconds + evaluated + save_seconds) / 3600.0);
@@ -134,6 +136,7 @@ impl Forecast {
             hours,
             judge_requests: judges.saturating_mul(drawn),
             held_out_requests: if samples { judges.saturating_mul(held_out_answers) } else { 0 },
+            waits,
             judge_tokens_in: judged.tokens_in,
             judge_tokens_out: judged.tokens_out,
             judge_cost: judged.cost.filter(|_| judges > 0),
@@ -168,10 +171,15 @@ impl Forecast {
             };
             lines.push(format!(
                 "{what}: {seconds:.1} s; the run of {}: {hours:.1} hours, {} of {} among them (at 0.5 GB/s, an \
-                 assumption){evaluations}; a judge's or a program's own time comes on top",
+                 assumption){evaluations}; {} comes on top",
                 many(*updates, "update"),
                 many(*saves, "save"),
-                self.checkpoint_bytes
+                self.checkpoint_bytes,
+                if self.waits.as_ref().is_some_and(Waits::is_timed) {
+                    "the judges' time is in it, a program's own"
+                } else {
+                    "a judge's or a program's own time"
+                }
             ));
         } else {
             let updates = many(*updates, "update");
@@ -190,6 +198,7 @@ impl Forecast {
                 "judge requests of the run: {} for training{held_out}; what fails and is sent again comes on top",
                 self.judge_requests
             ));
+            lines.extend(self.waits.as_ref().map(Waits::text));
             lines.push(judged::text(self.judge_tokens_in, self.judge_tokens_out, self.judge_cost));
         }
         lines.push(format!(
@@ -201,6 +210,15 @@ impl Forecast {
         ));
         lines.join("\n")
     }
+}
+
+/// Saves of evaluations on the way: with `keep_best` each has a checkpoint.
+fn saves_of_best(config: &RunConfig, on_the_way: u64) -> u64 {
+    if config.checkpoint.keep_best.is_none() {
+        return 0;
+    }
+    let before_last = config.run.steps.saturating_sub(1);
+    on_the_way.saturating_sub(both(config.eval.every, config.checkpoint.every, before_last))
 }
 
 /// Numbers from 1 to `most` that both divide.

@@ -34,6 +34,8 @@ pub struct Lengths {
     pub named: Vec<String>,
     /// Whether they are cut.
     pub cuts: bool,
+    /// Records without `reward_data.question` that a judge scores; 0 without a judge.
+    pub without_question: usize,
     /// Mean of the prompts as a run takes them.
     #[serde(skip)]
     taken_mean: f64,
@@ -77,6 +79,8 @@ impl Lengths {
         let prompts: Vec<Tokens> = whole.iter().map(|&tokens| tokens.min(most)).collect();
         let too_long = named.len();
         named.truncate(NAMED_MAX);
+        let has_question = |group: &data::Group| group.reward_data.get("question").is_some_and(|text| !text.is_null());
+        let judged = !config.named_judges().is_empty();
         Ok(Lengths {
             records: data.len(),
             longest: whole.iter().copied().max().unwrap_or_default(),
@@ -85,6 +89,7 @@ impl Lengths {
             too_long,
             named,
             cuts: config.data.too_long != TooLong::Refuse,
+            without_question: if judged { groups().filter(|group| !has_question(group)).count() } else { 0 },
             prompts,
             sources: Vec::new(),
         })
@@ -105,6 +110,7 @@ impl Lengths {
             too_long: sets.iter().map(|(_, set)| set.too_long).sum(),
             named,
             cuts: sets.iter().any(|(_, set)| set.cuts),
+            without_question: sets.iter().map(|(_, set)| set.without_question).sum(),
             prompts: sets.iter().flat_map(|(_, set)| set.prompts.iter().copied()).collect(),
             sources: sets.iter().map(|(weight, set)| (*weight, set.records)).collect(),
         }
@@ -114,6 +120,19 @@ impl Lengths {
     #[must_use]
     pub fn longest_taken(&self) -> Tokens {
         self.prompts.iter().copied().max().unwrap_or_default()
+    }
+
+    /// What a run would end with for these records, which `key` names; `None` where it takes all of them.
+    #[must_use]
+    pub fn refusal(&self, key: &str) -> Option<String> {
+        // Of several files together each one says it for itself.
+        (self.too_long > 0 && !self.cuts && self.sources.is_empty()).then(|| {
+            format!(
+                "{key}: {} of {} records are too long, and with data.too_long = \"refuse\" `longstraw train` ends with exit 3 there; \
+                 raise context.prompt_len or context.answer_len, or let data.too_long cut prompts",
+                self.too_long, self.records
+            )
+        })
     }
 
     /// The order of the groups of a run.
@@ -165,7 +184,7 @@ impl Lengths {
     /// The lines that the command prints; `groups` of an update that are made of these prompts, for what updates are made of.
     #[must_use]
     pub fn text(&self, key: &str, groups: Option<f64>) -> String {
-        let Lengths { records, longest, mean, taken_mean, too_long, .. } = self;
+        let Lengths { records, longest, mean, taken_mean, too_long, without_question, .. } = self;
         let update = groups.map(|groups| format!("; {:.0} prompt tokens an update", taken_mean * groups));
         let mut lines = vec![format!(
             "{key}: {records} prompts, the longest {longest} tokens, {mean:.0} on average{}",
@@ -175,6 +194,11 @@ impl Lengths {
             let what = if self.cuts { "cut as data.too_long says" } else { "refused as too long" };
             let more = if *too_long > self.named.len() { ", …" } else { "" };
             lines.push(format!("  {too_long} of them would be {what}: {}{more}", self.named.join("; ")));
+        }
+        if *without_question > 0 {
+            lines.push(format!(
+                "  {without_question} of them have no reward_data.question: a judge gets their answers without one"
+            ));
         }
         lines.join("\n")
     }

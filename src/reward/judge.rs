@@ -17,6 +17,7 @@ use serde_json::{Map, Value};
 use super::candidate::Candidate;
 use super::error::{Error, Missing};
 use super::excerpt;
+use super::message_failure;
 use super::text;
 use super::verdict::Reader;
 use crate::config::{Environment, JudgeSettings, RunConfig};
@@ -106,13 +107,7 @@ impl Judge {
         let user = "Reply with: ready";
         let Judge { model, temperature, .. } = self;
         let message = Message { model, max_tokens: 1, temperature: *temperature, system: None, user };
-        let Err(error) = self.endpoint.message(&message) else { return Ok(()) };
-        match *temperature {
-            Some(temperature) if error.to_string().contains("temperature") => {
-                Err(Error::Temperature { error, temperature }.into())
-            }
-            _ => Err(error.into()),
-        }
+        self.endpoint.message(&message).map(drop).map_err(|error| message_failure(error, *temperature))
     }
 
     /// The longest that so many answers may take.
@@ -235,7 +230,7 @@ impl Judge {
 }
 
 /// A rubric's text.
-fn rubric(file: &Path) -> Result<String, Error> {
+pub(super) fn rubric(file: &Path) -> Result<String, Error> {
     let rubric = reading::text(file).map_err(|source| Error::Rubric { file: file.to_owned(), source })?;
     let bytes = from_index(rubric.trim().len());
     if (1..=RUBRIC_BYTES_MAX).contains(&bytes) {

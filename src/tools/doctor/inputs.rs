@@ -12,6 +12,7 @@ use crate::model::shards::Checkpoint;
 use crate::model::spec::Spec;
 use crate::plan::{self, Place, Room};
 use crate::report::no_locks;
+use crate::reward;
 use crate::runtime::failure::{Exit, Failure};
 use crate::runtime::file_lock::{Locked, lock};
 use crate::runtime::memory::available_memory;
@@ -142,6 +143,18 @@ pub(super) fn run_folder(folder: &Path) -> Finding {
         }
         Err(error) => Finding::warn(name, format!("{shown} can be written; its free space is unknown: {error}"), ""),
     }
+}
+
+/// The rubrics of judges; `None` where the configuration names no file of one.
+pub(super) fn rubrics(run: &RunConfig) -> Option<Finding> {
+    let judges = run.named_judges();
+    let files = judges.iter().filter(|(_, judge)| judge.rubric.is_some()).count();
+    (files > 0).then(|| match reward::check_rubrics(run) {
+        Ok(()) => {
+            Finding::ok("rubrics", if files == 1 { "1 can be read".to_owned() } else { format!("{files} can be read") })
+        }
+        Err(error) => Finding::failed("rubrics", &Failure::from(error)),
+    })
 }
 
 /// Whether the endpoint's key is set, if an endpoint is configured. The key is never shown.

@@ -85,6 +85,7 @@ fn check_rank(
             findings.push(model);
             findings.push(inputs::memory(loaded, spec.as_ref(), gpu.as_ref(), counts));
             findings.push(inputs::run_folder(&loaded.rank.dir));
+            findings.extend(inputs::rubrics(&loaded.run));
             findings.push(inputs::key(&loaded.run, environment));
         }
         Err(_) => findings.push(inputs::memory_alone()),
