@@ -961,3 +961,17 @@ fn the_document_is_what_the_default_file_and_the_list_of_keys_say() {
 fn write_the_document() {
     std::fs::write(document_path(), document()).expect("docs/configuration.md");
 }
+
+#[test]
+fn a_settings_file_that_does_not_fit_is_refused_with_the_cure() {
+    let flags = ["endpoint.style=chat_completions"];
+    let error =
+        load(&[("config.toml", USERS_CONFIG), ("settings.json", USERS_SETTINGS)], &[], &flags).expect_err("refused");
+    let words = error.to_string();
+    assert!(
+        words.contains("endpoint.style") && words.contains("a settings file of {} leaves the service to config.toml")
+    );
+    let error =
+        load(&[("config.toml", USERS_CONFIG), ("settings.json", "{}")], &[], &["run.sed=1"]).expect_err("refused");
+    assert!(!error.to_string().contains("settings file"), "{error}");
+}

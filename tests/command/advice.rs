@@ -32,6 +32,7 @@ fn the_documents_of_sixteen_gpus_are_planned_with_ranks_hours_and_requests() {
         "an update of 16 groups, 128 answers: ",
         "the run of 500 updates: ",
         "judge requests of the run: 64000 for training, and one for each held-out answer",
+        "judge waits: 128 answers by 1 judge, 32 at a time (reward.judge_parallel): 4 times the seconds of a reply",
         "tokens drawn in the run: up to 131072000",
     ] {
         assert!(said.out.contains(words), "{words}: {said}");
@@ -83,6 +84,53 @@ fn every_way_to_share_ranks_out_has_the_same_groups_and_the_fastest_that_fits_is
 }
 
 #[test]
+fn the_seconds_of_a_judges_reply_are_in_updates_and_hours_where_they_are_given() {
+    let forecast =
+        |flags: &[&str], sets: &[&str]| sixteen(&[&["--json"][..], flags].concat(), sets).json()["forecast"].clone();
+    let number = |forecast: &Value, key: &str| forecast[key].as_f64().unwrap();
+    let (without, with) = (forecast(&[], &[]), forecast(&["--judge-sec", "5"], &[]));
+    near(number(&with, "update_seconds"), number(&without, "update_seconds") + 20.0, 1e-12, "four rounds of 5 s");
+    assert!(number(&with, "hours") > number(&without, "hours") + 500.0 * 20.0 / 3600.0 - 1e-9);
+    assert_eq!((&with["judge_waits"]["rounds"], &with["judge_waits"]["reply_sec"]), (&json!(4), &json!(5.0)));
+    // One prompt at a time: each of 16 turns waits for itself.
+    assert_eq!(forecast(&[], &["parallel.cp_size=16"])["judge_waits"]["rounds"], json!(16));
+    let said = sixteen(&["--judge-sec", "5"], &[]);
+    assert!(said.out.contains("the judges' time is in it") && said.out.contains("20 s at 5 s a reply"), "{said}");
+    sixteen(&["--judge-sec", "5"], &["grpo.reward_fn=one"]).ended(0, &["--judge-sec changes nothing"]);
+}
+
+#[test]
+fn a_plan_of_the_data_reads_rubrics_and_names_held_out_sets() {
+    let text = config(&case("qwen3"))
+        + "[rollout]\nsample = true\n[reward]\nrubric = \"rubric.txt\"\n[endpoint]\napi_base = \"https://example.org\"\n\
+           default_model = \"j\"\n[endpoint.usage]\nreward_scoring = true\n";
+    let text = text.replace("reward_fn = \"data\"", "reward_fn = \"judge\"");
+    let text = text.replace(
+        "path = \"train.jsonl\"",
+        "path = \"train.jsonl\"\nheld_out = { codes = \"a.jsonl\", books = \"b.jsonl\" }",
+    );
+    let mut asked = record(9, [1, 2, 1]);
+    asked["reward_data"] = json!({"question": "Which letter?"});
+    let (one, two) = (lines(&[record(7, [1, 2, 1])]), lines(&[asked.clone(), record(9, [1, 2, 1])]));
+    let files = [("config.toml", text.as_str()), ("train.jsonl", &two), ("a.jsonl", &one), ("b.jsonl", &one)];
+    let room = Room::with(&files);
+    let plan = ["plan", "--ranks", "1", "--data"];
+    room.alone(&plan).refused(2, &["reward.rubric: rubric.txt: "]);
+    room.alone(&plan[..3]).ended(0, &[]);
+    room.write("rubric.txt", "Judge.");
+    let said = room.alone(&plan);
+    said.ended(0, &["Optional: with context.prompt_len = 9 "]);
+    for words in [
+        "data.held_out.codes: 1 prompts",
+        "data.held_out.books: 1 prompts",
+        "  1 of them have no reward_data.question: a judge gets their answers without one",
+        "2 evaluations of 2 held-out prompts",
+    ] {
+        assert!(said.out.contains(words), "{words}: {said}");
+    }
+}
+
+#[test]
 fn a_plan_of_the_data_has_its_real_lengths_and_names_records_that_are_too_long() {
     let text = config(&case("qwen3"))
         + "[rollout]\nsample = true\n[endpoint]\napi_base = \"https://example.org\"\ndefault_model = \"j\"\n";
@@ -94,7 +142,7 @@ fn a_plan_of_the_data_has_its_real_lengths_and_names_records_that_are_too_long()
     let room = Room::with(&files);
     let usage = ["--set", "endpoint.usage.reward_scoring=true", "--rate-host", "50", "--data"];
     let said = room.alone(&[&["plan", "--ranks", "1"][..], &usage].concat());
-    said.ended(0, &[]);
+    said.ended(0, &["data.path: 2 of 4 records are too long", "`longstraw train` ends with exit 3"]);
     for words in [
         "data.path: 4 prompts, the longest 130 tokens, 51 on average; 42 prompt tokens an update",
         "2 of them would be refused as too long: of 130: prompt of 130 tokens; of 8: answer of 30 tokens",

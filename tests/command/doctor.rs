@@ -123,6 +123,37 @@ fn a_plan_that_does_not_fit_is_shown_with_its_sum() {
 }
 
 #[test]
+fn the_rubrics_of_judges_are_read() {
+    let room = room();
+    room.write(
+        "settings.json",
+        r#"{ "api_base": "http://127.0.0.1:9", "default_model": "j", "usage": { "reward_scoring": true } }"#,
+    );
+    let arguments = [
+        "doctor",
+        "--set",
+        "grpo.reward_fn=judge",
+        "--set",
+        "reward.rubric=rubric.txt",
+        "--set",
+        "rollout.sample=true",
+    ];
+    let doctor = || {
+        room.run(&Call {
+            ranks: 0,
+            program: LONGSTRAW,
+            arguments: &arguments,
+            variables: &[("TAOTOKEN_API_KEY", SENTINEL)],
+        })
+    };
+    fails(&doctor(), 2, "rubrics", &["reward.rubric: rubric.txt: "]);
+    room.write("rubric.txt", "Judge.");
+    let said = doctor();
+    said.ended(0, &[]);
+    assert!(line(&said, "rubrics").starts_with("ok"), "{said}");
+}
+
+#[test]
 fn a_key_is_checked_if_an_endpoint_is_configured_and_never_shown() {
     let room = room();
     room.write("settings.json", SETTINGS);

@@ -58,6 +58,43 @@ fn an_answering_service_is_reported_with_times_and_attempts() {
 }
 
 #[test]
+fn each_model_that_judges_name_gets_a_message_with_their_temperature() {
+    let judged = |temperature: &str, script: Vec<Turn>| {
+        let service = Service::of(script);
+        let sets = [
+            r#"grpo.reward_fn=[{name="judge",weight=1.0},{name="judge:small",weight=1.0}]"#,
+            r#"reward.judges={small={model="judge-small"}}"#,
+            temperature,
+            "endpoint.usage.reward_scoring=true",
+        ];
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        (ping(&service.base(), &sets), service.heard())
+    };
+    let (said, heard) = judged("reward.judge_temperature=0", vec![models(), reply(), reply()]);
+    said.ended(0, &[]);
+    for words in
+        ["models judge-large, judge-small", "judge-small is among them", "judge_answered", "judge-small: 14 tokens"]
+    {
+        assert!(said.out.contains(words), "{words}: {said}");
+    }
+    assert_eq!(heard.len(), 3);
+    for (request, model) in heard[1..].iter().zip(["judge-large", "judge-small"]) {
+        assert!(request.contains(&format!(r#""model":"{model}""#)), "{request}");
+        assert!(request.contains(r#""temperature":0"#), "{request}");
+    }
+    let (_, heard) = judged("reward.judge_temperature=none", vec![models(), reply(), reply()]);
+    assert!(heard.iter().all(|request| !request.contains("temperature")), "{heard:?}");
+    // What is wrong with the first model does not hide the second, and a temperature that is refused names its key.
+    let refused = || json(400, r#"{"error": {"message": "temperature is not supported"}}"#);
+    let (said, heard) = judged("reward.judge_temperature=0", vec![models(), refused(), reply()]);
+    said.refused(7, &["reward.judge_temperature = \"none\""]);
+    assert!(
+        heard.len() == 3 && said.out.contains("FAIL  message_answered") && said.out.contains("ok    judge_answered"),
+        "{said}"
+    );
+}
+
+#[test]
 fn a_list_of_several_pages_is_read_to_its_end() {
     let first = json(200, r#"{"data": [{"id": "other"}], "has_more": true}"#);
     let (said, heard) = answered(vec![first, models(), reply()]);
