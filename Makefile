@@ -7,12 +7,14 @@ SHELL := bash
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory
 GATES := gate1 gate2 gate3 gate4 gate5 gate6 gate7
-.PHONY: help deps gpu bench test-gpu build model data run study test test-rust test-mpi test-slurm test-kill gates $(GATES) ci ci-tools fmt fmt-check lint shellcheck tidy install clean
+.PHONY: help deps gpu bench test-gpu build model data run study study-learning test test-rust test-mpi test-slurm test-kill gates $(GATES) ci ci-tools fmt fmt-check lint shellcheck tidy install clean
 
 LONGSTRAW := target/release/longstraw
 # Ranks of `make run` and `make study`, and what else the command is given: make run RANKS=4 ARGS='--set run.steps=3'
 RANKS ?= 2
 ARGS ?=
+# The size of `make study-learning`: small or full.
+SCALE ?= small
 # World sizes of the MPI tests. Uneven ones hide less. 4 is between its neighbours, and costs minutes.
 MPI_RANKS ?= 1 2 3 8
 # The first gate that `make gates` submits, and the length of `make gate3` (all five one after another without it).
@@ -25,7 +27,7 @@ SHELL_FILES = $(wildcard scripts/*.sh tests/slurm/*.sh .ci/run slurm/*.sbatch sl
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  LIBTORCH=FOLDER uses a libtorch 2.11 that is there already; RANKS=N and ARGS='...' go to \`make run\` and \`make study\`."
 
@@ -34,6 +36,9 @@ run: build model data ## train SmolLM2-135M on this machine, two ranks, no GPU (
 
 study: build model ## gradient modes against the exact gradient on SmolLM2, by length and projection (tens of minutes on two cores)
 	scripts/mpirun.sh $(RANKS) $(LONGSTRAW) study $(ARGS)
+
+study-learning: build model ## what is learnt at length, by gradient mode (SCALE=small: minutes on a CPU; SCALE=full: one GPU, again to go on)
+	scripts/study_learning.py $(SCALE) $(ARGS)
 
 test: test-rust test-mpi ## all tests: unit, command, and MPI claims on 1, 2, 3 and 8 ranks (sets everything up first)
 

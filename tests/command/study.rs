@@ -86,3 +86,47 @@ fn lengths_that_are_too_short_and_absent_adapters_are_refused() {
     room.alone(&[&SHORT[..], &["--adapters", "absent"]].concat()).refused(3, &["absent"]);
     room.alone(&["study", "model", "--length", "0"]).ended(2, &["should be POSITIONS or POSITIONS:PROMPTS"]);
 }
+
+/// A line of metrics.jsonl for an evaluation with one set for each depth.
+fn evaluation(step: u64, far: [f64; 2]) -> Value {
+    let set = |[reward, greedy]: [f64; 2]| json!({ "reward": reward, "greedy": greedy, "truncated_share": 0.25 });
+    json!({ "evaluation": { "step": step, "sets": { "far": set(far), "middle": set([0.5, 0.5]), "near": set([1.0, 1.0]) } } })
+}
+
+#[test]
+fn the_table_of_the_study_of_learning_has_means_over_seeds_and_no_row_for_arms_that_were_not_run() {
+    let room = Room::new();
+    for (seed, rewards, far) in [(0, [0.0, 0.5], [0.25, 0.5]), (1, [0.25, 0.75], [0.75, 1.0])] {
+        let mut lines = vec![evaluation(0, [0.0, 0.0])];
+        lines.extend(
+            (1..).zip(rewards).map(|(step, reward): (u64, f64)| json!({ "step": step, "reward_mean": reward })),
+        );
+        lines.push(evaluation(2, far));
+        let lines: Vec<String> = lines.iter().map(Value::to_string).collect();
+        let dir = format!("out/8k-exact-{seed}");
+        fs::create_dir_all(room.path().join(&dir)).unwrap();
+        room.write(&format!("{dir}/metrics.jsonl"), lines.join("\n"));
+    }
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/study_learning.py");
+    let said = std::process::Command::new("python3")
+        .arg(script)
+        .args(["full", "--table-only", "--stage", "8k", "--out", "out"])
+        .current_dir(room.path())
+        .output()
+        .unwrap();
+    let table = String::from_utf8(said.stdout).unwrap();
+    assert!(said.status.success(), "{table}{}", String::from_utf8_lossy(&said.stderr));
+    let row = |start: &str| {
+        let rows: Vec<&str> = table.lines().filter(|line| line.starts_with(start)).collect();
+        assert_eq!(rows.len(), 1, "{start} in:\n{table}");
+        rows[0].to_owned()
+    };
+    assert_eq!(
+        row("| exact | 0, 1 | 2 |"),
+        "| exact | 0, 1 | 2 | 0.38 | 0.50 ± 0.25 | 0.75 | 0.50 ± 0.00 | 0.50 | 1.00 ± 0.00 | 1.00 | 0.25 |"
+    );
+    assert!(row("| exact | 0, 1 | 0 |").contains("| 0.00 ± 0.00 | 0.00 |"));
+    assert!(!table.contains("response"), "an arm without runs has no row:\n{table}");
+    let curve = fs::read_to_string(room.path().join("out/8k.svg")).unwrap();
+    assert_eq!(curve.matches("<polyline").count(), 1, "{curve}");
+}
