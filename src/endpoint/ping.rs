@@ -113,7 +113,9 @@ pub fn run(endpoint: &Endpoint, models: &[Asked<'_>]) -> Ping {
         if answered.iter().any(|(_, reply)| reply.is_ok()) {
             ping.forgive_list();
         }
-        answered.into_iter().for_each(|(asked, reply)| ping.message(asked, reply));
+        for (asked, reply) in answered {
+            ping.message(asked, reply);
+        }
     }
     ping.passed = ping.error.is_none();
     ping

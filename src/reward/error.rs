@@ -9,7 +9,7 @@ use super::verdict::Unread;
 use crate::config::RewardName;
 use crate::endpoint;
 use crate::program::stderr_words;
-use crate::runtime::failure::{Classified, Exit};
+use crate::runtime::failure::{Classified, Exit, Failure};
 
 /// Why answers cannot be scored as the configuration says.
 #[expect(missing_docs, reason = "the fields are parts of the message, which says what they are")]
@@ -63,6 +63,17 @@ pub enum Error {
         "record {record}: its reward_data.pattern {pattern} is no pattern: {reason}; correct it (docs.rs/regex has the syntax)"
     )]
     RecordPattern { record: String, pattern: String, reason: String },
+}
+
+/// The failure of a tiny message that stated this temperature; one that is about the temperature names the key.
+#[must_use]
+pub fn message_failure(error: endpoint::Error, temperature: Option<f64>) -> Failure {
+    match temperature {
+        Some(temperature) if error.to_string().contains("temperature") => {
+            Error::Temperature { error, temperature }.into()
+        }
+        _ => error.into(),
+    }
 }
 
 impl Classified for Error {

@@ -15,9 +15,8 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 
 use super::candidate::Candidate;
-use super::error::{Error, Missing};
+use super::error::{Error, Missing, message_failure};
 use super::excerpt;
-use super::message_failure;
 use super::text;
 use super::verdict::Reader;
 use crate::config::{Environment, JudgeSettings, RunConfig};

@@ -18,11 +18,11 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 
 pub use candidate::{Candidate, Part, Rewarded, missing_by_kind};
-pub use error::{Error, Missing, ProgramFault};
+pub use error::{Error, Missing, ProgramFault, message_failure};
 pub use verdict::Unread;
 
 use crate::config::{EndpointConfig, Environment, RewardName, RunConfig};
-use crate::endpoint::{self, Spent, cost_of};
+use crate::endpoint::{Spent, cost_of};
 use crate::runtime::failure::Failure;
 use judge::Judge;
 use kinds::Reward;
@@ -37,17 +37,6 @@ pub fn check_rubrics(config: &RunConfig) -> Result<(), Error> {
         .iter()
         .filter_map(|(_, judge)| judge.rubric)
         .try_for_each(|file| judge::rubric(file).map(drop))
-}
-
-/// The failure of a tiny message that stated this temperature; one that is about the temperature names the key.
-#[must_use]
-pub fn message_failure(error: endpoint::Error, temperature: Option<f64>) -> Failure {
-    match temperature {
-        Some(temperature) if error.to_string().contains("temperature") => {
-            Error::Temperature { error, temperature }.into()
-        }
-        _ => error.into(),
-    }
 }
 
 /// One addend of the sum.

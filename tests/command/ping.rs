@@ -66,6 +66,8 @@ fn each_model_that_judges_name_gets_a_message_with_their_temperature() {
             r#"reward.judges={small={model="judge-small"}}"#,
             temperature,
             "endpoint.usage.reward_scoring=true",
+            "rollout.sample=true",
+            "data.path=train.jsonl",
         ];
         let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
         (ping(&service.base(), &sets), service.heard())
