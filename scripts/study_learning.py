@@ -33,6 +33,8 @@ RESPONSE = ["grpo.gradient=response"]
 LAST = ["grpo.gradient={ last = 512 }"]
 # From the base model an answer is worth something when it ends by itself, as in `make run`; later stages begin from a policy
 # that ends its answers, and only the code counts.
+# CPUs are slow at bfloat16.
+ON_CPU = ["model.dtype=float32"]
 FROM_BASE = ['grpo.reward_fn=[{ name = "contains", weight = 0.8 }, { name = "length", weight = 0.2 }]', "grpo.std_min=0.1"]
 
 
@@ -54,10 +56,13 @@ def cut(prompt):
 
 SCALES = {
     "small": [
-        Stage("384", 384, {"far": "0..25", "near": "75..100"}, (24, 4), {"exact": EXACT}, [0], 10, more=FROM_BASE),
+        Stage(
+            "384", 384, {"far": "0..25", "near": "75..100"}, (24, 4), {"exact": EXACT}, [0], 10,
+            more=FROM_BASE + ON_CPU,
+        ),
         Stage(
             "768", 768, {"far": "0..25", "near": "75..100"}, (24, 4), {"exact": EXACT, "response": RESPONSE}, [0], 6,
-            begin="384-exact-0",
+            begin="384-exact-0", more=ON_CPU,
         ),
     ],
     "full": [

@@ -22,6 +22,13 @@ pub(super) fn merge(flags: &MergeFlags) -> Result<Exit, Failure> {
     let MergeFlags { adapter, destination, model } = flags;
     let options = merge::Options { adapter, model: model.as_deref(), destination };
     let summary = merge::merge(&options)?;
+    let scaling = match &summary.rope_scaling {
+        Some(table) => format!("; config.json has the run's rope_scaling, {table}"),
+        None if summary.is_scaling_unknown => {
+            "; config.json is the model's: nothing beside the adapters says whether they had a rope_scaling of their own".into()
+        }
+        None => String::new(),
+    };
     say(&format!(
         "{}: {} with adapters added to {} layers, {} files, {}{}",
         destination.display(),
@@ -29,9 +36,7 @@ pub(super) fn merge(flags: &MergeFlags) -> Result<Exit, Failure> {
         summary.layers,
         summary.files,
         summary.bytes,
-        summary
-            .rope_scaling
-            .map_or_else(String::new, |table| format!("; config.json has the run's rope_scaling, {table}"))
+        scaling
     ));
     Ok(Exit::Done)
 }

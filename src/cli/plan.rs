@@ -188,7 +188,7 @@ fn whole(
     let mut config = config.clone();
     let open = plan::is_open(&config);
     let lengths = folder.map(|folder| lengths(&config, shape, folder)).transpose()?.unwrap_or_default();
-    if let Some(longest) = lengths.iter().map(|(_, lengths)| lengths.longest_taken()).max() {
+    if let Some(longest) = lengths.iter().map(|(_, lengths)| lengths.taken_longest).max() {
         // Memory is that of the longest prompt there is, held-out ones among them.
         config.context.prompt_len = longest;
         config.context.max_seq_len = Tokens(longest.0.saturating_add(config.context.answer_len.0));

@@ -36,9 +36,9 @@ pub struct Lengths {
     pub cuts: bool,
     /// Records without `reward_data.question` that a judge scores; 0 without a judge.
     pub without_question: usize,
-    /// Mean of the prompts as a run takes them.
-    #[serde(skip)]
-    taken_mean: f64,
+    /// Longest prompt as a run takes it: at most `context.prompt_len`.
+    pub taken_longest: Tokens,
+    pub taken_mean: f64,
     /// Prompts in the order of the file, as a run takes them: at most `context.prompt_len`.
     #[serde(skip)]
     prompts: Vec<Tokens>,
@@ -85,6 +85,7 @@ impl Lengths {
             records: data.len(),
             longest: whole.iter().copied().max().unwrap_or_default(),
             mean: mean(&whole),
+            taken_longest: prompts.iter().copied().max().unwrap_or_default(),
             taken_mean: mean(&prompts),
             too_long,
             named,
@@ -106,6 +107,7 @@ impl Lengths {
             records: sets.iter().map(|(_, set)| set.records).sum(),
             longest: sets.iter().map(|(_, set)| set.longest).max().unwrap_or_default(),
             mean: sets.iter().map(|(weight, set)| share(*weight) * set.mean).sum(),
+            taken_longest: sets.iter().map(|(_, set)| set.taken_longest).max().unwrap_or_default(),
             taken_mean: sets.iter().map(|(weight, set)| share(*weight) * set.taken_mean).sum(),
             too_long: sets.iter().map(|(_, set)| set.too_long).sum(),
             named,
@@ -114,12 +116,6 @@ impl Lengths {
             prompts: sets.iter().flat_map(|(_, set)| set.prompts.iter().copied()).collect(),
             sources: sets.iter().map(|(weight, set)| (*weight, set.records)).collect(),
         }
-    }
-
-    /// The longest prompt as a run takes it.
-    #[must_use]
-    pub fn longest_taken(&self) -> Tokens {
-        self.prompts.iter().copied().max().unwrap_or_default()
     }
 
     /// What a run would end with for these records, which `key` names; `None` where it takes all of them.
@@ -175,7 +171,7 @@ impl Lengths {
 
     /// Lengths from the shortest to the longest prompt, evenly apart.
     fn knots(&self, shortest: Tokens) -> Vec<Tokens> {
-        let range = self.longest_taken().0 - shortest.0;
+        let range = self.taken_longest.0 - shortest.0;
         let mut knots: Vec<Tokens> = (0..=KNOTS).map(|at| Tokens(shortest.0 + range * at / KNOTS)).collect();
         knots.dedup();
         knots

@@ -24,9 +24,9 @@ pub struct EvalSummary {
     pub adapters: Option<PathBuf>,
     /// Commit that the binary was built from.
     pub commit: String,
-    /// Time of the end, UTC, RFC 3339; absent while prompts are left.
+    /// Time of the last end, UTC, RFC 3339; absent before the first.
     pub finished: Option<String>,
-    /// What each set has shown, by its name; empty while prompts are left.
+    /// What each set had shown then, by its name.
     pub sets: BTreeMap<String, HeldOut>,
     /// What the numbers follow from: digests and settings. An evaluation goes on only where all are the same.
     pub of: Value,
@@ -73,7 +73,10 @@ impl Results {
             all.map_err(write)?.into_iter().map(|line| ((line.set.clone(), line.index), line)).collect();
         let finished = newest.into_values().collect();
         let results = Results { folder: folder.to_owned(), lines };
-        results.write(about)?;
+        // What an earlier end has written stays until there is a new one.
+        if !is_known {
+            results.write(about)?;
+        }
         Ok((results, finished))
     }
 
@@ -151,6 +154,11 @@ mod tests {
         let (_, finished) = Results::open(folder.path(), &about).unwrap();
         assert_eq!(finished, [line(0), again, line(2), line(3)], "a prompt that was done again, and those after it");
         assert_eq!(Results::about(folder.path()).unwrap(), Some(about.clone()));
+        // A start that draws prompts again takes nothing away before it has something new.
+        let ended = EvalSummary { finished: Some("then".to_owned()), ..about.clone() };
+        results.write(&ended).unwrap();
+        Results::open(folder.path(), &about).unwrap();
+        assert_eq!(Results::about(folder.path()).unwrap(), Some(ended));
         // Lines without word of what they are of are nobody's.
         fs::remove_file(folder.path().join(ABOUT)).unwrap();
         assert!(Results::open(folder.path(), &about).unwrap().1.is_empty());

@@ -46,6 +46,8 @@ pub(super) struct Findings {
 pub(super) struct Alarms {
     config: AlarmConfig,
     past: VecDeque<Past>,
+    /// Seconds of the newest waits for rewards. Of the updates of one round only the first waits, so they reach further back.
+    waits: VecDeque<f64>,
     /// Updates that each raised alarm has lasted.
     lasting: BTreeMap<&'static str, u64>,
 }
@@ -57,7 +59,6 @@ struct Past {
     truncated: Option<f64>,
     equal_groups: f64,
     grad_norm: f64,
-    reward_s: f64,
 }
 
 /// One watched number.
@@ -72,7 +73,8 @@ struct Reading {
 impl Alarms {
     /// `earlier`: the updates before a resume, as far as metrics.jsonl has them.
     pub(super) fn new(config: &AlarmConfig, earlier: &[Step]) -> Alarms {
-        let mut alarms = Alarms { config: config.clone(), past: VecDeque::new(), lasting: BTreeMap::new() };
+        let mut alarms =
+            Alarms { config: config.clone(), past: VecDeque::new(), waits: VecDeque::new(), lasting: BTreeMap::new() };
         for step in earlier {
             alarms.remember(step);
         }
@@ -81,8 +83,8 @@ impl Alarms {
 
     /// Judges an update that was made.
     pub(super) fn judge(&mut self, step: &Step, expected: &Expected) -> Findings {
-        let norm = self.compared(step.grad_norm, |past| past.grad_norm);
-        let wait = self.compared(step.seconds.reward, |past| past.reward_s);
+        let norm = compared(step.grad_norm, self.last(self.config.window).map(|past| past.grad_norm));
+        let wait = compared(step.seconds.reward, self.waits.iter().copied());
         let wait = wait.filter(|_| step.seconds.reward >= REWARD_SEC_MIN);
         self.remember(step);
         let mut readings = self.of_update(step, norm, expected);
@@ -117,8 +119,11 @@ impl Alarms {
             truncated: step.truncated_share,
             equal_groups: step.frac_groups_zero_std,
             grad_norm: step.grad_norm,
-            reward_s: step.seconds.reward,
         });
+        self.waits.extend(Some(step.seconds.reward).filter(|&wait| wait > 0.0));
+        while self.waits.len() > COMPARED_MIN && from_index(self.waits.len()) > self.config.window {
+            self.waits.pop_front();
+        }
         let AlarmConfig { window, reward_flat_warn, reward_flat_stop, zero_gradient_warn, zero_gradient_stop, .. } =
             self.config;
         let counts = [window, reward_flat_warn, zero_gradient_warn];
@@ -127,13 +132,6 @@ impl Alarms {
         while from_index(self.past.len()) > most {
             self.past.pop_front();
         }
-    }
-
-    /// A number in units of the median of those before it that are above 0, as far as the window reaches.
-    fn compared(&self, number: f64, of: fn(&Past) -> f64) -> Option<f64> {
-        let mut before: Vec<f64> = self.last(self.config.window).map(of).filter(|&number| number > 0.0).collect();
-        before.sort_by(f64::total_cmp);
-        (before.len() >= COMPARED_MIN).then(|| number / before[before.len() / 2])
     }
 
     /// The wait for an update's rewards, in units of the median of those before.
@@ -295,6 +293,13 @@ fn reading(
     Some(Reading { name, value, warns: raises(warn), stops: stop.is_some_and(raises), words: words(value) })
 }
 
+/// A number in units of the median of those before it that are above 0.
+fn compared(number: f64, before: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut before: Vec<f64> = before.filter(|&number| number > 0.0).collect();
+    before.sort_by(f64::total_cmp);
+    (before.len() >= COMPARED_MIN).then(|| number / before[before.len() / 2])
+}
+
 fn mean(numbers: &[f64]) -> f64 {
     numbers.iter().sum::<f64>() / float(from_index(numbers.len()))
 }
@@ -418,6 +423,22 @@ mod tests {
         // The first updates of a run have nothing to be compared with.
         let long = Step { seconds: Seconds { reward: 900.0, ..Seconds::default() }, ..healthy(1) };
         assert_eq!(Alarms::new(&config, &[]).judge(&long, &EXPECTED), Findings::default());
+    }
+
+    #[test]
+    fn updates_of_a_round_that_do_not_wait_are_no_waits_to_compare_with() {
+        for window in [3, 10] {
+            let config = AlarmConfig { window, ..config() };
+            let waits = |step: u64, first: f64| {
+                let reward = if step % 4 == 1 { first } else { 0.0 };
+                Step { seconds: Seconds { reward, ..Seconds::default() }, ..healthy(step) }
+            };
+            let mut alarms = Alarms::new(&config, &[]);
+            for step in 1..=40 {
+                assert_eq!(alarms.judge(&waits(step, 8.0), &EXPECTED), Findings::default(), "update {step}");
+            }
+            assert_eq!(names(&alarms.judge(&waits(41, 4000.0), &EXPECTED)), ["reward_sec"], "window {window}");
+        }
     }
 
     #[test]

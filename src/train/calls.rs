@@ -27,10 +27,13 @@ impl Classified for TooManyFailed {
     }
 }
 
+/// Fewer failed calls end nothing: of a few calls one is a large share.
+const FAILED_MIN: u64 = 4;
+
 /// Checks that at most a share of `share_max` of the calls got no reply; `of` names the answers.
 pub(super) fn check(counts: &CallCounts, share_max: f64, of: &str) -> Result<(), TooManyFailed> {
     let CallCounts { calls, failed, failure, .. } = counts;
-    if float(*failed) <= share_max * float(*calls) {
+    if *failed < FAILED_MIN || float(*failed) <= share_max * float(*calls) {
         return Ok(());
     }
     let failure = failure.clone().unwrap_or_default();
@@ -53,8 +56,10 @@ impl Session {
 
     /// A sentence for the user where records of a data set have marks of calls, and nothing answers calls.
     pub(super) fn unused_marks_note(&self, key: &str, data: &Dataset) -> Option<String> {
+        let is_train = key == self.config().data.train_key();
+        let draws = if is_train { self.samples() } else { self.draws_held_out() };
         let given = (0..data.len()).filter(|&index| !data.group(index).tool_marks.is_empty()).count();
-        let unused = given > 0 && self.samples() && self.data.tools.is_none();
+        let unused = given > 0 && draws && self.data.tools.is_none();
         unused.then(|| {
             format!(
                 "{key}: {given} of {} records have \"tool_marks\", and nothing answers calls: tools.command names no program",
@@ -81,10 +86,11 @@ mod tests {
         let of = "the answers of update 3";
         assert!(check(&counts(8, 2), 0.25, of).is_ok());
         assert!(check(&CallCounts::default(), 0.0, of).is_ok(), "no call, no failure");
-        let error = check(&counts(8, 3), 0.25, of).unwrap_err();
+        assert!(check(&counts(3, 3), 0.25, of).is_ok(), "three calls are no measure of a tool");
+        let error = check(&counts(8, 4), 0.25, of).unwrap_err();
         assert_eq!(error.exit(), Exit::Data);
         let words = error.to_string();
-        assert!(words.starts_with("3 of the 8 calls in the answers of update 3 got no reply"), "{words}");
+        assert!(words.starts_with("4 of the 8 calls in the answers of update 3 got no reply"), "{words}");
         assert!(words.ends_with("the last: it hung"), "{words}");
         assert_eq!(warning(&counts(8, 0), "update 3"), None);
         assert!(warning(&counts(8, 1), "update 3").unwrap().contains("1 of 8 calls in update 3"));

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
-use super::evaluate::{Evaluator, wanted};
+use super::evaluate::{Evaluator, check_calls, wanted};
 use super::inputs::Work;
 use super::open::{Prepared, read_spec};
 use super::outcome::Outcome;
@@ -19,6 +19,7 @@ use crate::model::adapter_file;
 use crate::report::{EvalAnswer, EvalLine, EvalSummary, HeldOut, Reporter, Results, set_aside};
 use crate::runtime::failure::{Classified, Exit, Failure};
 use crate::runtime::units::{Rank, Tokens};
+use crate::step::rollout::CallCounts;
 use crate::world::World;
 
 /// Names of what only a run writes.
@@ -198,6 +199,13 @@ fn identity(session: &Session, adapters: Option<&str>) -> Value {
     Value::Object(of)
 }
 
+/// How the calls in all answers of these lines have ended.
+fn calls_in<'a>(lines: impl Iterator<Item = &'a EvalLine>) -> CallCounts {
+    let mut counts = CallCounts::default();
+    lines.flat_map(|line| &line.answers).filter_map(|answer| answer.calls.as_ref()).for_each(|calls| counts.add(calls));
+    counts
+}
+
 /// The results in `out` with the prompts that are finished, on rank 0.
 fn open_results(out: &Path, about: &EvalSummary) -> Result<(Results, Vec<EvalLine>), Failure> {
     if let Some(there) = Results::about(out)? {
@@ -250,7 +258,7 @@ impl Alone<'_> {
                 })
             });
             match Outcome::of(evaluated)? {
-                Outcome::Done(()) => {}
+                Outcome::Done(_) => {}
                 Outcome::Dropped { .. } => {
                     let count = done.len();
                     self.reporter.line(&format!(
@@ -262,6 +270,8 @@ impl Alone<'_> {
                 }
                 Outcome::NoRewards { failure } => return Err(failure),
             }
+            // Of the whole set: an earlier start may have drawn most of it.
+            world.agree(check_calls(session, &set.name, &calls_in(done.values())))?;
         }
         self.sum_up(&lines, out)
     }
@@ -287,5 +297,24 @@ impl Alone<'_> {
         }
         world.on_root(|| Ok(self.results.iter().try_for_each(|results| results.write(&summary))?))?;
         Ok(EvalEnded::Finished { summary: Box::new(summary), out: out.to_owned() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A start that draws few prompts again must not be judged by them alone.
+    #[test]
+    fn the_calls_of_a_set_are_those_of_all_its_lines() {
+        let answer = |calls, failed| EvalAnswer {
+            calls: Some(CallCounts { calls, failed, ..CallCounts::default() }),
+            ..EvalAnswer::default()
+        };
+        let line = |answers| EvalLine { answers, ..EvalLine::default() };
+        let silent = EvalAnswer::default();
+        let lines = [line(vec![answer(90, 0), silent]), line(vec![answer(6, 4)]), line(Vec::new())];
+        let CallCounts { calls, failed, .. } = calls_in(lines.iter());
+        assert_eq!((calls, failed), (96, 4));
     }
 }

@@ -50,10 +50,13 @@ impl Evaluator<'_> {
             return Ok(None);
         }
         let mut lines = Vec::new();
-        self.prompts(set, &wanted, |more| {
+        let counts = self.prompts(set, &wanted, |more| {
             lines.extend(more);
             Ok(())
         })?;
+        // Every rank has counted the same.
+        let replied = check_calls(self.session, &set.name, &counts);
+        self.world.agree(replied).map_err(|failure| Interruption::NoRewards { failure })?;
         let held_out = HeldOut::of(&lines);
         self.warn_of_missing(&set.name, &held_out);
         Ok(Some(held_out))
@@ -72,13 +75,13 @@ impl Evaluator<'_> {
 
     /// Evaluates the prompts of a set at these indices, as many side by side as there are prompt groups of ranks, and gives
     /// `keep` what each turn has shown, in the order of `indices`, on every rank. Every rank comes to every turn, also without a
-    /// prompt. A set with too large a share of calls without a reply is no measurement.
+    /// prompt. Returns how the calls of these answers have ended.
     pub(super) fn prompts(
         &mut self,
         set: &HeldOutSet,
         indices: &[usize],
         mut keep: impl FnMut(Vec<EvalLine>) -> Result<(), Failure>,
-    ) -> Result<(), Interruption> {
+    ) -> Result<CallCounts, Interruption> {
         let (session, world, stop) = (self.session, self.world, self.stop);
         let mut counts = CallCounts::default();
         for (turn, side_by_side) in indices.chunks(world.dp_size).enumerate() {
@@ -111,14 +114,21 @@ impl Evaluator<'_> {
             }
             keep(lines)?;
         }
-        let of = format!("held-out answers of {}", set.name);
-        if let Some(warning) = calls::warning(&counts, &of) {
+        if let Some(warning) = calls::warning(&counts, &answers_of(&set.name)) {
             self.reporter.line(&warning);
         }
-        // Every rank has counted the same.
-        let replied = calls::check(&counts, session.config().tools.failed_share_max, &of);
-        world.agree(replied.map_err(Failure::from)).map_err(|failure| Interruption::NoRewards { failure })
+        Ok(counts)
     }
+}
+
+/// A set with too large a share of calls without a reply is no measurement; `counts` are those of the whole set.
+pub(super) fn check_calls(session: &Session, set: &str, counts: &CallCounts) -> Result<(), Failure> {
+    Ok(calls::check(counts, session.config().tools.failed_share_max, &answers_of(set))?)
+}
+
+/// What messages call the answers of a set.
+fn answers_of(set: &str) -> String {
+    format!("held-out answers of {set}")
 }
 
 /// What a prompt shows on its ranks.

@@ -113,7 +113,7 @@ pub(super) fn read(loaded: &Loaded, world: &World, spec: &Spec, work: Work) -> R
     Ok(inputs)
 }
 
-/// Who answers calls; what stands around replies is checked in every record.
+/// Who answers calls; what stands around replies is checked in every record that answers are drawn for.
 fn open_tools(
     config: &RunConfig,
     files: &Files,
@@ -125,7 +125,8 @@ fn open_tools(
     let tools = Tools::open(config, tokenizer, spec.vocabulary)?;
     if let Some((tools, tokenizer)) = tools.as_ref().zip(tokenizer) {
         tools.check_records(tokenizer, config.data.train_key(), train)?;
-        held_out.iter().try_for_each(|set| tools.check_records(tokenizer, &set.key, &set.data))?;
+        let draws = config.eval_samples() + config.eval_greedy() > 0;
+        held_out.iter().filter(|_| draws).try_for_each(|set| tools.check_records(tokenizer, &set.key, &set.data))?;
     }
     Ok(tools)
 }

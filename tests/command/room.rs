@@ -86,7 +86,6 @@ impl Room {
         room
     }
 
-    /// Writes a file, and creates its folders.
     /// The folder `model`: the checkpoint in `case`, with the tokenizer of another folder.
     pub(crate) fn model_with_tokenizer(&self, case: &Path, tokenizer: &TempDir) {
         let model = self.path().join("model");
@@ -97,6 +96,7 @@ impl Room {
         }
     }
 
+    /// Writes a file, and creates its folders.
     pub(crate) fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
         let file = self.path().join(name);
         fs::create_dir_all(file.parent().unwrap()).unwrap();

@@ -28,6 +28,8 @@ pub enum Problem {
     Shape { name: String, found: Vec<u64>, wanted: [u64; 2] },
     #[error("{VALUES}: {name} is {dtype}; adapters are F32, F16, BF16 or F64")]
     Dtype { name: String, dtype: String },
+    #[error("{VALUES}: `rope_scaling` in its metadata is {found}; it must be a JSON object")]
+    Scaling { found: String },
     #[error("{VALUES}: {name} has {count} values of {elements} that are NaN or infinite")]
     NotFinite { name: String, count: u64, elements: u64 },
 }

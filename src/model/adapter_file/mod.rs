@@ -6,7 +6,7 @@
 mod error;
 mod readers;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -63,9 +63,7 @@ pub fn save(folder: &Path, shape: &AdapterShape, entries: &[Adapter]) -> Result<
     }
     fs::create_dir_all(folder).map_err(|source| Error::Write { file: folder.to_owned(), source })?;
     let values = Begun::beside(folder, VALUES);
-    let scaling = shape.rope_scaling.iter().map(|table| (ROPE_SCALING.to_owned(), table.to_string()));
-    let metadata = [("format".to_owned(), "pt".to_owned())].into_iter().chain(scaling).collect();
-    serialize_to_file(views, Some(metadata), &values.partial)
+    serialize_to_file(views, Some(metadata(shape)), &values.partial)
         .map_err(|source| Error::WriteValues { file: values.target.clone(), source })?;
     let config = Begun::beside(folder, CONFIG);
     let text = format!("{:#}\n", config_of(shape));
@@ -77,6 +75,19 @@ pub fn save(folder: &Path, shape: &AdapterShape, entries: &[Adapter]) -> Result<
         file.step(|partial| fs::rename(partial, &file.target))?;
     }
     values.step(|_| File::open(folder)?.sync_all())
+}
+
+/// What stands in the header of the values besides their names. The map is written in its own order, which differs from map to
+/// map; one in the order of its keys is taken, so that equal adapters are equal files.
+fn metadata(shape: &AdapterShape) -> HashMap<String, String> {
+    let scaling = shape.rope_scaling.as_ref().map(|table| (ROPE_SCALING.to_owned(), table.to_string()));
+    loop {
+        let format = ("format".to_owned(), "pt".to_owned());
+        let map: HashMap<String, String> = [format].into_iter().chain(scaling.clone()).collect();
+        if map.keys().is_sorted() {
+            return map;
+        }
+    }
 }
 
 /// Loads the adapters in `folder` for the model `spec`, as `kind` on `device`, in canonical order.
@@ -130,7 +141,12 @@ pub fn load_where(
     let broken = |source| Error::Values { file: file.clone(), source };
     let (_, header) = SafeTensors::read_metadata(&map).map_err(broken)?;
     let scaling = header.metadata().as_ref().and_then(|metadata| metadata.get(ROPE_SCALING));
-    shape.rope_scaling = scaling.and_then(|table| serde_json::from_str(table).ok());
+    if let Some(found) = scaling {
+        shape.rope_scaling = serde_json::from_str(found).ok().filter(Value::is_object);
+        if shape.rope_scaling.is_none() {
+            problems.push(Problem::Scaling { found: found.clone() });
+        }
+    }
     let tensors = SafeTensors::deserialize(&map).map_err(broken)?;
     compare_tensors(&tensors.tensors().into_iter().collect(), &shape, &linears, &mut problems);
     if !problems.is_empty() {
@@ -361,4 +377,42 @@ fn read_tensor(
     let mut tensor = Tensor::f_empty(shape.map(as_dim), (kind, device))?;
     fill_from_bytes(&mut tensor, view.data(), source_kind)?;
     Ok(tensor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(rope_scaling: Option<Value>) -> AdapterShape {
+        let targets = vec!["q_proj".to_owned()];
+        AdapterShape { rank: 2, alpha: 4.0, targets, base_model: "some".to_owned(), rope_scaling }
+    }
+
+    /// The header had its two entries now in one order, now in the other.
+    #[test]
+    fn equal_adapters_are_equal_files() {
+        let scaling = shape(Some(json!({"rope_type": "yarn", "factor": 4.0})));
+        let bytes = || {
+            let room = tempfile::tempdir().unwrap();
+            save(room.path(), &scaling, &[]).unwrap();
+            fs::read(room.path().join(VALUES)).unwrap()
+        };
+        let first = bytes();
+        assert!((0..16).all(|_| bytes() == first));
+    }
+
+    #[test]
+    fn a_scaling_that_is_no_table_is_refused_and_not_forgotten() {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/shapes/qwen3-8b");
+        let spec = Spec::read(&model, None).unwrap();
+        let refusal = |scaling: Value| {
+            let room = tempfile::tempdir().unwrap();
+            save(room.path(), &shape(Some(scaling)), &[]).unwrap();
+            load(room.path(), &spec, None, Kind::Float, Device::Cpu).unwrap_err().to_string()
+        };
+        let words = "`rope_scaling` in its metadata is \"yarn\"";
+        let said = refusal(json!("yarn"));
+        assert!(said.contains(words), "{said}");
+        assert!(!refusal(json!({"rope_type": "yarn"})).contains("in its metadata"));
+    }
 }

@@ -14,8 +14,8 @@ use crate::report::receipt::Seconds;
 use crate::report::step::Step;
 use crate::runtime::units::{float, from_index};
 
-/// Lines of a figure: a reader tells no more apart, and a page stays small.
-const SERIES_MAX: usize = 12;
+/// Held-out sets, files or parts of a reward that a page shows: a reader tells no more apart, and a page stays small.
+pub(super) const MEMBERS_MAX: usize = 12;
 
 /// Up to this many ranks each has its own bar; of more, the least and the most are drawn.
 const RANKS_MAX: usize = 8;
@@ -32,7 +32,7 @@ fn seldom(name: &str, steps: &[Step], number: impl Fn(&Step) -> Option<f64>) -> 
     if found.points.iter().all(|(_, value)| *value == 0.0) { Series::default() } else { found }
 }
 
-/// Lines over updates; of more than [`SERIES_MAX`], the first ones.
+/// Lines over updates.
 pub(super) fn curve(
     title: &str,
     reading: &str,
@@ -40,16 +40,8 @@ pub(super) fn curve(
     series: &[Series],
     besides: &Besides,
 ) -> Option<Figure> {
-    let drawn: Vec<&Series> = series.iter().filter(|one| !one.points.is_empty()).collect();
-    let (series, reading) = match drawn.len().checked_sub(SERIES_MAX) {
-        Some(more) if more > 0 => {
-            let first = drawn.into_iter().take(SERIES_MAX).cloned().collect();
-            (first, format!("{reading} {more} more lines are left out.").trim_start().to_owned())
-        }
-        _ => (series.to_vec(), reading.to_owned()),
-    };
-    let about = About { title: title.into(), reading, x_name: "update", unit, wide: false };
-    lines(about, &series, besides)
+    let about = About { title: title.into(), reading: reading.into(), x_name: "update", unit, wide: false };
+    lines(about, series, besides)
 }
 
 /// Curves over updates.
@@ -60,14 +52,20 @@ pub(super) fn curves(run: &Run) -> Vec<Figure> {
 /// A number of a held-out set.
 type Measure = fn(&HeldOut) -> Option<f64>;
 
+/// The held-out sets of a run that its page shows, those with most prompts first, in every figure and table the same.
+pub(super) fn shown_sets(run: &Run) -> Shown<'_> {
+    let count = |held_out: &HeldOut| from_index(held_out.prompts);
+    let evaluated = run.evaluations.iter().flat_map(|evaluation| &evaluation.sets).map(|(set, of)| (set, count(of)));
+    let receipt = run.receipt.iter().flat_map(|receipt| &receipt.held_out_sets);
+    let ends = receipt.map(|(set, ends)| (set, ends.iter().flatten().map(count).sum()));
+    Shown::of(largest(evaluated.chain(ends)), "sets")
+}
+
 /// Measurements on held-out prompts over updates: a line for each set, and for sampled and greedy answers.
-pub(super) fn evaluations(evaluations: &[Evaluation]) -> Vec<Figure> {
+pub(super) fn evaluations(evaluations: &[Evaluation], sets: &Shown<'_>) -> Vec<Figure> {
     if evaluations.len() < 2 {
         return Vec::new();
     }
-    let names = largest(
-        evaluations.iter().flat_map(|evaluation| &evaluation.sets).map(|(set, of)| (set, from_index(of.prompts))),
-    );
     let figure = |title: &str, reading: &str, unit, lines: &[(&str, Measure)]| {
         let one = |set: &String, words: &str, number: Measure| Series {
             name: format!("{set}{words}"),
@@ -75,8 +73,8 @@ pub(super) fn evaluations(evaluations: &[Evaluation]) -> Vec<Figure> {
             ..Series::default()
         };
         let series: Vec<Series> =
-            names.iter().flat_map(|set| lines.iter().map(|(words, number)| one(set, words, *number))).collect();
-        curve(title, reading, unit, &series, &Besides::default())
+            sets.names.iter().flat_map(|set| lines.iter().map(|(words, number)| one(set, words, *number))).collect();
+        curve(title, &sets.after(reading), unit, &series, &Besides::default())
     };
     let figures = [
         figure(
@@ -124,8 +122,34 @@ fn reward_band(run: &Run) -> Option<Vec<[f64; 2]>> {
     run.steps.iter().filter(|step| step.reward_mean.is_some()).map(edges).collect()
 }
 
+/// The names that a page shows, and what it says of those that it does not.
+#[derive(Debug)]
+pub(super) struct Shown<'a> {
+    pub(super) names: Vec<&'a String>,
+    /// Names that are left out.
+    pub(super) more: usize,
+    what: &'static str,
+}
+
+impl<'a> Shown<'a> {
+    /// The first of these names; `what` they are.
+    fn of(mut names: Vec<&'a String>, what: &'static str) -> Shown<'a> {
+        let more = names.len().saturating_sub(MEMBERS_MAX);
+        names.truncate(MEMBERS_MAX);
+        Shown { names, more, what }
+    }
+
+    /// The words under a figure.
+    pub(super) fn after(&self, reading: &str) -> String {
+        if self.more == 0 {
+            return reading.to_owned();
+        }
+        format!("{reading} {} more {} are left out.", self.more, self.what)
+    }
+}
+
 /// Names by the sum of their numbers, the largest first, then in alphabetical order.
-pub(super) fn largest<'a>(counted: impl Iterator<Item = (&'a String, u64)>) -> Vec<&'a String> {
+fn largest<'a>(counted: impl Iterator<Item = (&'a String, u64)>) -> Vec<&'a String> {
     let mut sums: BTreeMap<&String, u64> = BTreeMap::new();
     for (name, count) in counted {
         let sum = sums.entry(name).or_default();
@@ -148,13 +172,15 @@ fn rewards(run: &Run) -> Vec<Option<Figure>> {
     };
     reward.band = band.unwrap_or_default();
     let names: BTreeSet<&String> = steps.iter().flat_map(|step| step.reward_parts.keys()).collect();
+    let shown_parts = Shown::of(names.iter().copied().filter(|_| names.len() > 1).collect(), "parts");
     let part = |name: &String| series(name, steps, |step| step.reward_parts.get(name).copied());
     // A single part is the reward itself, or its weight away from it.
-    let parts: Vec<Series> = names.iter().copied().filter(|_| names.len() > 1).map(part).collect();
+    let parts: Vec<Series> = shown_parts.names.iter().copied().map(part).collect();
     let sources = largest(steps.iter().flat_map(|step| &step.sources).map(|(name, source)| (name, source.groups)));
+    let shown_sources = Shown::of(sources, "files");
     let source = |name: &String| series(name, steps, |step| step.sources.get(name)?.reward_mean);
     let of_sources = "Mean over the update's answers from each file, those with most groups first.";
-    let sources: Vec<Series> = sources.into_iter().map(source).collect();
+    let sources: Vec<Series> = shown_sources.names.iter().copied().map(source).collect();
     let equal = seldom("groups with equal rewards", steps, |step| Some(step.frac_groups_zero_std));
     let cut = seldom("answers cut off", steps, |step| step.truncated_share);
     let flat = alarms::besides(run, &["reward_flat"], &[]);
@@ -162,8 +188,8 @@ fn rewards(run: &Run) -> Vec<Option<Figure>> {
     let cut_raised = alarms::besides(run, &["truncated"], &[]);
     vec![
         curve("Reward", reading, "", &[reward], &flat),
-        curve("Parts of the reward", "Mean of each part.", "", &parts, &Besides::default()),
-        curve("Reward by source", of_sources, "", &sources, &Besides::default()),
+        curve("Parts of the reward", &shown_parts.after("Mean of each part."), "", &parts, &Besides::default()),
+        curve("Reward by source", &shown_sources.after(of_sources), "", &sources, &Besides::default()),
         curve(
             "Groups with equal rewards",
             "Share of the update's groups: these teach nothing.",
@@ -330,8 +356,21 @@ mod tests {
         let step = |step| Step { step, sources: sources.clone(), ..Step::default() };
         let run = Run { steps: vec![step(1), step(2)], ..Run::default() };
         let figure = serde_json::to_string(&rewards(&run)).unwrap();
-        assert!(figure.contains("8 more lines are left out") && figure.contains("f20"), "{figure}");
+        assert!(figure.contains("8 more files are left out") && figure.contains("f20"), "{figure}");
         assert!(figure.contains("f09") && !figure.contains("f08"), "{figure}");
+    }
+
+    #[test]
+    fn of_many_sets_the_same_ones_are_in_figures_with_both_kinds_of_answers() {
+        let set = |at: usize| HeldOut { prompts: at, reward: Some(0.5), greedy: Some(0.5), ..HeldOut::default() };
+        let sets: BTreeMap<String, HeldOut> = (1..=14).map(|at| (format!("s{at:02}"), set(at))).collect();
+        let evaluation = |step| Evaluation { step, sets: sets.clone(), ..Evaluation::default() };
+        let run = Run { evaluations: vec![evaluation(0), evaluation(1)], ..Run::default() };
+        let shown = shown_sets(&run);
+        assert_eq!((shown.names.len(), shown.more), (12, 2));
+        let figure = serde_json::to_string(&evaluations(&run.evaluations, &shown)).unwrap();
+        assert!(figure.contains("s03, sampled") && figure.contains("s03, greedy"), "{figure}");
+        assert!(!figure.contains("s02,") && figure.contains("2 more sets are left out"), "{figure}");
     }
 
     #[test]

@@ -8,17 +8,19 @@ use crate::runtime::liveness::Heartbeat;
 
 /// A heartbeat that is not older shows that its run goes on; ranks write theirs every two seconds at least.
 const FRESH: Duration = Duration::from_mins(1);
-/// A run that took its lock within this time may have no heartbeat yet.
-const STARTING: Duration = Duration::from_mins(10);
+/// The clocks of a machine and of its files' server lie no further apart.
+const CLOCKS: Duration = Duration::from_mins(10);
+/// Units of times in /proc, a second.
+const TICKS: u64 = 100;
 /// Most ranks whose places are shown.
 const PLACES_MAX: usize = 16;
 
 /// Whether a run that has no receipt goes on.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) enum Life {
-    /// Its process is there, or its ranks have just written.
+    /// Its process is there, stuck or not, or its ranks have just written.
     Running,
-    /// Its process was on this machine and is not there any more.
+    /// Its process was on this machine and is not there any more, or another program has its number.
     Gone,
     /// Nothing tells: it ran on another machine, or left nothing.
     #[default]
@@ -48,14 +50,12 @@ impl Signs {
         beats.sort_by_key(|(beat, _)| beat.rank);
         let is_fresh = beats.iter().any(|(_, age)| *age <= FRESH);
         let holder = fs::read_to_string(run_dir.join(".lock")).ok();
-        let taken = fs::metadata(run_dir.join(".lock")).and_then(|about| about.modified()).ok().map(age);
-        // Another program may have got the process's number since: a run writes heartbeats soon after its start.
-        let is_young = beats.is_empty() && taken.is_some_and(|age| age <= STARTING);
-        let life = match holder.as_deref().and_then(process_here) {
-            Some(true) if is_fresh || is_young => Life::Running,
+        let taken = fs::metadata(run_dir.join(".lock")).and_then(|about| about.modified()).ok();
+        let life = match holder.as_deref().and_then(|lock| process_here(lock, taken)) {
+            Some(true) => Life::Running,
             Some(false) => Life::Gone,
             None if is_fresh => Life::Running,
-            Some(true) | None => Life::Unknown,
+            None => Life::Unknown,
         };
         let mut places: Vec<String> = beats.iter().take(PLACES_MAX).map(|(beat, _)| place(beat)).collect();
         if beats.len() > PLACES_MAX {
@@ -70,8 +70,8 @@ fn age(written: SystemTime) -> Duration {
     SystemTime::now().duration_since(written).unwrap_or_default()
 }
 
-/// Whether the process that took the lock runs; absent where it ran on another machine.
-fn process_here(lock: &str) -> Option<bool> {
+/// Whether the process that took the lock at `taken` runs; absent where it ran on another machine.
+fn process_here(lock: &str, taken: Option<SystemTime>) -> Option<bool> {
     let of = |name: &str| lock.lines().find_map(|line| line.strip_prefix(name));
     let (host, process) = (of("host ")?, of("process ")?);
     let here = rustix::system::uname();
@@ -79,8 +79,21 @@ fn process_here(lock: &str) -> Option<bool> {
         return None;
     }
     // A process that has ended and whose parent has not noticed has no command line.
-    let line = fs::read(Path::new("/proc").join(process.trim()).join("cmdline"));
-    Some(line.is_ok_and(|line| !line.is_empty()))
+    let folder = Path::new("/proc").join(process.trim());
+    let is_there = fs::read(folder.join("cmdline")).is_ok_and(|line| !line.is_empty());
+    // A program that began after the lock was taken has only got the process's number.
+    let is_other = || taken.zip(started(&folder)).is_some_and(|(taken, started)| started > taken + CLOCKS);
+    Some(is_there && !is_other())
+}
+
+/// When the process of a folder in /proc began.
+fn started(folder: &Path) -> Option<SystemTime> {
+    let stat = fs::read_to_string(folder.join("stat")).ok()?;
+    // The second field is a name in brackets that may hold anything; the start is the twenty-second.
+    let ticks: u64 = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
+    let system = fs::read_to_string("/proc/stat").ok()?;
+    let boot: u64 = system.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
+    Some(SystemTime::UNIX_EPOCH + Duration::from_secs(boot + ticks / TICKS))
 }
 
 fn place(beat: &Heartbeat) -> String {
@@ -118,7 +131,11 @@ mod tests {
             .unwrap()
             .set_modified(old)
             .unwrap();
-        assert_eq!(lock(&here, std::process::id()), Life::Unknown, "another program may have its number");
+        assert_eq!(lock(&here, std::process::id()), Life::Running, "it is stuck, and there");
+        let long_ago = SystemTime::now() - Duration::from_hours(1000);
+        let held = fs::File::options().write(true).open(room.path().join(".lock")).unwrap();
+        held.set_modified(long_ago).unwrap();
+        assert_eq!(Signs::read(room.path()).life, Life::Gone, "another program has its number");
         let places = Signs::read(room.path()).places;
         assert_eq!(places, ["rank 1, replay, layer 3 (elsewhere, process 7), waiting for other ranks, at now"]);
     }

@@ -143,6 +143,7 @@ fn render(runs: &[Run], views: &[View<'_>]) -> Result<String, minijinja::Error> 
         title => if several { "several runs" } else { views.first().map_or("", |view| view.name) },
         style => include_str!("page.css"),
         runs => views,
+        members_max => figures::MEMBERS_MAX,
         together => several.then(|| several::curves(runs, views)),
         peaks => several::peaks(views),
         written => chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),

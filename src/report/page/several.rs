@@ -15,9 +15,6 @@ use crate::report::evaluation::HeldOut;
 use crate::report::step::Step;
 use crate::runtime::units::float;
 
-/// Held-out sets of a run that have bars.
-const SETS_MAX: usize = 12;
-
 /// Curves of all runs, and their held-out numbers before the first and after the last update.
 pub(super) fn curves(runs: &[Run], views: &[View<'_>]) -> Vec<Figure> {
     let each = |title: &str, number: fn(&Step) -> Option<f64>| {
@@ -55,13 +52,17 @@ fn held_out(
     };
     let all = |view: &View<'_>| {
         let Some(receipt) = view.receipt else { return Vec::new() };
-        let sets =
-            receipt.held_out_sets.iter().take(SETS_MAX).map(|(set, ends)| (format!("{}, {set}", view.name), ends));
+        let sets = view
+            .sets
+            .iter()
+            .filter_map(|&set| Some((format!("{}, {set}", view.name), receipt.held_out_sets.get(set)?)));
         let ends = std::iter::once((view.name.to_owned(), &receipt.held_out)).chain(sets);
         ends.filter_map(|(name, ends)| measured(name, ends)).collect::<Vec<_>>()
     };
     let found: Vec<Bars> = views.iter().flat_map(all).collect();
-    let about = About { title: title.into(), reading: reading.into(), x_name: "run", unit, wide: false };
+    let more: usize = views.iter().map(|view| view.more_sets).sum();
+    let reading = if more > 0 { format!("{reading} {more} more sets are left out.") } else { reading.to_owned() };
+    let about = About { title: title.into(), reading, x_name: "run", unit, wide: false };
     bars(about, &["before".to_owned(), "after".to_owned()], &found, None)
 }
 

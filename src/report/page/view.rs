@@ -41,6 +41,9 @@ pub(super) struct View<'a> {
     /// Curves of held-out prompts.
     evaluations: Vec<Figure>,
     evaluation_rows: Vec<&'a Evaluation>,
+    /// The held-out sets that are shown, and how many are not.
+    pub(super) sets: Vec<&'a String>,
+    pub(super) more_sets: usize,
     time: Vec<Figure>,
     memory: Vec<Figure>,
     pub(super) gates: &'a [Facts],
@@ -55,6 +58,7 @@ impl<'a> View<'a> {
         let last = run.steps.last();
         let receipt = run.receipt.as_ref();
         let alarms = alarms::spans(run);
+        let shown = figures::shown_sets(run);
         View {
             name,
             folder: run.folder.display().to_string(),
@@ -69,8 +73,10 @@ impl<'a> View<'a> {
             alarms,
             alarm_rows: alarms::figure(&run.steps).into_iter().collect(),
             curves: figures::curves(run),
-            evaluations: figures::evaluations(&run.evaluations),
+            evaluations: figures::evaluations(&run.evaluations, &shown),
             evaluation_rows: neighbours(&run.evaluations, ROWS_MAX).into_iter().filter_map(<[_]>::last).collect(),
+            more_sets: shown.more,
+            sets: shown.names,
             time: figures::time(&run.steps),
             memory: figures::memory(run),
             gates: &run.gates,

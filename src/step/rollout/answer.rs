@@ -90,6 +90,14 @@ impl CallCounts {
         }
     }
 
+    /// As [`CallCounts::count`], of a reply that the answer has no room for. A tool that failed has failed all the same.
+    pub(super) fn count_unread(&mut self, outcome: &Replied) {
+        match outcome {
+            Replied::Failed(_) => self.count(outcome),
+            Replied::Whole | Replied::Cut | Replied::Refused => self.calls += 1,
+        }
+    }
+
     pub(super) fn count(&mut self, outcome: &Replied) {
         self.calls += 1;
         match outcome {

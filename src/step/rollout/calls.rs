@@ -157,9 +157,8 @@ impl<'a> Calling<'a> {
             let open = &mut self.answers[live[*row]];
             open.seconds += seconds_each;
             let end = ids.len() + reply.ids.len();
-            // Nobody reads such a reply, whatever it says: the call counts alone.
             if end >= as_index(self.longest.0) {
-                open.counts.calls += 1;
+                open.counts.count_unread(&reply.outcome);
                 origins[*row] = Origin::DrawnLast;
                 continue;
             }
@@ -206,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_reply_that_no_answer_has_room_for_is_a_call_and_no_failure() {
+    fn a_call_that_failed_is_a_failure_also_where_nobody_has_room_to_read_it() {
         let counts = |before: usize| {
             let calls = Calls { caller: &Fails, turns: 2 };
             let mut calling = Calling::new(calls, 1, Tokens(20), &[]);
@@ -217,6 +216,6 @@ mod tests {
             (origins[0], calls, failed, tokens)
         };
         assert_eq!(counts(10), (Origin::Drawn, 1, 1, 8));
-        assert_eq!(counts(11), (Origin::DrawnLast, 1, 0, 0));
+        assert_eq!(counts(11), (Origin::DrawnLast, 1, 1, 0));
     }
 }

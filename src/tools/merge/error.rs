@@ -33,11 +33,13 @@ pub enum Error {
     NotFinite { name: String, dtype: String },
     #[error(
         "the rotary scaling that the adapters were trained with, {scaling}, cannot be written in the spelling of {file}: write it \
-         there by hand, and merge from a copy of the run's adapters with --model that folder"
+         into a copy of the model's folder by hand, and give that with --model"
     )]
     Scaling { file: PathBuf, scaling: String },
     #[error("{name}: {source}")]
     Tensor { name: String, source: bytes::Error },
+    #[error("{file} has written what the adapters were trained with, and cannot be read: {problem}")]
+    Stored { file: PathBuf, problem: String },
     #[error(transparent)]
     Spec(#[from] spec::Error),
     #[error(transparent)]

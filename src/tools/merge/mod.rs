@@ -12,7 +12,7 @@ use std::io::{self, BufWriter, Write as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 pub use self::error::Error;
@@ -45,8 +45,10 @@ pub struct Summary {
     pub layers: usize,
     pub files: usize,
     pub bytes: Bytes,
-    /// What config.json got, where the run had another scaling than the model.
+    /// What config.json has, where the run had another scaling than the model.
     pub rope_scaling: Option<Value>,
+    /// Whether nothing tells what scaling the adapters were trained with: there is a bare folder of them.
+    pub is_scaling_unknown: bool,
 }
 
 /// Merges adapters into a copy of the model's folder, which appears whole or not at all.
@@ -76,22 +78,71 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
     let folder = temporary.path().join("new");
     fs::create_dir(&folder).map_err(&failed)?;
     let (mut files, mut bytes) = copy_others(&model, &folder, &checkpoint)?;
-    if let Some(table) = &shape.rope_scaling {
-        write_scaling(&model, &folder, table)?;
+    let stored = if shape.rope_scaling.is_none() { stored_scaling(&adapter)? } else { None };
+    let is_scaling_unknown = shape.rope_scaling.is_none() && stored.is_none();
+    let rope_scaling = shape.rope_scaling.or(stored.flatten());
+    if let Some(table) = &rope_scaling {
+        let [before, after] = write_scaling(&model, &folder, table)?;
+        bytes.0 = bytes.0 - before + after;
     }
     for (shard, places) in adapted {
         bytes.0 += write_shard(&checkpoint, shard, &places, scale, &folder)?;
         files += 1;
     }
     fs::rename(&folder, destination).map_err(FileError::at(destination, "rename the new folder to it"))?;
-    Ok(Summary { model, layers: entries.len(), files, bytes, rope_scaling: shape.rope_scaling })
+    Ok(Summary { model, layers: entries.len(), files, bytes, rope_scaling, is_scaling_unknown })
 }
 
-/// Puts the rotary scaling of a run in the place of that in config.json, in the spelling that stands there.
-fn write_scaling(model: &Path, folder: &Path, scaling: &Value) -> Result<(), Error> {
+/// The rotary scaling in the configuration of the run or checkpoint whose folder `adapter` is: adapters of earlier versions do
+/// not carry it. The outer `None` where there is no configuration.
+fn stored_scaling(adapter: &Path) -> Result<Option<Option<Value>>, Error> {
+    let Some(parent) = adapter.parent() else { return Ok(None) };
+    let (state, resolved) = (parent.join("state.json"), parent.join("config.resolved.toml"));
+    let failed = |file: &Path, problem: String| Error::Stored { file: file.to_owned(), problem };
+    if state.is_file() {
+        let text = fs::read_to_string(&state).map_err(FileError::at(&state, "read it"))?;
+        let read: Value = serde_json::from_str(&text).map_err(|error| failed(&state, error.to_string()))?;
+        let found = read.pointer("/config/model/rope_scaling").or(read.pointer("/state/config/model/rope_scaling"));
+        return Ok(Some(found.filter(|table| table.is_object()).cloned()));
+    }
+    if resolved.is_file() {
+        let text = fs::read_to_string(&resolved).map_err(FileError::at(&resolved, "read it"))?;
+        let read: toml::Table = text.parse().map_err(|error: toml::de::Error| failed(&resolved, error.to_string()))?;
+        let table = read.get("model").and_then(|model| model.get("rope_scaling")).map(|table| json!(table));
+        return Ok(Some(table));
+    }
+    Ok(None)
+}
+
+/// Keys of a scaling; whatever else stands beside them in its table is of other things, such as the axes of positions.
+const SCALING_KEYS: [&str; 14] = [
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",
+];
+
+/// Puts the rotary scaling of a run in the place of that in config.json, in the spelling that stands there, unless it is that.
+/// Bytes of the file before and after.
+fn write_scaling(model: &Path, folder: &Path, scaling: &Value) -> Result<[u64; 2], Error> {
+    let trained = Spec::read(model, Some(scaling))?.canonical();
     let file = folder.join("config.json");
     let read = |source: io::Error| FileError::at(&file, "read it")(source);
     let text = fs::read_to_string(&file).map_err(read)?;
+    let before = from_index(text.len());
+    if Spec::read(model, None)?.canonical() == trained {
+        return Ok([before, before]);
+    }
     let mut config: Value = serde_json::from_str(&text).map_err(|error| read(error.into()))?;
     let inner = if config["text_config"].is_object() { &mut config["text_config"] } else { &mut config };
     let own: Map<String, Value> = scaling.as_object().cloned().unwrap_or_default();
@@ -101,23 +152,32 @@ fn write_scaling(model: &Path, folder: &Path, scaling: &Value) -> Result<(), Err
         let table =
             if is_by_kind { found.get_mut("full_attention").and_then(Value::as_object_mut) } else { Some(found) };
         if let Some(table) = table {
-            table.retain(|key, _| ["rope_theta", "partial_rotary_factor"].contains(&key.as_str()));
-            table.extend(own);
+            replace_scaling(table, own);
         }
         if let Some(table) = inner.as_object_mut() {
             table.remove("rope_scaling");
         }
     } else {
-        inner["rope_scaling"] = Value::Object(own);
+        let mut table = inner.get("rope_scaling").and_then(Value::as_object).cloned().unwrap_or_default();
+        replace_scaling(&mut table, own);
+        inner["rope_scaling"] = Value::Object(table);
     }
     let text = format!("{config:#}\n");
-    fs::write(&file, text).map_err(FileError::at(&file, "write it"))?;
+    // A copy has the mode of its original, which may be write-protected.
+    let written = fs::remove_file(&file).and_then(|()| fs::write(&file, &text));
+    written.map_err(FileError::at(&file, "write it"))?;
     // What was written must be what the run has trained with.
-    if Spec::read(folder, None)?.canonical() == Spec::read(model, Some(scaling))?.canonical() {
-        Ok(())
+    if Spec::read(folder, None)?.canonical() == trained {
+        Ok([before, from_index(text.len())])
     } else {
         Err(Error::Scaling { file: model.join("config.json"), scaling: scaling.to_string() })
     }
+}
+
+/// Puts the keys of a scaling in the place of those in a table.
+fn replace_scaling(table: &mut Map<String, Value>, scaling: Map<String, Value>) {
+    table.retain(|key, _| !SCALING_KEYS.contains(&key.as_str()));
+    table.extend(scaling);
 }
 
 /// The folder of adapters that `given` is, or has. A run directory has those of its last whole end, which must be its newest.
@@ -241,4 +301,68 @@ fn merged(checkpoint: &Checkpoint, place: &Place, adapter: &Adapter, scale: f64)
         return Err(Error::NotFinite { name: name(), dtype: place.dtype.to_string() });
     }
     bytes_of(&rounded).map_err(tensor_error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scaling() -> Value {
+        json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262_144})
+    }
+
+    /// A merged model of pictures and texts lost the axes of its positions.
+    #[test]
+    fn a_scaling_takes_the_place_of_its_own_keys_alone_also_where_the_file_is_write_protected() {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/shapes/qwen3.6-27b");
+        let room = tempfile::tempdir().unwrap();
+        let file = room.path().join("config.json");
+        fs::copy(model.join("config.json"), &file).unwrap();
+        let mut mode = fs::metadata(&file).unwrap().permissions();
+        mode.set_readonly(true);
+        fs::set_permissions(&file, mode).unwrap();
+        let [before, after] = write_scaling(&model, room.path(), &scaling()).unwrap();
+        assert_eq!(before, fs::metadata(model.join("config.json")).unwrap().len());
+        assert_eq!(after, fs::metadata(&file).unwrap().len());
+        let read = |file: &Path| serde_json::from_str::<Value>(&fs::read_to_string(file).unwrap()).unwrap();
+        let table = |config: &Value| config["text_config"]["rope_parameters"].clone();
+        let (old, new) = (table(&read(&model.join("config.json"))), table(&read(&file)));
+        for key in ["mrope_section", "mrope_interleaved", "rope_theta", "partial_rotary_factor"] {
+            assert!(!old[key].is_null() && old[key] == new[key], "{key}: {new}");
+        }
+        assert_eq!((&new["rope_type"], &new["factor"]), (&json!("yarn"), &json!(4.0)));
+        // A model that has the scaling stays as it is.
+        let text = fs::read_to_string(&file).unwrap();
+        let copy = tempfile::tempdir().unwrap();
+        fs::write(copy.path().join("config.json"), &text).unwrap();
+        assert_eq!(write_scaling(room.path(), copy.path(), &scaling()).unwrap(), [after, after]);
+        assert_eq!(fs::read_to_string(copy.path().join("config.json")).unwrap(), text);
+    }
+
+    #[test]
+    fn the_other_spelling_keeps_what_is_no_scaling_too() {
+        let mut table: Map<String, Value> =
+            serde_json::from_str(r#"{"type": "mrope", "mrope_section": [16, 24, 24]}"#).unwrap();
+        replace_scaling(&mut table, scaling().as_object().unwrap().clone());
+        assert_eq!(table["mrope_section"], json!([16, 24, 24]));
+        assert!(!table.contains_key("type") && table["rope_type"] == "yarn", "{table:?}");
+    }
+
+    #[test]
+    fn adapters_without_a_scaling_have_that_of_their_run_or_checkpoint() {
+        let room = tempfile::tempdir().unwrap();
+        let adapter = room.path().join("adapter");
+        assert_eq!(stored_scaling(&adapter).unwrap(), None, "a bare folder tells nothing");
+        let resolved = room.path().join("config.resolved.toml");
+        fs::write(&resolved, "[model]\npath = 'm'\n").unwrap();
+        assert_eq!(stored_scaling(&adapter).unwrap(), Some(None));
+        fs::write(&resolved, "[model.rope_scaling]\nrope_type = 'yarn'\nfactor = 4.0\n").unwrap();
+        let table = json!({"rope_type": "yarn", "factor": 4.0});
+        assert_eq!(stored_scaling(&adapter).unwrap(), Some(Some(table.clone())));
+        let state = json!({"state": {"config": {"model": {"rope_scaling": table}}}});
+        fs::write(room.path().join("state.json"), state.to_string()).unwrap();
+        assert_eq!(stored_scaling(&adapter).unwrap(), Some(Some(table)));
+        fs::write(room.path().join("state.json"), "{").unwrap();
+        assert!(matches!(stored_scaling(&adapter), Err(Error::Stored { .. })));
+    }
 }
