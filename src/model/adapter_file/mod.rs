@@ -6,7 +6,7 @@
 mod error;
 mod readers;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -79,11 +79,12 @@ pub fn save(folder: &Path, shape: &AdapterShape, entries: &[Adapter]) -> Result<
 
 /// What stands in the header of the values besides their names. The map is written in its own order, which differs from map to
 /// map; one in the order of its keys is taken, so that equal adapters are equal files.
-fn metadata(shape: &AdapterShape) -> HashMap<String, String> {
+#[expect(clippy::disallowed_types, reason = "the library takes no other, and its order is looked at")]
+fn metadata(shape: &AdapterShape) -> std::collections::HashMap<String, String> {
     let scaling = shape.rope_scaling.as_ref().map(|table| (ROPE_SCALING.to_owned(), table.to_string()));
     loop {
         let format = ("format".to_owned(), "pt".to_owned());
-        let map: HashMap<String, String> = [format].into_iter().chain(scaling.clone()).collect();
+        let map: std::collections::HashMap<String, String> = [format].into_iter().chain(scaling.clone()).collect();
         if map.keys().is_sorted() {
             return map;
         }

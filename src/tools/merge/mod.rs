@@ -80,7 +80,7 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
     let (mut files, mut bytes) = copy_others(&model, &folder, &checkpoint)?;
     let stored = if shape.rope_scaling.is_none() { stored_scaling(&adapter)? } else { None };
     let is_scaling_unknown = shape.rope_scaling.is_none() && stored.is_none();
-    let rope_scaling = shape.rope_scaling.or(stored.flatten());
+    let rope_scaling = shape.rope_scaling.or(stored).filter(Value::is_object);
     if let Some(table) = &rope_scaling {
         let [before, after] = write_scaling(&model, &folder, table)?;
         bytes.0 = bytes.0 - before + after;
@@ -94,8 +94,8 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
 }
 
 /// The rotary scaling in the configuration of the run or checkpoint whose folder `adapter` is: adapters of earlier versions do
-/// not carry it. The outer `None` where there is no configuration.
-fn stored_scaling(adapter: &Path) -> Result<Option<Option<Value>>, Error> {
+/// not carry it. `null` where the model's was left; `None` where there is no configuration.
+fn stored_scaling(adapter: &Path) -> Result<Option<Value>, Error> {
     let Some(parent) = adapter.parent() else { return Ok(None) };
     let (state, resolved) = (parent.join("state.json"), parent.join("config.resolved.toml"));
     let failed = |file: &Path, problem: String| Error::Stored { file: file.to_owned(), problem };
@@ -103,13 +103,13 @@ fn stored_scaling(adapter: &Path) -> Result<Option<Option<Value>>, Error> {
         let text = fs::read_to_string(&state).map_err(FileError::at(&state, "read it"))?;
         let read: Value = serde_json::from_str(&text).map_err(|error| failed(&state, error.to_string()))?;
         let found = read.pointer("/config/model/rope_scaling").or(read.pointer("/state/config/model/rope_scaling"));
-        return Ok(Some(found.filter(|table| table.is_object()).cloned()));
+        return Ok(Some(found.cloned().unwrap_or_default()));
     }
     if resolved.is_file() {
         let text = fs::read_to_string(&resolved).map_err(FileError::at(&resolved, "read it"))?;
         let read: toml::Table = text.parse().map_err(|error: toml::de::Error| failed(&resolved, error.to_string()))?;
-        let table = read.get("model").and_then(|model| model.get("rope_scaling")).map(|table| json!(table));
-        return Ok(Some(table));
+        let table = read.get("model").and_then(|model| model.get("rope_scaling"));
+        return Ok(Some(json!(table)));
     }
     Ok(None)
 }
@@ -355,13 +355,13 @@ mod tests {
         assert_eq!(stored_scaling(&adapter).unwrap(), None, "a bare folder tells nothing");
         let resolved = room.path().join("config.resolved.toml");
         fs::write(&resolved, "[model]\npath = 'm'\n").unwrap();
-        assert_eq!(stored_scaling(&adapter).unwrap(), Some(None));
+        assert_eq!(stored_scaling(&adapter).unwrap(), Some(Value::Null));
         fs::write(&resolved, "[model.rope_scaling]\nrope_type = 'yarn'\nfactor = 4.0\n").unwrap();
         let table = json!({"rope_type": "yarn", "factor": 4.0});
-        assert_eq!(stored_scaling(&adapter).unwrap(), Some(Some(table.clone())));
+        assert_eq!(stored_scaling(&adapter).unwrap(), Some(table.clone()));
         let state = json!({"state": {"config": {"model": {"rope_scaling": table}}}});
         fs::write(room.path().join("state.json"), state.to_string()).unwrap();
-        assert_eq!(stored_scaling(&adapter).unwrap(), Some(Some(table)));
+        assert_eq!(stored_scaling(&adapter).unwrap(), Some(table));
         fs::write(room.path().join("state.json"), "{").unwrap();
         assert!(matches!(stored_scaling(&adapter), Err(Error::Stored { .. })));
     }
