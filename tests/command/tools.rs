@@ -111,6 +111,7 @@ fn a_run_with_tools_goes_on_from_a_checkpoint_and_its_tools_may_not_change() {
 #[test]
 fn calls_that_fail_are_told_and_a_share_above_the_limit_ends_the_run() {
     let room = room("echo 'no licence' >&2; exit 4");
+    // Fewer than four failed calls end nothing.
     let said = train(&room, "run", &[], &["run.steps=1", "grpo.group_size=24", "eval.samples=0", "eval.greedy=false"]);
     let words = "got no reply, more than tools.failed_share_max = 0.25 allows; the last: the program failed (exit status: 4); \
                  it said: no licence";
