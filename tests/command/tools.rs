@@ -145,6 +145,22 @@ fn an_evaluation_whose_calls_fail_ends_with_the_name_of_its_set_and_its_prompts_
     train(&room, "run", &[], &sets).ended(3, &words);
 }
 
+/// The prompts that are drawn again were judged by themselves, so that a finished evaluation failed and lost its numbers.
+#[test]
+fn a_finished_evaluation_that_is_asked_for_again_is_judged_with_all_its_prompts() {
+    let reads = "all=$(cat); case \"$all\" in *'\"one\"'*) exit 4;; esac";
+    let room = room(&format!("{reads}; echo \"$all\" | {ANSWERS}"));
+    let prompt = |name: &str, first: usize| json!({ "name": name, "prompt_ids": [first, 2, 9] });
+    let others = ["a", "b", "c", "d"].into_iter().zip(3..).map(|(name, first)| prompt(name, first));
+    room.write("held_out.jsonl", lines(&[prompt("one", 1)].into_iter().chain(others).collect::<Vec<_>>()));
+    let sets = ["--set", "eval.samples=24", "--set", "tools.failed_share_max=0.6"];
+    let eval = || room.alone(&[&["eval", "--base", "--out", "out"][..], &sets].concat());
+    eval().ended(0, &["calls in held-out answers of held_out got no reply"]);
+    let numbers = room.read_json("out/evaluation.json")["sets"].clone();
+    eval().ended(0, &["held_out: 4 of 5 prompts are finished already", "got no reply"]);
+    assert_eq!(room.read_json("out/evaluation.json")["sets"], numbers);
+}
+
 #[test]
 fn records_with_marks_are_told_where_nothing_answers_calls() {
     let room = room(ANSWERS);

@@ -93,18 +93,17 @@ pub fn merge(options: &Options) -> Result<Summary, Error> {
     Ok(Summary { model, layers: entries.len(), files, bytes, rope_scaling, is_scaling_unknown })
 }
 
-/// The rotary scaling in the configuration of the run or checkpoint whose folder `adapter` is: adapters of earlier versions do
-/// not carry it. `null` where the model's was left; `None` where there is no configuration.
+/// The rotary scaling in the configuration of the run whose folder `adapter` is, or of the checkpoint that it is: adapters of
+/// earlier versions do not carry it. `null` where the model's was left; `None` where there is no configuration.
 fn stored_scaling(adapter: &Path) -> Result<Option<Value>, Error> {
-    let Some(parent) = adapter.parent() else { return Ok(None) };
-    let (state, resolved) = (parent.join("state.json"), parent.join("config.resolved.toml"));
+    let state = adapter.join("state.json");
     let failed = |file: &Path, problem: String| Error::Stored { file: file.to_owned(), problem };
     if state.is_file() {
         let text = fs::read_to_string(&state).map_err(FileError::at(&state, "read it"))?;
         let read: Value = serde_json::from_str(&text).map_err(|error| failed(&state, error.to_string()))?;
-        let found = read.pointer("/config/model/rope_scaling").or(read.pointer("/state/config/model/rope_scaling"));
-        return Ok(Some(found.cloned().unwrap_or_default()));
+        return Ok(Some(read.pointer("/state/config/model/rope_scaling").cloned().unwrap_or_default()));
     }
+    let resolved = adapter.join("../config.resolved.toml");
     if resolved.is_file() {
         let text = fs::read_to_string(&resolved).map_err(FileError::at(&resolved, "read it"))?;
         let read: toml::Table = text.parse().map_err(|error: toml::de::Error| failed(&resolved, error.to_string()))?;
@@ -352,6 +351,7 @@ mod tests {
     fn adapters_without_a_scaling_have_that_of_their_run_or_checkpoint() {
         let room = tempfile::tempdir().unwrap();
         let adapter = room.path().join("adapter");
+        fs::create_dir(&adapter).unwrap();
         assert_eq!(stored_scaling(&adapter).unwrap(), None, "a bare folder tells nothing");
         let resolved = room.path().join("config.resolved.toml");
         fs::write(&resolved, "[model]\npath = 'm'\n").unwrap();
@@ -360,9 +360,9 @@ mod tests {
         let table = json!({"rope_type": "yarn", "factor": 4.0});
         assert_eq!(stored_scaling(&adapter).unwrap(), Some(table.clone()));
         let state = json!({"state": {"config": {"model": {"rope_scaling": table}}}});
-        fs::write(room.path().join("state.json"), state.to_string()).unwrap();
+        fs::write(adapter.join("state.json"), state.to_string()).unwrap();
         assert_eq!(stored_scaling(&adapter).unwrap(), Some(table));
-        fs::write(room.path().join("state.json"), "{").unwrap();
+        fs::write(adapter.join("state.json"), "{").unwrap();
         assert!(matches!(stored_scaling(&adapter), Err(Error::Stored { .. })));
     }
 }
