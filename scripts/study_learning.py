@@ -33,16 +33,16 @@ RESPONSE = ["grpo.gradient=response"]
 LAST = ["grpo.gradient={ last = 512 }"]
 # From the base model an answer is worth something when it ends by itself, as in `make run`; later stages begin from a policy
 # that ends its answers, and only the code counts.
+FROM_BASE = ['grpo.reward_fn=[{ name = "contains", weight = 0.8 }, { name = "length", weight = 0.2 }]', "grpo.std_min=0.1"]
 # CPUs are slow at bfloat16.
 ON_CPU = ["model.dtype=float32"]
-FROM_BASE = ['grpo.reward_fn=[{ name = "contains", weight = 0.8 }, { name = "length", weight = 0.2 }]', "grpo.std_min=0.1"]
 
 
 class Stage:
     """Prompts of one length, and what is run on them."""
 
-    def __init__(self, name, prompt, depths, prompts, arms, seeds, updates, begin=None, factor=None, more=()):
-        self.name, self.prompt, self.begin, self.factor = name, prompt, begin, factor
+    def __init__(self, name, prompt, depths, prompts, arms, seeds, updates, begin=None, factor=None, hops=1, more=()):
+        self.name, self.prompt, self.begin, self.factor, self.hops = name, prompt, begin, factor, hops
         # The first range of depths, in percent of the text, is trained; the others are only evaluated.
         self.depths, self.prompts, self.arms, self.seeds, self.updates = depths, prompts, arms, seeds, updates
         self.more = list(more)
@@ -84,11 +84,10 @@ SCALES = {
         ),
         Stage(
             "8k-two-hops", 8128, {"far": "0..24", "middle": "40..60", "near": "80..100"}, (40, 8),
-            {"exact": EXACT, "response": RESPONSE}, [0], 60, begin="2k-exact-0",
+            {"exact": EXACT, "response": RESPONSE}, [0], 60, begin="2k-exact-0", hops=2,
         ),
     ],
 }
-HOPS = {"8k-two-hops": 2}
 
 
 def data_of(stage):
@@ -105,7 +104,7 @@ def make_data(stages):
                 continue
             command = [LONGSTRAW, "data", "keychain", "--model", MODEL, "--out", str(folder), "--depth", depth]
             command += ["--prompt-tokens", str(stage.prompt), "--keys", "6", "--answers", "4", "--seed", "0"]
-            command += ["--train", str(train), "--held-out", str(held_out), "--hops", str(HOPS.get(stage.name, 1))]
+            command += ["--train", str(train), "--held-out", str(held_out), "--hops", str(stage.hops)]
             for text in TEXT:
                 command += ["--text", text]
             subprocess.run(command, check=True)

@@ -448,14 +448,12 @@ mod tests {
             best: serde_json::Value::Null,
             round: serde_json::Value::Null,
         };
-        let shape = AdapterShape {
-            rank: 2,
-            alpha: 2.0,
-            targets: vec!["m".into()],
-            base_model: String::new(),
-            rope_scaling: None,
-        };
-        store.write(state, &Tensors { adapters, moments, captured: &[] }, &shape).unwrap();
+        store.write(state, &Tensors { adapters, moments, captured: &[] }, &shape()).unwrap();
+    }
+
+    fn shape() -> AdapterShape {
+        let targets = vec!["m".into()];
+        AdapterShape { rank: 2, alpha: 2.0, targets, base_model: String::new(), rope_scaling: None }
     }
 
     fn moments(adapters: &Adapters) -> Moments {
@@ -554,22 +552,15 @@ mod tests {
         found.sort();
         assert_eq!(found, ["step_5", "step_5.replaced", "step_5.replaced_2"]);
         let state = store.state(5).unwrap();
-        let shape = AdapterShape {
-            rank: 2,
-            alpha: 2.0,
-            targets: vec!["m".into()],
-            base_model: String::new(),
-            rope_scaling: None,
-        };
         let alone = |updates| State { updates, adapter_version: 77, ..state.clone() };
         let tensors = Tensors { adapters: &adapters, moments: &moments, captured: &[] };
-        store.write_alone(Rank(1), alone(5), &tensors, &shape).unwrap();
+        store.write_alone(Rank(1), alone(5), &tensors, &shape()).unwrap();
         assert_eq!(store.state(5).unwrap().adapter_version, 5);
         // What a rank with the same process number on another machine is writing at this moment.
         let other = unfinished(&store.folder(), 6, &format!("partial_{}", std::process::id()));
         fs::create_dir(&other).unwrap();
         fs::create_dir(folder.path().join(".latest.partial")).unwrap();
-        store.write_alone(Rank(1), alone(6), &tensors, &shape).unwrap();
+        store.write_alone(Rank(1), alone(6), &tensors, &shape()).unwrap();
         assert!(other.is_dir(), "the files of the other rank stay");
         assert_ne!(own_suffix(Rank(1)), own_suffix(Rank(2)));
         let newest = store.newest().unwrap();
