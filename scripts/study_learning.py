@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -316,6 +317,8 @@ def main():
     runs = [Run(out, stage, arm, seed) for stage in stages for seed in stage.seeds for arm in stage.arms]
     failed = []
     if not flags.table_only:
+        if not (shutil.which(LONGSTRAW) and Path(MODEL, "config.json").exists()):
+            parser.error(f"{LONGSTRAW} or {MODEL} is not there: run  make build model")
         make_data(stages)
     if not (flags.table_only or flags.data_only):
         at_once = flags.at_once or (1 if flags.scale == "small" else 6)
