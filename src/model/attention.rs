@@ -119,15 +119,38 @@ impl Attention {
         }
     }
 
-    /// Key blocks of a span's own rows on this rank, each with the range of its local rows.
-    fn own_blocks(span: &Span, cp_group: &CpGroup, kv: &KeyValue) -> Vec<(Range<i64>, KeyBlock)> {
-        let pieces = QueryRows::gathered(span.of(cp_group.axis.rank()));
-        let block = |QueryRows { first, positions }: QueryRows| {
+    /// Key blocks of a span's own rows on this rank.
+    fn own_blocks(span: &Span, cp_group: &CpGroup, kv: &KeyValue) -> Vec<OwnBlock> {
+        let rank = cp_group.axis.rank();
+        let block = |(QueryRows { first, positions }, sequence): (QueryRows, usize)| {
             let local = first..first + positions.end - positions.start;
-            (local.clone(), KeyBlock { positions, kv: kv.rows(&local) })
+            OwnBlock { sequence, keys: KeyBlock { positions, kv: kv.rows(&local) }, local }
         };
-        pieces.into_iter().map(block).collect()
+        QueryRows::gathered(span.of(rank)).into_iter().zip(span.sequences_of(rank)).map(block).collect()
     }
+
+    /// The gathered rows of a span, and the number of each one's sequence.
+    fn own_queries(span: &Span) -> Vec<(QueryRows, usize)> {
+        QueryRows::gathered(span.gathered()).into_iter().zip(span.gathered_sequences()).collect()
+    }
+
+    /// The gathered rows of a span as queries of keys that end before all of them. Only a window needs their own positions;
+    /// without one every row sees every key, so that all are one stretch.
+    fn behind(&self, span: &Span, keys: &KeyBlock) -> Vec<QueryRows> {
+        if self.window.is_some() {
+            return QueryRows::gathered(span.gathered());
+        }
+        let end = keys.positions.end;
+        vec![QueryRows { first: 0, positions: end..end + span.rows().dim() }]
+    }
+}
+
+/// Keys of a span's own rows on this rank.
+struct OwnBlock {
+    sequence: usize,
+    keys: KeyBlock,
+    /// Their rows among this rank's.
+    local: Range<i64>,
 }
 
 impl Mixer for Attention {
@@ -141,6 +164,10 @@ impl Mixer for Attention {
 
     fn route(&self) -> Route<'_> {
         Route::Ring(self)
+    }
+
+    fn takes_packed(&self) -> bool {
+        true
     }
 
     fn plain(
@@ -190,14 +217,22 @@ impl Mixer for Attention {
         let q_thd = gather_rows(cp_group.axis, &own_q.q_thd, &counts);
         // 2. All rows attend to the pages and the span's rows of this rank.
         let merging = self.no_keys_yet(q_thd.size()[0], q_thd.device());
+        for run in &past.runs {
+            let keys = KeyBlock::new(run.start, KeyValue::from(&run.state));
+            for queries in self.behind(span, &keys) {
+                self.attend(&queries, &keys, &q_thd, &merging);
+            }
+        }
         let own_blocks = Self::own_blocks(span, cp_group, &own_kv);
-        for queries in QueryRows::gathered(span.gathered()) {
-            for run in &past.runs {
-                self.attend(&queries, &KeyBlock::new(run.start, KeyValue::from(&run.state)), &q_thd, &merging);
+        // What sequences see of themselves is gathered and merged at once.
+        let own = span.is_packed().then(|| self.no_keys_yet(q_thd.size()[0], q_thd.device()));
+        for (queries, sequence) in Self::own_queries(span) {
+            for block in own_blocks.iter().filter(|block| block.sequence == sequence) {
+                self.attend(&queries, &block.keys, &q_thd, own.as_ref().unwrap_or(&merging));
             }
-            for (_, keys) in &own_blocks {
-                self.attend(&queries, keys, &q_thd, &merging);
-            }
+        }
+        if let Some(own) = own {
+            merging.add_all(own);
         }
         // 3. Parts return to their rows' rank and are merged in rank order.
         if cp_group.axis.size() == 1 {
@@ -267,14 +302,17 @@ impl Mixer for Attention {
         let own_blocks = Self::own_blocks(span, cp_group, &KeyValue::from(&input.state));
         let own_gradient = later.unwrap_or_else(|| input.state.zero_gradient());
         let own_key_gradient = KeyValue::from(&own_gradient);
-        for queries in QueryRows::gathered(span.gathered()) {
-            for (run, gradient) in past.runs.iter().zip(&past_gradient.runs) {
-                let keys = KeyBlock::new(run.start, KeyValue::from(&run.state));
-                let gradient = gradient.as_ref().map(KeyValue::from);
+        for (run, gradient) in past.runs.iter().zip(&past_gradient.runs) {
+            let keys = KeyBlock::new(run.start, KeyValue::from(&run.state));
+            let gradient = gradient.as_ref().map(KeyValue::from);
+            for queries in self.behind(span, &keys) {
                 self.backward_attend(&queries, &keys, &all, gradient.as_ref());
             }
-            for (local, keys) in &own_blocks {
-                self.backward_attend(&queries, keys, &all, Some(&own_key_gradient.rows(local)));
+        }
+        for (queries, sequence) in Self::own_queries(span) {
+            for block in own_blocks.iter().filter(|block| block.sequence == sequence) {
+                let gradient = own_key_gradient.rows(&block.local);
+                self.backward_attend(&queries, &block.keys, &all, Some(&gradient));
             }
         }
         // 3. dq returns to the rows' rank and is summed in rank order.

@@ -123,28 +123,34 @@ impl QueryRows {
 pub(super) struct Merging {
     pub(super) out_thd: Tensor,
     pub(super) lse_th: Tensor,
-    /// Whether no part has been merged yet.
-    empty: Cell<bool>,
+    /// The first of the rows that no part has been merged into yet, nor into any after it.
+    untouched: Cell<i64>,
 }
 
 impl Merging {
     /// Queries that have seen no key yet; output of `shape` [t, h, d] in the accumulation dtype `acc`.
     pub(super) fn new([rows, heads, head_dim]: [i64; 3], acc: Kind, device: Device) -> Merging {
         let (out_thd, lse_th) = nothing(rows, heads, head_dim, acc, device);
-        Merging { out_thd, lse_th, empty: Cell::new(true) }
+        Merging { out_thd, lse_th, untouched: Cell::new(0) }
     }
 
-    /// Merges a part over further keys into the rows `range`. The first part of all rows is copied.
+    /// Merges a part over further keys into the rows `range`. The first part of rows is copied.
     pub(super) fn add(&self, range: &Range<i64>, part: &Partial) {
         let mut out_thd = rows(&self.out_thd, range);
         let mut lse_th = rows(&self.lse_th, range);
-        let first = self.empty.replace(false) && range.end - range.start == self.out_thd.size()[0];
-        if first {
+        if range.start >= self.untouched.get() {
+            self.untouched.set(range.end);
             out_thd.copy_(&part.out_thd);
             lse_th.copy_(&part.lse_th);
         } else {
             merge_into(&mut out_thd, &mut lse_th, &part.out_thd, &part.lse_th);
         }
+    }
+
+    /// Merges what the same rows have seen of other keys.
+    pub(super) fn add_all(&self, other: Merging) {
+        let all = 0..self.out_thd.size()[0];
+        self.add(&all, &Partial { out_thd: other.out_thd, lse_th: other.lse_th });
     }
 
     /// The output of the same rows on every rank in the model's dtype: each rank merges the parts of all in rank order, so that

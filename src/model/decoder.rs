@@ -11,6 +11,7 @@ use super::mixer::{Mixer, MixerInput};
 use super::planes::Planes;
 use super::spec::Spec;
 use super::weights::Weights;
+use crate::prompt::layout::Positions;
 use crate::runtime::units::LayerIndex;
 use crate::tensor::kernels::Kernel;
 
@@ -77,15 +78,15 @@ pub trait Decoder {
     fn embed(&self, ids: &[i64]) -> Tensor;
 
     /// Segment A: norm, projections, rotation. Rows stand at `positions`.
-    fn project(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Projected;
+    fn project(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Projected;
 
     /// The query part of [`Decoder::project`] alone.
-    fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
+    fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Planes {
         self.project(layer, x_tw, positions, adapters).input.queries
     }
 
     /// The state part of [`Decoder::project`] alone.
-    fn project_state(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
+    fn project_state(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Planes {
         self.project(layer, x_tw, positions, adapters).input.state
     }
 

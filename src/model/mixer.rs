@@ -38,6 +38,21 @@ pub struct MixerInput {
     pub state: Planes,
 }
 
+impl MixerInput {
+    /// `rows` rows from row `first` on; a view.
+    #[must_use]
+    pub fn narrow(&self, first: i64, rows: i64) -> MixerInput {
+        MixerInput { queries: self.queries.narrow(first, rows), state: self.state.narrow(first, rows) }
+    }
+
+    /// The rows of all `parts`, one part after another.
+    #[must_use]
+    pub fn join(parts: Vec<MixerInput>) -> MixerInput {
+        let (queries, state) = parts.into_iter().map(|part| (part.queries, part.state)).unzip();
+        MixerInput { queries: Planes::join(queries), state: Planes::join(state) }
+    }
+}
+
 /// What a mixer's forward leaves for its backward.
 #[derive(Debug)]
 pub struct Mixed {
@@ -141,6 +156,11 @@ pub trait Mixer {
     /// How the rows of a long prompt meet the state of all ranks.
     fn route(&self) -> Route<'_>;
 
+    /// Whether forward and backward tell the sequences of a packed span apart. Others get one sequence at a time.
+    fn takes_packed(&self) -> bool {
+        false
+    }
+
     /// The same maths in differentiable operations, for `conventional`: rows at `positions` against the state of all
     /// positions from 0 to the last row's. `fused` takes the library's own kernel where there is one, as a conventional
     /// trainer would; otherwise plain products, which take rows × positions of memory. `index`
@@ -154,7 +174,8 @@ pub trait Mixer {
         fused: bool,
     ) -> Tensor;
 
-    /// A span's rows against the past and themselves. `input` is that of this rank's rows in position order, possibly none.
+    /// A span's rows against the past, all of which stands before them, and themselves. `input` is that of this rank's rows in
+    /// position order, possibly none; of a packed span sequence after sequence.
     fn forward(
         &self,
         cp_group: &CpGroup,

@@ -12,6 +12,8 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::config_reader::{ConfigReader, Problem};
+use super::planes::join_rows;
+use crate::prompt::layout::Positions;
 use crate::runtime::units::float;
 
 pub use crate::tensor::fused::plain::rotate_half_split;
@@ -337,12 +339,13 @@ impl Rope {
         frequencies_d.to_device(device)
     }
 
-    /// Cosine and sine, each [t, `rotary_dim` / 2] in dtype `out`, of the positions `start..stop`.
+    /// Cosine and sine, each [t, `rotary_dim` / 2] in dtype `out`, of rows at `positions`.
     ///
     /// The angle is position times inverse frequency in the dtype of `frequencies_d`, where the gain is applied too.
-    pub fn tables(&self, positions: Range<i64>, frequencies_d: &Tensor, out: Kind) -> (Tensor, Tensor) {
+    pub fn tables(&self, positions: &Positions, frequencies_d: &Tensor, out: Kind) -> (Tensor, Tensor) {
         let (acc, device) = (frequencies_d.kind(), frequencies_d.device());
-        let position_t = Tensor::arange_start(positions.start, positions.end, (Kind::Int64, device)).to_kind(acc);
+        let run_t = |run: &Range<i64>| Tensor::arange_start(run.start, run.end, (Kind::Int64, device));
+        let position_t = join_rows(positions.runs().iter().map(run_t).collect()).to_kind(acc);
         let angle_td = position_t.unsqueeze(1) * frequencies_d.unsqueeze(0);
         ((angle_td.cos() * self.gain).to_kind(out), (angle_td.sin() * self.gain).to_kind(out))
     }
@@ -741,7 +744,7 @@ mod tests {
         let spec = RopeSpec { theta: 100.0, rotary_dim: 4, scaling: Scaling::Default };
         let rope = Rope { gain: 1.5, ..Rope::new(&spec) };
         let frequencies = |acc| rope.frequencies(acc, Device::Cpu);
-        let (cos_td, sin_td) = rope.tables(2_000_003..2_000_005, &frequencies(Kind::Double), Kind::Double);
+        let (cos_td, sin_td) = rope.tables(&(2_000_003..2_000_005).into(), &frequencies(Kind::Double), Kind::Double);
         assert_eq!(cos_td.size(), [2, 2]);
         for (row, position) in [2_000_003.0_f64, 2_000_004.0].into_iter().enumerate() {
             for (pair, inverse) in [1.0, 0.1].into_iter().enumerate() {
@@ -751,9 +754,9 @@ mod tests {
                 assert!((sin_td.double_value(&at) - 1.5 * angle.sin()).abs() < 1e-9);
             }
         }
-        let (cos_td, _) = rope.tables(0..3, &frequencies(Kind::Float), Kind::BFloat16);
+        let (cos_td, _) = rope.tables(&(0..3).into(), &frequencies(Kind::Float), Kind::BFloat16);
         assert_eq!((cos_td.kind(), cos_td.size()), (Kind::BFloat16, vec![3, 2]));
-        assert_eq!(rope.tables(5..5, &frequencies(Kind::Float), Kind::Float).0.size(), [0, 2]);
+        assert_eq!(rope.tables(&(5..5).into(), &frequencies(Kind::Float), Kind::Float).0.size(), [0, 2]);
     }
 
     #[test]

@@ -1,17 +1,16 @@
 //! Angles of rotary embeddings where the model computes.
 
 use std::cell::RefCell;
-use std::ops::Range;
-
 use tch::{Device, Kind, Tensor};
 
 use super::rope::{Rope, RopeSpec};
+use crate::prompt::layout::Positions;
 use crate::tensor::accumulation;
 
 /// Cosine and sine of rows' rotations, [t, d/2] each, d the rotary width.
 #[derive(Debug)]
 pub(super) struct Angles {
-    positions: Range<i64>,
+    positions: Positions,
     pub(super) cos_td: Tensor,
     pub(super) sin_td: Tensor,
 }
@@ -28,7 +27,7 @@ pub(super) struct Rotation {
     rope: Rope,
     inverse_frequencies_d: Tensor,
     kind: Kind,
-    /// Of the last single position.
+    /// Of the last single position, or of the last rows of several sequences.
     last: RefCell<Option<Angles>>,
 }
 
@@ -39,14 +38,14 @@ impl Rotation {
         Rotation { rope, inverse_frequencies_d, kind, last: RefCell::default() }
     }
 
-    /// Angles of rows at `positions`. All layers rotate a sampled token alike, so those of one position are kept.
-    pub(super) fn angles(&self, positions: Range<i64>) -> Angles {
-        if let Some(last) = self.last.borrow().as_ref().filter(|last| last.positions == positions) {
+    /// Angles of rows at `positions`. All layers rotate a sampled token alike, and the rows of several answers, so those are kept.
+    pub(super) fn angles(&self, positions: &Positions) -> Angles {
+        if let Some(last) = self.last.borrow().as_ref().filter(|last| last.positions == *positions) {
             return last.shallow_clone();
         }
-        let (cos_td, sin_td) = self.rope.tables(positions.clone(), &self.inverse_frequencies_d, self.kind);
-        let angles = Angles { positions, cos_td, sin_td };
-        if angles.positions.end - angles.positions.start == 1 {
+        let (cos_td, sin_td) = self.rope.tables(positions, &self.inverse_frequencies_d, self.kind);
+        let angles = Angles { positions: positions.clone(), cos_td, sin_td };
+        if positions.is_single() || positions.runs().len() > 1 {
             self.last.replace(Some(angles.shallow_clone()));
         }
         angles

@@ -23,6 +23,7 @@ use super::planes::Planes;
 use super::rotation::Rotation;
 use super::spec::{BlockNorms, EMBEDDING, HEAD, Spec};
 use super::weights::Weights;
+use crate::prompt::layout::Positions;
 use crate::runtime::units::{LayerIndex, as_dim, float};
 use crate::tensor::delta::Form;
 use crate::tensor::kernels::{Heads, Kernel};
@@ -215,11 +216,11 @@ impl Decoder for Stack {
         }
     }
 
-    fn project(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Projected {
+    fn project(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Projected {
         let spec = &self.formulas.spec;
         if let Some(latent) = &spec.latent {
             let block = self.latent(layer, latent, adapters);
-            let (queries, state) = (block.queries(x_tw, positions.clone()), block.keys(x_tw, positions));
+            let (queries, state) = (block.queries(x_tw, positions), block.keys(x_tw, positions));
             let input = MixerInput { queries: vec![queries].into(), state: vec![state].into() };
             return Projected { input, handed: Planes::default() };
         }
@@ -246,14 +247,14 @@ impl Decoder for Stack {
         Projected { input, handed: Planes::default().and(gate) }
     }
 
-    fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
+    fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Planes {
         match &self.formulas.spec.latent {
             Some(latent) => vec![self.latent(layer, latent, adapters).queries(x_tw, positions)].into(),
             None => self.project(layer, x_tw, positions, adapters).input.queries,
         }
     }
 
-    fn project_state(&self, layer: LayerIndex, x_tw: &Tensor, positions: Range<i64>, adapters: &Adapters) -> Planes {
+    fn project_state(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Planes {
         match &self.formulas.spec.latent {
             Some(latent) => vec![self.latent(layer, latent, adapters).keys(x_tw, positions)].into(),
             None => self.project(layer, x_tw, positions, adapters).input.state,

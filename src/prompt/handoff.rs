@@ -288,9 +288,9 @@ pub struct AnswerStates {
     /// What stays of them.
     pub leaves: Leaves,
     version: AdapterVersion,
-    /// Block inputs in slot (answer, layer). The way down puts the gradient of an input in its place.
+    /// Block inputs in slot (pack, layer). The way down puts the gradient of an input in its place.
     pub inputs: HiddenPool,
-    /// Mixer outputs, if they are kept; an answer is a block.
+    /// Mixer outputs, if they are kept; a pack of answers is a block.
     mixed: MixedPool,
 }
 
@@ -306,52 +306,52 @@ impl AnswerStates {
         }
     }
 
-    fn slot(&self, answer: usize, layer: LayerIndex) -> Slot {
-        Slot { span: answer, layer: if self.leaves == Leaves::Nothing { LayerIndex(0) } else { layer } }
+    fn slot(&self, pack: usize, layer: LayerIndex) -> Slot {
+        Slot { span: pack, layer: if self.leaves == Leaves::Nothing { LayerIndex(0) } else { layer } }
     }
 
-    /// Keeps the input of an answer's block; without a replay to follow, in the place of the one before.
+    /// Keeps the input of the block of a pack of answers; without a replay to follow, in the place of the one before.
     ///
     /// # Errors
     /// When there is no more memory for it.
-    pub fn put_input(&mut self, answer: usize, layer: LayerIndex, x_rw: &Tensor) -> Result<(), tensor::Error> {
-        self.inputs.put(self.slot(answer, layer), x_rw)
+    pub fn put_input(&mut self, pack: usize, layer: LayerIndex, x_rw: &Tensor) -> Result<(), tensor::Error> {
+        self.inputs.put(self.slot(pack, layer), x_rw)
     }
 
-    /// The input of an answer's block, on the device until it is dropped.
+    /// The input of the block of a pack of answers, on the device until it is dropped.
     ///
     /// # Errors
     /// When the copy cannot be made.
-    pub fn input(&self, answer: usize, layer: LayerIndex) -> Result<StagedHidden, tensor::Error> {
-        self.inputs.stage(self.slot(answer, layer))
+    pub fn input(&self, pack: usize, layer: LayerIndex) -> Result<StagedHidden, tensor::Error> {
+        self.inputs.stage(self.slot(pack, layer))
     }
 
-    /// Drops the input of an answer's block, or the gradient that has taken its place.
-    pub fn release_input(&mut self, answer: usize, layer: LayerIndex) {
-        self.inputs.release(self.slot(answer, layer));
+    /// Drops the input of the block of a pack of answers, or the gradient that has taken its place.
+    pub fn release_input(&mut self, pack: usize, layer: LayerIndex) {
+        self.inputs.release(self.slot(pack, layer));
     }
 
-    /// Keeps the mixer's output and saved tensors of an answer in a layer. Those of the answer before have left the device then.
+    /// Keeps the mixer's output and saved tensors of a pack in a layer. Those of the pack before have left the device then.
     ///
     /// # Errors
     /// When there is no more memory for it.
     pub fn put_mixed(
         &mut self,
-        answer: usize,
+        pack: usize,
         layer: LayerIndex,
         out: &Tensor,
         saved: &[Tensor],
     ) -> Result<(), tensor::Error> {
         self.mixed.settle()?;
-        self.mixed.put(layer, answer, out, saved)
+        self.mixed.put(layer, pack, out, saved)
     }
 
-    /// Output and saved tensors of an answer's mixer on the device; `None` if none were kept.
+    /// Output and saved tensors of a pack's mixer on the device; `None` if none were kept.
     ///
     /// # Errors
     /// When a copy cannot be made.
-    pub fn mixed(&self, answer: usize, layer: LayerIndex) -> Result<Option<(Tensor, Vec<Tensor>)>, tensor::Error> {
-        self.mixed.get(layer, answer)
+    pub fn mixed(&self, pack: usize, layer: LayerIndex) -> Result<Option<(Tensor, Vec<Tensor>)>, tensor::Error> {
+        self.mixed.get(layer, pack)
     }
 
     /// These states for a replay under the adapters `wanted`.

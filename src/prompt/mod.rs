@@ -2,5 +2,6 @@
 
 pub mod handoff;
 pub mod layout;
+pub mod pack;
 pub mod pages;
 pub mod ring;

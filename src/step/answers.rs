@@ -1,12 +1,13 @@
-//! Answers go up the layers without a graph, in score and in replay. Layers outside, answers inside: a layer's pages are
-//! staged once for the whole group.
+//! Answers go up the layers without a graph, in score and in replay. Layers outside, packs of answers inside: a layer's pages
+//! are staged once for the whole group.
 
 use crate::model::pass::{Forward, Pass};
 use crate::model::past::Past;
 use crate::prompt::handoff::{AnswerStates, Captured, Leaves, PlacedGroup};
+use crate::prompt::pack::Pack;
 use crate::runtime::failure::Failure;
 use crate::runtime::liveness::Tracker;
-use crate::runtime::units::LayerIndex;
+use crate::runtime::units::{LayerIndex, Rank};
 
 /// Runs every answer of `work` through all layers below the top one. What stays is the input of the top layer or, for a
 /// replay, of every layer; then also the mixers' outputs, where the prompt was captured with
@@ -25,8 +26,9 @@ pub(super) fn up(
     let top = LayerIndex(pass.decoder.layers() - 1);
     let version = pass.adapters.stamp().clone();
     let mut states = AnswerStates::new(leaves, version, pass.cp_group.ledger);
-    for (index, answer) in work.answers.iter().enumerate() {
-        states.put_input(index, LayerIndex(0), &pass.decoder.embed(&work.inputs(answer, rank)))?;
+    let packs = pass.packs(work);
+    for (index, pack) in packs.iter().enumerate() {
+        states.put_input(index, LayerIndex(0), &pass.decoder.embed(&inputs(work, pack, rank)))?;
     }
     for layer in (0..top.0).map(LayerIndex) {
         tracker.layer(layer)?;
@@ -37,15 +39,20 @@ pub(super) fn up(
         let applied = pass.applied(layer);
         let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
         let keeps_mixed = leaves == Leaves::Replayable && captured.keeping.answer_attention && pass.keeps_mixed(layer);
-        for (index, answer) in work.with_rows() {
+        for (index, pack) in packs.iter().enumerate().filter(|(_, pack)| !pack.span.is_empty()) {
             let x_rw = states.input(index, layer)?;
-            let Forward { y_tw: y_rw, mixed, .. } =
-                pass.forward_whole(layer, &answer.span, &x_rw, &past, captured.choices.of(index))?;
+            let choices = captured.choices.of_packed(&pack.sequences);
+            let Forward { y_tw: y_rw, mixed, .. } = pass.forward_whole(layer, &pack.span, &x_rw, &past, choices)?;
             states.put_input(index, above, &y_rw)?;
-            if keeps_mixed {
+            if let ([mixed], true) = (&mixed[..], keeps_mixed) {
                 states.put_mixed(index, layer, &mixed.out, mixed.saved.tensors())?;
             }
         }
     }
     Ok(states)
+}
+
+/// Ids of the tokens that are the inputs of this rank's rows of a pack.
+fn inputs(work: &PlacedGroup, pack: &Pack, rank: Rank) -> Vec<i64> {
+    work.answers[pack.answers.clone()].iter().flat_map(|answer| work.inputs(answer, rank)).collect()
 }

@@ -80,14 +80,14 @@ pub fn make_room(pass: &Pass, group: &PlacedGroup, keeping: Keeping) -> Result<(
             add(3, run.rows().0 * sums);
         }
     }
-    for answer in &group.answers {
-        add(layers, rows(&answer.span) * row);
+    for pack in pass.packs(group) {
+        add(layers, rows(&pack.span) * row);
         // Mixer outputs of the layers below the top one, from the way up to the way down.
         let below = (0..pass.decoder.layers() - 1).map(LayerIndex);
         for layer in below.filter(|&layer| keeping.answer_attention && pass.keeps_mixed(layer)) {
             let mixed_row = pass.decoder.mixer(layer).mixed_row();
-            add(1, rows(&answer.span) * mixed_row.out * element);
-            add(1, rows(&answer.span) * mixed_row.saved * acc_element);
+            add(1, rows(&pack.span) * mixed_row.out * element);
+            add(1, rows(&pack.span) * mixed_row.saved * acc_element);
         }
     }
     let pinned = gpu::reserve_pinned(&blocks)?;

@@ -63,8 +63,8 @@ impl Group<'_> {
         let mut keys: Option<[IndexSet; 2]> = None;
         for layer in (0..decoder.layers()).map(LayerIndex) {
             let mixer = decoder.mixer(layer);
-            let before = tch::no_grad(|| decoder.project(layer, &constant, 0..cut, adapters));
-            let now = decoder.project(layer, &live, cut..rows, adapters);
+            let before = tch::no_grad(|| decoder.project(layer, &constant, &(0..cut).into(), adapters));
+            let now = decoder.project(layer, &live, &(cut..rows).into(), adapters);
             if let Some(indexer) = decoder.indexer(layer) {
                 let parts = [(&constant, 0..cut), (&live, cut..rows)];
                 let parts = parts.map(|(x_tw, at)| decoder.project_index(layer, x_tw, at, adapters));
@@ -252,7 +252,7 @@ fn whole_layer(
     index: &mut Option<IndexSet>,
 ) -> Tensor {
     let rows = x_tw.size()[0];
-    let projected = decoder.project(layer, x_tw, 0..rows, adapters);
+    let projected = decoder.project(layer, x_tw, &(0..rows).into(), adapters);
     if let Some(indexer) = decoder.indexer(layer) {
         let own = decoder.project_index(layer, x_tw, 0..rows, adapters);
         *index = Some(choose_plainly(&own.rows, &own.key_ti, indexer.top));

@@ -1,13 +1,13 @@
 //! Replay and sweep: the answers' top layer runs again, then gradients go down the layers, one graph alive at a time.
 //!
 //! ```text
-//!   up     layer 0 … L−2   each answer: input waits in the pool, slot (answer, layer); left out where the score pass has
-//!                          left the inputs, under the same adapters
-//!   top    layer L−1       each answer: forward, head, loss, head backward, block backward; then the tail
-//!   down   layer L−2 … 0   each answer: backward, its gradient takes the place of the block's input; then the tail
+//!   up     layer 0 … L−2   each pack: input waits in the pool, slot (pack, layer); left out where the score pass has left
+//!                          the inputs, under the same adapters
+//!   top    layer L−1       each pack: forward; each answer: head, loss, head backward; block backward; then the tail
+//!   down   layer L−2 … 0   each pack: backward, its gradient takes the place of the block's input; then the tail
 //! ```
 //!
-//! The tail is the last N prompt rows, N the gradient mode. Answers leave their share of the gradient on the tail's part
+//! A pack is as many answers as a micro-block holds the rows of. //! The tail is the last N prompt rows, N the gradient mode. Answers leave their share of the gradient on the tail's part
 //! of the pages, so the tail comes last in every layer; it runs once for the group. Only one layer's gradient of page
 //! state exists at a time. The pool holds exactly answers × rows × width × layers.
 
@@ -19,11 +19,12 @@ use crate::model::pass::{Pass, SpanRows, Tail};
 use crate::model::past::{Past, PastGradient};
 use crate::prompt::handoff::{AnswerStates, Captured, Leaves, Logprobs, PlacedGroup, Scores};
 use crate::prompt::layout::Span;
+use crate::prompt::pack::Pack;
 use crate::prompt::pages::{Choice, HiddenPool, Slot, Staged, StagedHidden};
 use crate::runtime::failure::{Failure, Phase};
 use crate::runtime::liveness::Tracker;
 use crate::runtime::memory::Purpose;
-use crate::runtime::units::{Bytes, LayerIndex, as_dim};
+use crate::runtime::units::{Bytes, LayerIndex, as_dim, from_index};
 use crate::step::answers;
 use crate::step::extremes::Range;
 use crate::step::objective::{SequenceMeans, TokenStats};
@@ -65,6 +66,7 @@ struct Replay<'a> {
     captured: &'a Captured,
     targets: ReplayTargets<'a>,
     tracker: &'a Tracker,
+    packs: Vec<Pack>,
     states: AnswerStates,
     /// Tail inputs that were computed again.
     recomputed: HiddenPool,
@@ -104,6 +106,7 @@ pub fn run(
         captured,
         targets,
         tracker,
+        packs: pass.packs(work),
         states,
         recomputed: HiddenPool::new(captured.keeping.tail, Purpose::Checkpoints, pass.cp_group.ledger.clone()),
         filled_from: None,
@@ -144,35 +147,27 @@ impl Replay<'_> {
         Ok(self.captured.pages.stage(layer, next, self.pass.adapters.stamp())?)
     }
 
-    /// The top layer: every answer's forward, loss and first step back; then the tail's.
+    /// The top layer: every pack's forward, the answers' losses and the first step back; then the tail's.
     fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
         let first = self.first_tokens();
-        let rank = self.pass.cp_group.axis.rank();
-        for index in 0..self.work.answers.len() {
-            let answer = &self.work.answers[index];
-            let first = first.as_ref().map(|all| all.narrow(0, as_dim(index as u64), 1));
-            if answer.span.is_empty() {
-                let rows = self.head.logprobs(self.pass.decoder, &self.no_rows(), &self.work.labels(answer, rank));
-                self.means.push(self.targets.means(self.work, self.pass.cp_group.axis, index, &rows, first.as_ref()));
-                self.done.logprobs.0.push(Logprobs { rows, first });
+        let packs = std::mem::take(&mut self.packs);
+        for (index, pack) in packs.iter().enumerate() {
+            if pack.span.is_empty() {
+                let _ = self.top_of(pack, &self.no_rows(), first.as_ref())?;
                 continue;
             }
-            let labels = self.work.labels(answer, rank);
             let x_rw = self.states.input(index, layer)?;
-            let choices = self.captured.choices.of(index);
-            let y_rw = self.pass.forward(layer, &answer.span, &x_rw, &past, choices)?;
-            let rows = self.head.logprobs(self.pass.decoder, &y_rw, &labels);
-            self.means.push(self.targets.means(self.work, self.pass.cp_group.axis, index, &rows, first.as_ref()));
-            let dlogprobs = self.loss(index, &rows, self.work.trained(answer, rank), |scores| &scores.rows);
-            let dy_tw = self.head.backward(self.pass.decoder, &y_rw, &labels, &dlogprobs)?;
-            let rows_of = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_tw, choices };
-            let dx_tw = self.pass.backward(layer, &rows_of, &past, None, &mut gradient, None)?;
-            self.states.put_input(index, layer, &dx_tw)?;
-            self.done.logprobs.0.push(Logprobs { rows, first });
+            let choices = self.captured.choices.of_packed(&pack.sequences);
+            let y_rw = self.pass.forward(layer, &pack.span, &x_rw, &past, choices)?;
+            let dy_rw = self.top_of(pack, &y_rw, first.as_ref())?;
+            let rows = SpanRows { span: &pack.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
+            let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient, None)?;
+            self.states.put_input(index, layer, &dx_rw)?;
         }
+        self.packs = packs;
         let dlast = self.first_token_gradient(first.as_ref())?;
         let dtail = self.tail_start(dlast);
         self.tracker.enter(Phase::Sweep);
@@ -180,17 +175,37 @@ impl Replay<'_> {
         self.tail(layer, &staged, dtail, gradient)
     }
 
+    /// Head and loss of a pack's answers, one after another: the gradient of `y_rw`, this rank's rows of the last block.
+    fn top_of(&mut self, pack: &Pack, y_rw: &Tensor, first: Option<&Tensor>) -> Result<Tensor, Failure> {
+        let Pass { decoder, cp_group, .. } = *self.pass;
+        let rank = cp_group.axis.rank();
+        let dy_rw = y_rw.zeros_like();
+        for ((index, y_rw), (_, dy_rw)) in pack.split(y_rw).zip(pack.split(&dy_rw)) {
+            let answer = &self.work.answers[index];
+            let first = first.map(|all| all.narrow(0, as_dim(from_index(index)), 1));
+            let labels = self.work.labels(answer, rank);
+            let rows = self.head.logprobs(decoder, &y_rw, &labels);
+            self.means.push(self.targets.means(self.work, cp_group.axis, index, &rows, first.as_ref()));
+            if !answer.span.is_empty() {
+                let dlogprobs = self.loss(index, &rows, self.work.trained(answer, rank), |scores| &scores.rows);
+                dy_rw.shallow_clone().copy_(&self.head.backward(decoder, &y_rw, &labels, &dlogprobs)?);
+            }
+            self.done.logprobs.0.push(Logprobs { rows, first });
+        }
+        Ok(dy_rw)
+    }
+
     fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
-        for (index, answer) in self.work.with_rows() {
+        for (index, pack) in self.packs.iter().enumerate().filter(|(_, pack)| !pack.span.is_empty()) {
             let above = LayerIndex(layer.0 + 1);
             let x_rw = self.states.input(index, layer)?;
             let dy_rw = self.states.input(index, above)?;
-            let mixed = self.states.mixed(index, layer)?.map(|(out, saved)| Mixed { out, saved: saved.into() });
-            let choices = self.captured.choices.of(index);
-            let rows = SpanRows { span: &answer.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
+            let mixed = self.states.mixed(index, layer)?.map(|(out, saved)| vec![Mixed { out, saved: saved.into() }]);
+            let choices = self.captured.choices.of_packed(&pack.sequences);
+            let rows = SpanRows { span: &pack.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
             let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient, mixed)?;
             self.states.release_input(index, above);
             self.states.put_input(index, layer, &dx_rw)?;

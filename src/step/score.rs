@@ -1,5 +1,5 @@
 //! Score: log-probabilities of each answer under the adapters the prompt was captured with, without a graph, frozen
-//! before any update. The top layer and the head take one answer at a time.
+//! before any update. The head takes one answer at a time.
 
 use tch::Tensor;
 
@@ -71,16 +71,17 @@ fn top(
     let past = Past::of_answers(&staged, &work.layout);
     let applied = pass.applied(layer);
     let pass = Pass { adapters: applied.as_ref().unwrap_or(pass.adapters), ..*pass };
-    for (index, answer) in work.answers.iter().enumerate() {
-        if answer.span.is_empty() {
-            // It has no row in any layer.
-            visit(index, &*states.input(index, LayerIndex(0))?)?;
-            continue;
+    for (index, pack) in pass.packs(work).iter().enumerate() {
+        let y_rw = if pack.span.is_empty() {
+            // Answers of one token have no row in any layer.
+            states.input(index, LayerIndex(0))?.keep()
+        } else {
+            let x_rw = states.input(index, layer)?;
+            pass.forward(layer, &pack.span, &x_rw, &past, captured.choices.of_packed(&pack.sequences))?
+        };
+        for (answer, y_rw) in pack.split(&y_rw) {
+            visit(answer, &y_rw)?;
         }
-        let x_rw = states.input(index, layer)?;
-        let y_rw = pass.forward(layer, &answer.span, &x_rw, &past, captured.choices.of(index))?;
-        drop(x_rw);
-        visit(index, &y_rw)?;
     }
     Ok(())
 }

@@ -77,6 +77,17 @@ size_t whole_pages(size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
+// The length of the block for a tensor of `bytes`: whole pages, and up to 4 MiB a power of two. Answers have other lengths in every
+// update; without classes of lengths each layer's block would be unpinned and pinned anew, and the device waited for.
+size_t block_length(size_t bytes) {
+  constexpr size_t kClassesMax = size_t{4} << 20U;
+  const size_t pages = whole_pages(bytes);
+  if (pages > kClassesMax) return pages;
+  size_t length = whole_pages(1);
+  while (length < pages) length *= 2;
+  return length;
+}
+
 // The NUMA node of the GPU, or -1 if the machine has only one node or does not report it.
 int numa_node() {
   static const int node = [] {
@@ -329,7 +340,7 @@ int longstraw_pinned_like(at::Tensor* like, at::Tensor** made, char* message, si
       *made = new at::Tensor(at::empty(like->sizes(), options));
       return;
     }
-    const Block block = take(whole_pages(bytes));
+    const Block block = take(block_length(bytes));
     longstraw::count(longstraw::kHost, static_cast<int64_t>(bytes));
     auto release = [block, bytes](void*) {
       longstraw::count(longstraw::kHost, -static_cast<int64_t>(bytes));
@@ -350,7 +361,7 @@ int longstraw_pinned_reserve(const uint64_t* bytes, size_t count, char* message,
   return guarded(message, capacity, [&] {
     std::vector<Block> blocks;
     for (size_t i = 0; i < count; ++i) {
-      if (bytes[i] > 0) blocks.push_back(take(whole_pages(bytes[i])));
+      if (bytes[i] > 0) blocks.push_back(take(block_length(bytes[i])));
     }
     for (const Block& block : blocks) give(block);
   });

@@ -44,8 +44,8 @@ fn whole_layer(
             _ => finished.y_tw,
         }
     };
-    let before = tch::no_grad(|| decoder.project(layer, constant, 0..cut, earlier));
-    let after = decoder.project(layer, live, cut..rows, now);
+    let before = tch::no_grad(|| decoder.project(layer, constant, &(0..cut).into(), earlier));
+    let after = decoder.project(layer, live, &(cut..rows).into(), now);
     let constant = tch::no_grad(|| {
         let mixed = mixer.plain(0..cut, &before.input.queries, &before.input.state, None, false);
         finish(earlier, constant, &mixed, &before.handed)

@@ -13,6 +13,7 @@ use crate::model::lora::Adapters;
 use crate::model::parts::LatentSpec;
 use crate::model::rope::rotate_interleaved;
 use crate::model::rotation::Rotation;
+use crate::prompt::layout::Positions;
 use crate::runtime::units::{LayerIndex, as_dim, float};
 use crate::tensor::accumulation;
 use crate::tensor::selection::IndexRows;
@@ -53,7 +54,7 @@ impl LatentBlock<'_> {
     }
 
     /// Absorbed queries with their rotated part, [t, h, c + r].
-    pub(in crate::model) fn queries(&self, x_tw: &Tensor, positions: Range<i64>) -> Tensor {
+    pub(in crate::model) fn queries(&self, x_tw: &Tensor, positions: &Positions) -> Tensor {
         let rows = x_tw.size()[0];
         let compressed = self.compressed(&self.normed(x_tw));
         let q_tn = self.formulas.linear(&compressed, &self.name("q_b_proj"), self.adapters);
@@ -67,7 +68,7 @@ impl LatentBlock<'_> {
     }
 
     /// Keys of rows, [t, c + r]: the latent after its norm, and the rotated part.
-    pub(in crate::model) fn keys(&self, x_tw: &Tensor, positions: Range<i64>) -> Tensor {
+    pub(in crate::model) fn keys(&self, x_tw: &Tensor, positions: &Positions) -> Tensor {
         let (latent, rotated) = (as_dim(self.latent.latent), as_dim(self.latent.rotated));
         let both = self.formulas.linear(&self.normed(x_tw), &self.name("kv_a_proj_with_mqa"), self.adapters);
         let latent_tc =
@@ -133,7 +134,7 @@ impl LatentBlock<'_> {
         let k = normed_tw.linear(&weight("wk.weight"), None::<&Tensor>);
         let (norm, bias) = (weight("k_norm.weight"), weight("k_norm.bias"));
         let k = k.layer_norm([as_dim(self.latent.index.dim)], Some(norm), Some(bias), INDEX_NORM_EPS, false);
-        let angles = self.rotation.angles(positions);
+        let angles = self.rotation.angles(&positions.into());
         let k = rotate_interleaved(&k.unsqueeze(1), &angles.cos_td, &angles.sin_td).squeeze_dim(1);
         k.to_kind(self.formulas.kind)
     }
@@ -147,7 +148,7 @@ impl LatentBlock<'_> {
             let weight = |name: &str| self.formulas.weights.get(&self.name(&format!("indexer.{name}")));
             let rows = x_tw.size()[0];
             let normed_tw = self.normed(x_tw);
-            let angles = self.rotation.angles(positions.clone());
+            let angles = self.rotation.angles(&positions.clone().into());
             let q = self.compressed(&normed_tw).linear(&weight("wq_b.weight"), None::<&Tensor>);
             let q_tji = rotate_interleaved(&q.view([rows, heads, dim]), &angles.cos_td, &angles.sin_td);
             let key_ti = self.index_keys_of(&normed_tw, positions.clone());

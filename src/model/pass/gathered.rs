@@ -31,7 +31,7 @@ const INDEX_KEYS: usize = 1;
 
 impl Pass<'_> {
     pub(super) fn gathered_pieces(&self, span: &Span) -> Vec<Piece> {
-        micro_blocks(span, &self.cp_group, self.micro_block).into_iter().map(|micro| micro.piece).collect()
+        micro_blocks(span, &self.cp_group, self.micro_block).into_iter().map(|micro| micro.piece()).collect()
     }
 
     /// One plane of all ranks' pages, [P, …], in order of position.
@@ -81,7 +81,7 @@ impl Pass<'_> {
         x_tw: &Tensor,
         index_si: &Tensor,
     ) -> IndexSet {
-        let range = positions(&micro.piece);
+        let range = positions(&micro.piece());
         let last = (range.end - 1).max(0);
         let projected = self.decoder.project_index(layer, &micro.rows_of(x_tw), range, self.adapters);
         indexer.choose_prompt(&projected.rows, index_si, last, indexer.top.min(index_si.size()[0]))
@@ -99,13 +99,13 @@ impl Pass<'_> {
         let blocks = micro_blocks(&rows.layout.span(), &self.cp_group, self.micro_block);
         let indexer = self.decoder.indexer(layer);
         // 1. Keys of all rows go to the pages.
-        for micro in blocks.iter().filter(|micro| micro.piece.rows().0 > 0) {
+        for micro in blocks.iter().filter(|micro| micro.piece().rows().0 > 0) {
             let x_tw = micro.rows_of(rows.x_pw);
-            let state = self.decoder.project_state(layer, &x_tw, positions(&micro.piece), self.adapters);
-            rows.store(&micro.piece, KEYS, state.tensors());
+            let state = self.decoder.project_state(layer, &x_tw, &micro.positions(), self.adapters);
+            rows.store(&micro.piece(), KEYS, state.tensors());
             if indexer.is_some() {
-                let key_ti = self.decoder.project_index_keys(layer, &x_tw, positions(&micro.piece), self.adapters);
-                rows.store(&micro.piece, INDEX_KEYS, &[key_ti]);
+                let key_ti = self.decoder.project_index_keys(layer, &x_tw, positions(&micro.piece()), self.adapters);
+                rows.store(&micro.piece(), INDEX_KEYS, &[key_ti]);
             }
         }
         // 2. Keys of all ranks.
@@ -128,9 +128,9 @@ impl Pass<'_> {
                 (None, Some(lent)) => micro.rows_of(lent.positions()),
                 (None, None) => unreachable!("the first layer owns an index"),
             };
-            let queries = self.decoder.project_queries(layer, &x_tw, positions(&micro.piece), self.adapters);
+            let queries = self.decoder.project_queries(layer, &x_tw, &micro.positions(), self.adapters);
             let mixed = latent.prompt(&queries.tensors()[0], &key_sk, &position_tn);
-            keep(&micro.piece, &mixed)?;
+            keep(&micro.piece(), &mixed)?;
             finishing.rows(micro, rows.x_pw, &mixed.out, &Planes::default(), &y_pw);
             sets.extend(chosen);
         }
@@ -200,7 +200,7 @@ impl Pass<'_> {
         let mut finishing = Finishing::new(self, layer, kept.as_deref());
         for (number, micro) in blocks.iter().enumerate() {
             let x = micro.rows_of(x_tw);
-            let queries = self.decoder.project_queries(layer, &x, positions(&micro.piece), self.adapters);
+            let queries = self.decoder.project_queries(layer, &x, &micro.positions(), self.adapters);
             let position_tn = micro.rows_of(index.lend().positions());
             let parts = TailParts { q_thk: &queries.tensors()[0], key_sk: &key_sk, position_tn: &position_tn };
             let mixed = Self::tail_block(latent, number, layer, tail, &parts)?;
@@ -231,10 +231,10 @@ impl Pass<'_> {
         // 2. Everything but the keys' own segment A.
         let dx_tw = x_tw.detach().empty_like();
         for (number, micro) in blocks.iter().enumerate() {
-            let range = positions(&micro.piece);
+            let range = micro.positions();
             let x = micro.rows_of(x_tw);
             let position_tn = micro.rows_of(index.lend().positions());
-            let queries = tch::no_grad(|| self.decoder.project_queries(layer, &x, range.clone(), self.adapters));
+            let queries = tch::no_grad(|| self.decoder.project_queries(layer, &x, &range, self.adapters));
             let q_thk = &queries.tensors()[0];
             let parts = TailParts { q_thk, key_sk: &key_sk, position_tn: &position_tn };
             let mixed = tch::no_grad(|| Self::tail_block(latent, number, layer, tail, &parts))?;
@@ -245,7 +245,7 @@ impl Pass<'_> {
                 QueryGradient { q_thk, out_thc: &mixed.out, lse_th: &mixed.saved.tensors()[0], dout_thc: &done.dmixed };
             let dq_thk = tch::no_grad(|| latent.prompt_backward(&rows_of, &key_sk, &position_tn, cut, &dkey_gk));
             let leaf = x.detach().set_requires_grad(true);
-            let again = self.decoder.project_queries(layer, &leaf, range, self.adapters);
+            let again = self.decoder.project_queries(layer, &leaf, &range, self.adapters);
             backward_graph(&[(&again.tensors()[0], &dq_thk)])?;
             let _ = micro.rows_of(&dx_tw).g_add_(&leaf.grad());
         }
@@ -258,9 +258,9 @@ impl Pass<'_> {
         }
         let dkey_tk = dkey_tk.to_kind(self.decoder.kind());
         // 4. Segment A of the keys.
-        for micro in blocks.iter().filter(|micro| micro.piece.rows().0 > 0) {
+        for micro in blocks.iter().filter(|micro| micro.piece().rows().0 > 0) {
             let leaf = micro.rows_of(x_tw).detach().set_requires_grad(true);
-            let state = self.decoder.project_state(layer, &leaf, positions(&micro.piece), self.adapters);
+            let state = self.decoder.project_state(layer, &leaf, &micro.positions(), self.adapters);
             backward_graph(&[(&state.tensors()[0], &micro.rows_of(&dkey_tk))])?;
             let _ = micro.rows_of(&dx_tw).g_add_(&leaf.grad());
         }

@@ -13,6 +13,7 @@
 //! Experts add to B's output; their part has no graph of its own either (`experts`).
 
 mod gathered;
+mod mixing;
 mod prompt;
 mod recurrent;
 mod ring;
@@ -20,15 +21,16 @@ mod ring;
 pub use prompt::{PromptOutput, PromptRows, Tail};
 pub use ring::MIXED_ROWS;
 
+use mixing::MixedRows;
 use tch::Tensor;
 
 use super::decoder::{Decoder, Projected};
 use super::latent::{IndexProjected, IndexSet};
 use super::lora::Adapters;
-use super::mixer::{Backward, CpGroup, Mixed, MixerInput};
+use super::mixer::{CpGroup, Mixed, MixerInput};
 use super::past::{Past, PastGradient};
 use super::planes::{Planes, join_rows};
-use crate::prompt::layout::{Piece, Span, positions};
+use crate::prompt::layout::{Piece, Positions, Span, positions};
 use crate::prompt::pages::{Choice, SpanChoices};
 use crate::runtime::units::{LayerIndex, Position, Rank, Tokens};
 use crate::tensor;
@@ -48,35 +50,60 @@ pub struct Pass<'a> {
 }
 
 /// Rows that a segment computes at one time.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct MicroBlock {
-    /// Positions of the rows.
-    pub piece: Piece,
+    /// Positions of the rows: one piece, or those of all sequences of a packed span.
+    pieces: Vec<Piece>,
     /// First row in a tensor of this rank's rows.
     pub first: i64,
 }
 
 impl MicroBlock {
+    /// Positions of the rows of a span with one sequence.
+    ///
+    /// # Panics
+    /// When the span is packed; the prompt is not.
+    #[must_use]
+    pub fn piece(&self) -> Piece {
+        let [piece] = self.pieces[..] else { panic!("rows of one sequence are one piece") };
+        piece
+    }
+
+    /// Number of rows.
+    #[must_use]
+    pub fn rows(&self) -> i64 {
+        self.pieces.iter().map(|piece| piece.rows().dim()).sum()
+    }
+
+    /// Positions of all rows.
+    #[must_use]
+    pub fn positions(&self) -> Positions {
+        self.pieces.iter().map(positions).collect()
+    }
+
     /// The block's rows in a tensor of this rank's rows; a view.
     pub fn rows_of(&self, x: &Tensor) -> Tensor {
-        x.narrow(0, self.first, self.piece.rows().dim())
+        x.narrow(0, self.first, self.rows())
     }
 
     fn planes_of(&self, planes: &Planes) -> Planes {
-        planes.narrow(self.first, self.piece.rows().dim())
+        planes.narrow(self.first, self.rows())
     }
 }
 
-/// This rank's rows of a span in blocks of at most `rows_max`. A rank without rows gets one empty block, so that it still
-/// knows the shapes with which it takes part. Where experts are spread over ranks, every rank gets as many blocks as the
-/// one with the most: it takes part in every exchange.
+/// This rank's rows of a span in blocks of at most `rows_max`; those of a packed span, which is no longer than that, are one
+/// block. A rank without rows gets one empty block, so that it still knows the shapes with which it takes part. Where experts
+/// are spread over ranks, every rank gets as many blocks as the one with the most: it takes part in every exchange.
 #[must_use]
 pub fn micro_blocks(span: &Span, cp_group: &CpGroup, rows_max: Tokens) -> Vec<MicroBlock> {
     let rank = cp_group.axis.rank();
     let mut blocks = blocks_of(span, rank, rows_max);
-    let end = |block: &MicroBlock| (block.piece.stop, block.first + block.piece.rows().dim());
+    let end = |block: &MicroBlock| {
+        let stop = block.pieces.last().map_or(Position(0), |piece| piece.stop);
+        (stop, block.first + block.rows())
+    };
     let (stop, first) = blocks.last().map_or((Position(0), 0), end);
-    let empty = MicroBlock { piece: Piece { rank, start: stop, stop }, first };
+    let empty = MicroBlock { pieces: vec![Piece { rank, start: stop, stop }], first };
     let ranks = if cp_group.ep.size() > 1 { cp_group.axis.size() } else { 0 };
     let most = (0..ranks).map(|rank| blocks_of(span, Rank(rank), rows_max).len()).max().unwrap_or(0);
     blocks.resize(most.max(blocks.len()).max(1), empty);
@@ -84,15 +111,19 @@ pub fn micro_blocks(span: &Span, cp_group: &CpGroup, rows_max: Tokens) -> Vec<Mi
 }
 
 fn blocks_of(span: &Span, rank: Rank, rows_max: Tokens) -> Vec<MicroBlock> {
+    if span.is_packed() {
+        let pieces: Vec<Piece> = span.of(rank).copied().collect();
+        return if pieces.is_empty() { Vec::new() } else { vec![MicroBlock { pieces, first: 0 }] };
+    }
     let mut blocks = Vec::new();
     let mut first = 0;
     for piece in span.of(rank) {
         let mut start = piece.start;
         while start < piece.stop {
             let stop = start.plus(rows_max).min(piece.stop);
-            let piece = Piece { rank, start, stop };
-            blocks.push(MicroBlock { piece, first });
-            first += piece.rows().dim();
+            let block = MicroBlock { pieces: vec![Piece { rank, start, stop }], first };
+            first += block.rows();
+            blocks.push(block);
             start = stop;
         }
     }
@@ -125,8 +156,8 @@ struct FinishGradient {
 pub struct Forward {
     /// Output of the block.
     pub y_tw: Tensor,
-    /// Output of the mixer, for the backward over the same rows.
-    pub mixed: Mixed,
+    /// Outputs of the mixer, one for each sequence, for the backward over the same rows.
+    pub mixed: Vec<Mixed>,
     /// State of the rows, which belongs on their pages.
     pub state: Planes,
 }
@@ -135,7 +166,7 @@ impl Pass<'_> {
     /// Segment A of one micro-block of this rank's rows `x_tw`.
     #[must_use]
     pub fn project(&self, layer: LayerIndex, micro: &MicroBlock, x_tw: &Tensor) -> Projected {
-        self.decoder.project(layer, &micro.rows_of(x_tw), positions(&micro.piece), self.adapters)
+        self.decoder.project(layer, &micro.rows_of(x_tw), &micro.positions(), self.adapters)
     }
 
     /// One block forward over a span, no graph: this rank's rows in, this rank's rows out. What was chosen for the rows before
@@ -171,12 +202,13 @@ impl Pass<'_> {
             let Projected { input, handed } = self.project_all(layer, &blocks, x_tw);
             let index = self.index_set(layer, span, x_tw, past, choices)?;
             let lent = index.as_ref().map(IndexSet::lend);
-            let mixed = self.decoder.mixer(layer).forward(&self.cp_group, span, &input, past, lent);
+            let mixed = self.mix(layer, span, &input, past, lent);
+            let out = mixing::out_of(&mixed);
             let mut y_tw = BlockRows::new(&blocks, x_tw);
             let kept = choices.stage(Choice::Experts, layer)?;
             let mut finishing = Finishing::new(self, layer, kept.as_deref());
             for micro in &blocks {
-                let y = finishing.block(micro, x_tw, &micro.rows_of(&mixed.out), &micro.planes_of(&handed));
+                let y = finishing.block(micro, x_tw, &micro.rows_of(&out), &micro.planes_of(&handed));
                 y_tw.put(micro, &y);
             }
             if let Some(chosen) = finishing.end() {
@@ -211,15 +243,15 @@ impl Pass<'_> {
     fn project_index(&self, layer: LayerIndex, span: &Span, x_tw: &Tensor) -> IndexProjected {
         let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
         let of = |micro: &MicroBlock| {
-            self.decoder.project_index(layer, &micro.rows_of(x_tw), positions(&micro.piece), self.adapters)
+            self.decoder.project_index(layer, &micro.rows_of(x_tw), positions(&micro.piece()), self.adapters)
         };
         IndexProjected::join(&blocks.iter().map(of).collect::<Vec<_>>())
     }
 
     /// One block backward over a span: from the gradient of this rank's output rows to that of its input rows. Adapter
     /// gradients add up in the adapters' `.grad`, gradients of earlier positions' state in `past_gradient`. `later` is the
-    /// gradient that later rows have left on the span's own state. `kept` is what the mixer's forward returned for these rows
-    /// under the same adapters, on all ranks or on none; without it the mixer runs again.
+    /// gradient that later rows have left on the span's own state. `kept` is what [`Forward::mixed`] was for these rows under the
+    /// same adapters, on all ranks or on none; without it the mixer runs again.
     ///
     /// # Errors
     /// When libtorch refuses.
@@ -230,19 +262,19 @@ impl Pass<'_> {
         past: &Past,
         later: Option<Planes>,
         past_gradient: &mut PastGradient,
-        kept: Option<Mixed>,
+        kept: Option<Vec<Mixed>>,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, choices, .. } = *rows;
         let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
-        let mixer = self.decoder.mixer(layer);
         // 1. Segment A and the mixer, no graph.
         let index = tch::no_grad(|| self.index_set(layer, span, x_tw, past, choices))?;
         let lent = index.as_ref().map(IndexSet::lend);
         let (projected, mixed) = tch::no_grad(|| {
             let projected = self.project_all(layer, &blocks, x_tw);
-            let mixed = kept.unwrap_or_else(|| mixer.forward(&self.cp_group, span, &projected.input, past, lent));
+            let mixed = kept.unwrap_or_else(|| self.mix(layer, span, &projected.input, past, lent));
             (projected, mixed)
         });
+        let out = mixing::out_of(&mixed);
         // 2. Segment B.
         let kept = choices.stage(Choice::Experts, layer)?;
         let mut dx_tw = BlockRows::new(&blocks, x_tw);
@@ -251,19 +283,17 @@ impl Pass<'_> {
         for micro in &blocks {
             let handed = micro.planes_of(&projected.handed);
             let b = BackwardRows { micro, rows, kept: kept.as_deref() };
-            let done = self.backward_finish(layer, &b, &micro.rows_of(&mixed.out), &handed)?;
+            let done = self.backward_finish(layer, &b, &micro.rows_of(&out), &handed)?;
             dx_tw.put(micro, &done.dx_tw);
             dmixed.put(micro, &done.dmixed);
             dhanded.push(done.dhanded);
         }
         let dx_tw = dx_tw.end();
         let dmixed = dmixed.end();
+        drop(out);
         // 3. The mixer.
-        let dinput = tch::no_grad(|| {
-            let input = &projected.input;
-            let backward = Backward { span, input, past, mixed: &mixed, dout: &dmixed, later, index: lent };
-            mixer.backward(&self.cp_group, backward, past_gradient)
-        })?;
+        let of = MixedRows { span, input: &projected.input, past, mixed: &mixed, dout: &dmixed, later, index: lent };
+        let dinput = tch::no_grad(|| self.backward_mix(layer, of, past_gradient))?;
         drop((projected, mixed, dmixed));
         // 4. Segment A.
         for (micro, handed) in blocks.iter().zip(dhanded) {
@@ -337,7 +367,7 @@ impl Pass<'_> {
         dx_tw: &Tensor,
     ) -> Result<(), tensor::Error> {
         let x = micro.rows_of(x_tw).detach().set_requires_grad(true);
-        let projected = self.decoder.project(layer, &x, positions(&micro.piece), self.adapters);
+        let projected = self.decoder.project(layer, &x, &micro.positions(), self.adapters);
         let pairs: Vec<(&Tensor, &Tensor)> = projected.tensors().zip(gradient.tensors()).collect();
         backward_graph(&pairs)?;
         let _ = micro.rows_of(dx_tw).g_add_(&x.grad());

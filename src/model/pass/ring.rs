@@ -28,7 +28,7 @@ pub(super) struct MixerBlock {
 impl MixerBlock {
     /// Rows of a micro-block in a tensor of the mixer block's rows; a view.
     pub(super) fn rows_of(&self, x: &Tensor, micro: &MicroBlock) -> Tensor {
-        x.narrow(0, micro.piece.start.since(self.piece.start).dim(), micro.piece.rows().dim())
+        x.narrow(0, micro.piece().start.since(self.piece.start).dim(), micro.piece().rows().dim())
     }
 }
 
@@ -51,12 +51,12 @@ impl Pass<'_> {
         };
         let mut micro = micro_blocks(span, &self.cp_group, self.micro_block).into_iter().peekable();
         let mut pieces: Vec<Piece> =
-            blocks_of(span, self.cp_group.axis.rank(), rows_max).into_iter().map(|block| block.piece).collect();
+            blocks_of(span, self.cp_group.axis.rank(), rows_max).into_iter().map(|block| block.piece()).collect();
         if pieces.is_empty() {
-            pieces.extend(micro.peek().map(|micro| micro.piece));
+            pieces.extend(micro.peek().map(MicroBlock::piece));
         }
         let mixer_block = |piece: Piece| {
-            let inside = |micro: &MicroBlock| piece.start <= micro.piece.start && micro.piece.stop <= piece.stop;
+            let inside = |micro: &MicroBlock| piece.start <= micro.piece().start && micro.piece().stop <= piece.stop;
             MixerBlock { piece, micro_blocks: std::iter::from_fn(|| micro.next_if(inside)).collect() }
         };
         pieces.into_iter().map(mixer_block).collect()
@@ -78,7 +78,7 @@ impl Pass<'_> {
             let mut parts = Vec::with_capacity(block.micro_blocks.len());
             for micro in &block.micro_blocks {
                 let projected = self.project(layer, micro, rows.x_pw);
-                rows.store(&micro.piece, 0, projected.input.state.tensors());
+                rows.store(&micro.piece(), 0, projected.input.state.tensors());
                 parts.push(projected.input.queries);
                 handed.push(projected.handed);
             }

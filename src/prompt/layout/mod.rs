@@ -20,10 +20,12 @@
 //! The first (pages mod 2R) chunks have one page more, so no rank owns more than ceil(pages / R) pages. A short prompt
 //! leaves ranks without pages. Only this module knows these rules.
 
+mod positions;
 mod tiles;
 
 use crate::runtime::units::{PageIndex, Pages, Position, Rank, Tokens, as_dim};
 
+pub use positions::Positions;
 pub use tiles::{Tile, TileSizes, tiles};
 
 /// Consecutive positions on one rank.
@@ -68,15 +70,54 @@ impl Run {
     }
 }
 
-/// The pieces of a stretch of positions on all ranks of a context-parallel group, in position order.
+/// The pieces of a stretch of positions on all ranks of a context-parallel group, in position order. Several answers can be
+/// packed into one span, one sequence after another: all continue the prompt, and none sees another.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Span {
     pieces: Vec<Piece>,
+    /// Where the pieces of the second and of every further sequence begin.
+    breaks: Vec<usize>,
     ranks: usize,
 }
 
 impl Span {
-    /// The pieces of `rank`, in position order.
+    /// Several spans as the sequences of one.
+    ///
+    /// # Panics
+    /// When a span has no rows on any rank, or is of another number of ranks: it would not be seen as a sequence.
+    #[must_use]
+    pub fn packed(spans: &[&Span]) -> Span {
+        let [first, ..] = spans else { panic!("a packed span has a sequence") };
+        let (mut pieces, mut breaks) = (Vec::new(), Vec::new());
+        for span in spans {
+            assert!(span.ranks == first.ranks && !span.is_empty(), "a sequence has rows on ranks of the same group");
+            if !pieces.is_empty() {
+                breaks.push(pieces.len());
+            }
+            breaks.extend(span.breaks.iter().map(|at| at + pieces.len()));
+            pieces.extend_from_slice(&span.pieces);
+        }
+        Span { pieces, breaks, ranks: first.ranks }
+    }
+
+    /// Whether it has more than one sequence.
+    #[must_use]
+    pub fn is_packed(&self) -> bool {
+        !self.breaks.is_empty()
+    }
+
+    /// Each sequence as a span of its own.
+    pub fn sequences(&self) -> impl Iterator<Item = Span> {
+        let starts = std::iter::once(0).chain(self.breaks.iter().copied());
+        let stops = self.breaks.iter().copied().chain([self.pieces.len()]);
+        starts.zip(stops).map(|(start, stop)| Span {
+            pieces: self.pieces[start..stop].to_vec(),
+            breaks: Vec::new(),
+            ranks: self.ranks,
+        })
+    }
+
+    /// The pieces of `rank`, sequence after sequence, each in position order.
     pub fn of(&self, rank: Rank) -> impl Iterator<Item = &Piece> + Clone {
         self.pieces.iter().filter(move |piece| piece.rank == rank)
     }
@@ -86,9 +127,21 @@ impl Span {
         self.pieces.iter()
     }
 
-    /// All pieces in rank order, each rank's in position order: the order in which rows are gathered.
+    /// All pieces in rank order, each rank's as [`Span::of`] gives them: the order in which rows are gathered.
     pub fn gathered(&self) -> impl Iterator<Item = &Piece> {
         (0..self.ranks).flat_map(|rank| self.of(Rank(rank)))
+    }
+
+    /// The number of the sequence of each piece of [`Span::of`].
+    pub fn sequences_of(&self, rank: Rank) -> impl Iterator<Item = usize> {
+        let number = |at: usize| self.breaks.partition_point(|&start| start <= at);
+        let own = self.pieces.iter().enumerate().filter(move |(_, piece)| piece.rank == rank);
+        own.map(move |(at, _)| number(at))
+    }
+
+    /// The number of the sequence of each piece of [`Span::gathered`].
+    pub fn gathered_sequences(&self) -> impl Iterator<Item = usize> {
+        (0..self.ranks).flat_map(|rank| self.sequences_of(Rank(rank)))
     }
 
     /// Number of rows of each rank.
@@ -212,7 +265,7 @@ impl PromptLayout {
             })
             .filter(|piece| piece.start < piece.stop && piece.start >= from)
             .collect();
-        Span { pieces, ranks: self.ranks }
+        Span { pieces, breaks: Vec::new(), ranks: self.ranks }
     }
 
     /// The rank that owns row P−1, which predicts every answer's first token.
@@ -244,7 +297,7 @@ impl PromptLayout {
             })
             .filter(|piece| piece.start < piece.stop)
             .collect();
-        Span { pieces, ranks: self.ranks }
+        Span { pieces, breaks: Vec::new(), ranks: self.ranks }
     }
 
     /// Indices of the answer's tokens that a piece of its rows predicts. Labels are shifted here, before rows are dealt

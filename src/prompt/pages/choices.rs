@@ -92,28 +92,52 @@ impl ChoicePool {
 #[derive(Clone, Copy, Debug)]
 pub struct SpanChoices<'a> {
     pool: &'a ChoicePool,
-    span: usize,
+    spans: Spans<'a>,
+}
+
+/// Which spans of a pool, of [`SpanChoices`].
+#[derive(Clone, Copy, Debug)]
+enum Spans<'a> {
+    One(usize),
+    /// Sequences of a packed span: the number of each one's own span, and its rows on this rank.
+    Packed(&'a [(usize, i64)]),
 }
 
 impl ChoicePool {
     /// The choices of the span with this number.
     #[must_use]
     pub fn of(&self, span: usize) -> SpanChoices<'_> {
-        SpanChoices { pool: self, span }
+        SpanChoices { pool: self, spans: Spans::One(span) }
+    }
+
+    /// The choices of a packed span, which are kept for each of its `sequences` apart: the number of its own span, and its rows on
+    /// this rank.
+    #[must_use]
+    pub fn of_packed<'a>(&'a self, sequences: &'a [(usize, i64)]) -> SpanChoices<'a> {
+        let spans = match sequences {
+            [(span, _)] => Spans::One(*span),
+            _ => Spans::Packed(sequences),
+        };
+        SpanChoices { pool: self, spans }
     }
 }
 
 impl SpanChoices<'_> {
-    fn slot(&self, layer: LayerIndex) -> Slot {
-        Slot { span: self.span, layer }
-    }
-
     /// As [`ChoicePool::put`].
     ///
     /// # Errors
     /// As [`ChoicePool::put`].
     pub fn put(&self, choice: Choice, layer: LayerIndex, rows: &Tensor) -> Result<(), tensor::Error> {
-        self.pool.put(choice, self.slot(layer), rows)
+        let sequences = match self.spans {
+            Spans::One(span) => return self.pool.put(choice, Slot { span, layer }, rows),
+            Spans::Packed(sequences) => sequences,
+        };
+        let mut first = 0;
+        for &(span, own) in sequences {
+            self.pool.put(choice, Slot { span, layer }, &rows.narrow(0, first, own))?;
+            first += own;
+        }
+        Ok(())
     }
 
     /// As [`ChoicePool::stage`].
@@ -121,6 +145,15 @@ impl SpanChoices<'_> {
     /// # Errors
     /// As [`ChoicePool::stage`].
     pub fn stage(&self, choice: Choice, layer: LayerIndex) -> Result<Option<StagedHidden>, tensor::Error> {
-        self.pool.stage(choice, self.slot(layer))
+        let sequences = match self.spans {
+            Spans::One(span) => return self.pool.stage(choice, Slot { span, layer }),
+            Spans::Packed(sequences) => sequences,
+        };
+        let mut parts = Vec::with_capacity(sequences.len());
+        for &(span, _) in sequences {
+            let Some(part) = self.pool.stage(choice, Slot { span, layer })? else { return Ok(None) };
+            parts.push(part.keep());
+        }
+        Ok((!parts.is_empty()).then(|| StagedHidden::of(Tensor::cat(&parts, 0))))
     }
 }

@@ -333,7 +333,7 @@ impl<'a> Rollout<'a> {
             // One position for all rows: the tables of one row serve every answer.
             let position = as_dim(self.layout.end().plus(Tokens(length)).0);
             let at = position..position + 1;
-            let projected = decoder.project(index, &x_aw, at.clone(), adapters);
+            let projected = decoder.project(index, &x_aw, &at.clone().into(), adapters);
             let own = decoder.indexer(index).map(|_| decoder.project_index(index, &x_aw, at, adapters));
             let left = projected.input.state.first(usize::MAX).and(own.as_ref().map(|own| own.key_ti.shallow_clone()));
             self.states[layer].push(&left);
