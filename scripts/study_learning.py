@@ -24,6 +24,8 @@ from pathlib import Path
 
 LONGSTRAW = os.environ.get("LONGSTRAW", "target/release/longstraw")
 CONFIG = "configs/study/study.toml"
+# Supervised steps: the right answer alone, with advantage 1.
+GIVEN = "configs/study/given.toml"
 MODEL = "models/smollm2-135m-instruct"
 # Text that every Debian 12 with perl has.
 TEXT = ["/usr/share/perl", "/usr/share/common-licenses"]
@@ -42,11 +44,13 @@ ON_CPU = ["model.dtype=float32"]
 class Stage:
     """Prompts of one length, and what is run on them."""
 
-    def __init__(self, name, prompt, depths, prompts, arms, seeds, updates, begin=None, factor=None, hops=1, more=()):
+    def __init__(self, name, prompt, depths, prompts, arms, seeds, updates, begin=None, factor=None, hops=1, more=(), given=False):
         self.name, self.prompt, self.begin, self.factor, self.hops = name, prompt, begin, factor, hops
         # The first range of depths, in percent of the text, is trained; the others are only evaluated.
         self.depths, self.prompts, self.arms, self.seeds, self.updates = depths, prompts, arms, seeds, updates
         self.more = list(more)
+        # Supervised steps on the right answers instead of answers that the policy draws; nothing is evaluated.
+        self.given = given
 
 
 def cut(prompt):
@@ -72,20 +76,31 @@ SCALES = {
             more=FROM_BASE,
         ),
         Stage(
-            "64k", 65536, {"far": "0..8", "middle": "40..60", "near": "80..100"}, (40, 6),
-            {"exact": EXACT, "response": RESPONSE}, [0, 1], 40, begin="2k-exact-0", factor=9.0,
-        ),
-        Stage(
             "8k", 8128, {"far": "0..24", "middle": "40..60", "near": "80..100"}, (40, 8),
             {"exact": EXACT, "response": RESPONSE, "last512": LAST, "cut": cut(8128)}, [0, 1, 2], 60, begin="2k-exact-0",
         ),
         Stage(
             "32k", 32768, {"far": "0..24", "middle": "40..60", "near": "80..100"}, (40, 6),
-            {"exact": EXACT, "response": RESPONSE}, [0, 1], 40, begin="2k-exact-0", factor=5.0,
+            {"exact": EXACT, "response": RESPONSE}, [0, 1, 2], 40, begin="2k-exact-0", factor=5.0,
+        ),
+        # Under a scaling for 64K tokens the base model finds nothing at any length: it is shown right answers first, at lengths
+        # that grow.
+        Stage("8k-given", 8128, {"far": "0..8"}, (80, 1), {"exact": EXACT}, [0], 80, factor=9.0, given=True),
+        Stage(
+            "32k-given", 32768, {"far": "0..8"}, (40, 1), {"exact": EXACT}, [0], 40, begin="8k-given-exact-0", factor=9.0,
+            given=True,
+        ),
+        Stage(
+            "64k-given", 65536, {"far": "0..8"}, (16, 1), {"exact": EXACT}, [0], 16, begin="32k-given-exact-0", factor=9.0,
+            given=True,
+        ),
+        Stage(
+            "64k", 65536, {"far": "0..8"}, (40, 16), {"exact": EXACT, "response": RESPONSE}, [0, 1, 2], 30,
+            begin="64k-given-exact-0", factor=9.0, more=["eval.every=15"],
         ),
         Stage(
             "8k-two-hops", 8128, {"far": "0..24", "middle": "40..60", "near": "80..100"}, (40, 8),
-            {"exact": EXACT, "response": RESPONSE}, [0], 60, begin="2k-exact-0", hops=2,
+            {"exact": EXACT, "response": RESPONSE}, [0, 1, 2], 60, begin="2k-exact-0", hops=2,
         ),
     ],
 }
@@ -104,11 +119,22 @@ def make_data(stages):
             if (folder / "held_out.jsonl").exists():
                 continue
             command = [LONGSTRAW, "data", "keychain", "--model", MODEL, "--out", str(folder), "--depth", depth]
-            command += ["--prompt-tokens", str(stage.prompt), "--keys", "6", "--answers", "4", "--seed", "0"]
+            # Supervised steps have texts and codes of their own.
+            command += ["--prompt-tokens", str(stage.prompt), "--keys", "6", "--answers", "4"]
+            command += ["--seed", "1" if stage.given else "0"]
             command += ["--train", str(train), "--held-out", str(held_out), "--hops", str(stage.hops)]
             for text in TEXT:
                 command += ["--text", text]
             subprocess.run(command, check=True)
+            if stage.given:
+                keep_right_answers(folder / "train.jsonl")
+
+
+def keep_right_answers(path):
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for record in records:
+        record["answers"] = [answer for answer in record["answers"] if answer["reward"] == 1.0]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 class Run:
@@ -123,7 +149,9 @@ class Run:
     def settings(self, prompt=None):
         stage, data = self.stage, data_of(self.stage)
         sets = ", ".join(f'{name} = "{data / name / "held_out.jsonl"}"' for name in stage.depths)
-        settings = [f"data.path={data / next(iter(stage.depths)) / 'train.jsonl'}", f"data.held_out={{ {sets} }}"]
+        settings = [f"data.path={data / next(iter(stage.depths)) / 'train.jsonl'}"]
+        if not stage.given:
+            settings.append(f"data.held_out={{ {sets} }}")
         settings += [f"context.prompt_len={stage.prompt}", *stage.more, *stage.arms[self.arm]]
         if prompt:
             settings.append(f"context.prompt_len={prompt}")
@@ -134,7 +162,8 @@ class Run:
 
     def finished(self):
         """An evaluation follows the last update, and the adapter is saved after it."""
-        return self.evaluated() and (self.dir / "adapter" / "adapter_model.safetensors").exists()
+        over = self.stage.given or self.evaluated()
+        return over and (self.dir / "adapter" / "adapter_model.safetensors").exists()
 
     def evaluated(self):
         return any(line.get("evaluation", {}).get("step") == self.stage.updates for line in self.lines())
@@ -152,14 +181,15 @@ class Run:
         settings = [*self.settings(), f"run.seed={self.seed}", f"run.steps={self.stage.updates}", *more]
         if self.begin:
             settings.append(f"lora.init_from={self.begin}")
-        command = [LONGSTRAW, "train", "--config", CONFIG, "--run-dir", str(self.dir)]
+        config = GIVEN if self.stage.given else CONFIG
+        command = [LONGSTRAW, "train", "--config", config, "--run-dir", str(self.dir)]
         if (self.dir / "latest").exists():
             command.append("--resume")
         return command + [part for setting in settings for part in ("--set", setting)]
 
     def whole_context(self, more):
         """Evaluation on whole prompts, for an arm that trains on cut ones; None where there is nothing to do."""
-        if self.arm != "cut" or not self.finished() or (self.whole() / "summary.json").exists():
+        if self.arm != "cut" or not self.finished() or (self.whole() / "evaluation.json").exists():
             return None
         settings = [*self.settings(self.stage.prompt), f"run.seed={self.seed}", *more]
         command = [LONGSTRAW, "eval", str(self.dir / "adapter"), "--config", CONFIG, "--out", str(self.whole())]
@@ -224,6 +254,8 @@ def show(value):
 def table(stages, runs):
     """One row a stage, arm and evaluation: means over the seeds that have it."""
     for stage in stages:
+        if stage.given:
+            continue
         names = list(stage.depths)
         columns = [f"{name} ({depth} %)" for name, depth in stage.depths.items()]
         scaling = f", yarn {stage.factor:g}" if stage.factor else ""
@@ -252,7 +284,7 @@ def table(stages, runs):
                     cells += [show(mean(sampled)) + spread, show(mean(greedy))]
                 cells.append(show(mean([sets[name]["truncated_share"] for _, _, sets in rows for name in names])))
                 yield "| " + " | ".join(cells) + " |"
-            whole = [json.loads(path.read_text()) for run in ours if (path := run.whole() / "summary.json").exists()]
+            whole = [json.loads(path.read_text()) for run in ours if (path := run.whole() / "evaluation.json").exists()]
             if whole:
                 cells = [f"{arm}, evaluated on whole prompts", str(len(whole)), str(stage.updates), ""]
                 for name in names:
@@ -315,6 +347,8 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     stages = [stage for stage in SCALES[flags.scale] if not flags.stage or stage.name in flags.stage]
     runs = [Run(out, stage, arm, seed) for stage in stages for seed in stage.seeds for arm in stage.arms]
+    # Seed after seed, so that a study that was stopped has all arms of some seeds.
+    runs.sort(key=lambda run: run.seed)
     failed = []
     if not flags.table_only:
         if not (shutil.which(LONGSTRAW) and Path(MODEL, "config.json").exists()):

@@ -290,6 +290,8 @@ pub struct AnswerStates {
     version: AdapterVersion,
     /// Block inputs in slot (pack, layer). The way down puts the gradient of an input in its place.
     pub inputs: HiddenPool,
+    /// What was put last, still on the device: with one pack it is what is read next, and would queue behind the next layer's pages.
+    newest: Option<(Slot, Tensor)>,
     /// Mixer outputs, if they are kept; a pack of answers is a block.
     mixed: MixedPool,
 }
@@ -302,6 +304,7 @@ impl AnswerStates {
             leaves,
             version,
             inputs: HiddenPool::new(Residency::Host, Purpose::Hidden, ledger.clone()),
+            newest: None,
             mixed: MixedPool::new(Residency::Host, ledger.clone()),
         }
     }
@@ -315,7 +318,12 @@ impl AnswerStates {
     /// # Errors
     /// When there is no more memory for it.
     pub fn put_input(&mut self, pack: usize, layer: LayerIndex, x_rw: &Tensor) -> Result<(), tensor::Error> {
-        self.inputs.put(self.slot(pack, layer), x_rw)
+        let slot = self.slot(pack, layer);
+        // What was put before has left the device then.
+        self.inputs.settle()?;
+        self.inputs.put(slot, x_rw)?;
+        self.newest = Some((slot, x_rw.detach()));
+        Ok(())
     }
 
     /// The input of the block of a pack of answers, on the device until it is dropped.
@@ -323,12 +331,35 @@ impl AnswerStates {
     /// # Errors
     /// When the copy cannot be made.
     pub fn input(&self, pack: usize, layer: LayerIndex) -> Result<StagedHidden, tensor::Error> {
-        self.inputs.stage(self.slot(pack, layer))
+        let slot = self.slot(pack, layer);
+        match &self.newest {
+            Some((newest, x_rw)) if *newest == slot => Ok(StagedHidden::of(x_rw.shallow_clone())),
+            _ => self.inputs.stage(slot),
+        }
+    }
+
+    /// Starts to copy the input of a pack's block to the device, where the layer has one.
+    ///
+    /// # Errors
+    /// When the copy cannot be made.
+    pub fn prefetch_input(&self, pack: usize, layer: Option<LayerIndex>) -> Result<(), tensor::Error> {
+        layer.map_or(Ok(()), |layer| self.inputs.prefetch(self.slot(pack, layer)))
+    }
+
+    /// Holds nothing on the device any longer.
+    ///
+    /// # Errors
+    /// When a copy has failed.
+    pub fn leave_device(&mut self) -> Result<(), tensor::Error> {
+        self.newest = None;
+        self.inputs.settle()
     }
 
     /// Drops the input of the block of a pack of answers, or the gradient that has taken its place.
     pub fn release_input(&mut self, pack: usize, layer: LayerIndex) {
-        self.inputs.release(self.slot(pack, layer));
+        let slot = self.slot(pack, layer);
+        self.newest.take_if(|(newest, _)| *newest == slot);
+        self.inputs.release(slot);
     }
 
     /// Keeps the mixer's output and saved tensors of a pack in a layer. Those of the pack before have left the device then.

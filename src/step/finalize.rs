@@ -41,12 +41,17 @@ pub enum Error {
 /// # Errors
 /// Names the first tensor with a value that is not.
 pub fn check(adapters: &Adapters, learning_rate: f64) -> Result<(), Failure> {
-    for (tensor, name) in adapters.tensors().zip(adapters.names()) {
-        if tensor.isfinite().all().int64_value(&[]) == 0 {
-            return Err(Error::Update { tensor: name, learning_rate }.into());
-        }
+    let tensors: Vec<Tensor> = adapters.tensors().map(Tensor::detach).collect();
+    if is_finite(&joined(&tensors)) {
+        return Ok(());
     }
-    Ok(())
+    let found = tensors.iter().zip(adapters.names()).find(|(tensor, _)| !is_finite(tensor));
+    let tensor = found.map(|(_, name)| name).unwrap_or_default();
+    Err(Error::Update { tensor, learning_rate }.into())
+}
+
+fn is_finite(x: &Tensor) -> bool {
+    x.isfinite().all().int64_value(&[]) != 0
 }
 
 impl Classified for Error {
@@ -123,8 +128,13 @@ pub fn run_everywhere(
 
 /// All values beside each other, in host memory.
 fn flat(gradients: &[Tensor]) -> Tensor {
-    let flat: Vec<Tensor> = gradients.iter().map(|gradient| gradient.to_device(Device::Cpu).flatten(0, -1)).collect();
-    if flat.is_empty() { Tensor::zeros([0], (Kind::Float, Device::Cpu)) } else { Tensor::cat(&flat, 0).contiguous() }
+    joined(gradients).to_device(Device::Cpu)
+}
+
+/// All values beside each other, where they are: one copy to another place and one answer to a question, not one for each tensor.
+fn joined(tensors: &[Tensor]) -> Tensor {
+    let flat: Vec<Tensor> = tensors.iter().map(|tensor| tensor.flatten(0, -1)).collect();
+    if flat.is_empty() { Tensor::zeros([0], (Kind::Float, Device::Cpu)) } else { Tensor::cat(&flat, 0) }
 }
 
 /// Sum of the squares of all values. Tensor by tensor: float64 copies of all gradients at once would be the largest thing in
@@ -142,14 +152,13 @@ fn clipped(
     norm_max: f64,
 ) -> Result<Vec<Tensor>, Error> {
     let scale = if norm_max > 0.0 && norm > norm_max { norm_max / norm } else { 1.0 };
-    let mut reduced = Vec::with_capacity(gradients.len());
-    for ((gradient, part), tensor) in gradients.iter().zip(parts(sum, gradients)).zip(names) {
-        if part.isfinite().all().int64_value(&[]) == 0 {
-            return Err(Error::NotFinite { tensor, norm });
-        }
-        reduced.push((part * scale).to_device(gradient.device()));
+    if !is_finite(sum) {
+        let found = parts(sum, gradients).zip(names).find(|(part, _)| !is_finite(part));
+        return Err(Error::NotFinite { tensor: found.map(|(_, name)| name).unwrap_or_default(), norm });
     }
-    Ok(reduced)
+    let device = gradients.first().map_or(Device::Cpu, Tensor::device);
+    let scaled = (sum * scale).to_device(device);
+    Ok(parts(&scaled, gradients).collect())
 }
 
 /// The parts of `sum` that belong to each gradient, shaped like them.

@@ -149,6 +149,7 @@ impl Replay<'_> {
 
     /// The top layer: every pack's forward, the answers' losses and the first step back; then the tail's.
     fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
+        self.states.prefetch_input(0, below(layer))?;
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
@@ -196,6 +197,8 @@ impl Replay<'_> {
     }
 
     fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
+        // Before the pages of the next layer, which are longer.
+        self.states.prefetch_input(0, below(layer))?;
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());

@@ -28,7 +28,7 @@ pub fn run(
 ) -> Result<(Scores, AnswerStates), Failure> {
     let rank = pass.cp_group.axis.rank();
     let first = captured.last_row.as_ref().map(|x_1w| head.logprobs_of_row(pass.decoder, x_1w, &work.first_labels()));
-    let states = answers::up(pass, work, captured, leaves, tracker)?;
+    let mut states = answers::up(pass, work, captured, leaves, tracker)?;
     let mut scores = Vec::with_capacity(work.answers.len());
     top(pass, work, captured, &states, tracker, |index, y_rw| {
         scores.push(Logprobs {
@@ -37,6 +37,7 @@ pub fn run(
         });
         Ok(())
     })?;
+    states.leave_device()?;
     Ok((Scores(scores), states))
 }
 
