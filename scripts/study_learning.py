@@ -261,9 +261,9 @@ def table(stages, runs):
         scaling = f", yarn {stage.factor:g}" if stage.factor else ""
         yield f"\n## {stage.name}: prompts of {stage.prompt:,} tokens{scaling}\n"
         yield "| arm | seeds | updates | reward of the 20 updates before | " + " | ".join(
-            f"{column}: sampled | greedy" for column in columns
+            f"{column}: sampled | greedy | margin, nats" for column in columns
         ) + " | cut off, sampled |"
-        yield "|---|---|---|---|" + "---|---|" * len(names) + "---|"
+        yield "|---|---|---|---|" + "---|---|---|" * len(names) + "---|"
         for arm in stage.arms:
             ours = [run for run in runs if run.stage is stage and run.arm == arm and run.lines()]
             at = {}
@@ -280,8 +280,9 @@ def table(stages, runs):
                 for name in names:
                     sampled = [sets[name]["reward"] for _, _, sets in rows]
                     greedy = [sets[name]["greedy"] for _, _, sets in rows]
+                    margins = [sets[name]["margin"] for _, _, sets in rows]
                     spread = f" ± {deviation(sampled):.2f}" if len(sampled) > 1 else ""
-                    cells += [show(mean(sampled)) + spread, show(mean(greedy))]
+                    cells += [show(mean(sampled)) + spread, show(mean(greedy)), show(mean(margins))]
                 cells.append(show(mean([sets[name]["truncated_share"] for _, _, sets in rows for name in names])))
                 yield "| " + " | ".join(cells) + " |"
             whole = [json.loads(path.read_text()) for run in ours if (path := run.whole() / "evaluation.json").exists()]
@@ -290,7 +291,8 @@ def table(stages, runs):
                 for name in names:
                     sets = [one["sets"][name] for one in whole]
                     sampled = [one["reward"] for one in sets]
-                    cells += [f"{show(mean(sampled))} ± {deviation(sampled):.2f}", show(mean([one["greedy"] for one in sets]))]
+                    greedy, margins = (mean([one.get(key) for one in sets]) for key in ("greedy", "margin"))
+                    cells += [f"{show(mean(sampled))} ± {deviation(sampled):.2f}", show(greedy), show(margins)]
                 cells.append(show(mean([one["sets"][name]["truncated_share"] for one in whole for name in names])))
                 yield "| " + " | ".join(cells) + " |"
 

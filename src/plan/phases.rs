@@ -171,6 +171,7 @@ impl Sizes<'_> {
         let width = self.shape.width;
         let group = self.config.grpo.group_size;
         let answer = self.answer_rows;
+        let (rows, called) = self.pack_rows();
         let mut sum = vec![
             addend(
                 "answers' hidden states",
@@ -182,9 +183,9 @@ impl Sizes<'_> {
             within(
                 Phase::Replay,
                 "answer rows",
-                product(&[answer, 4 * width, model]),
-                format!("{answer} rows of one answer × (block's input and output, and their gradients)"),
-                "choose a shorter context.answer_len",
+                product(&[rows, 5 * width, model]),
+                format!("{rows} {called} × (block's input and output, their gradients, the next layer's input)"),
+                "choose a shorter context.answer_len, or a smaller memory.micro_block",
             ),
         ];
         if self.keeping.answer_attention {
@@ -212,7 +213,7 @@ impl Sizes<'_> {
         )
     }
 
-    /// What replay computes in for one answer besides its rows: the larger of two addends that are never alive together, the
+    /// What replay computes in for a pack of answers besides its rows: the larger of two addends that are never alive together, the
     /// head's backward for one block of rows and the backward of a block.
     fn answer_scratch(&self) -> Addend {
         let answer = self.answer_rows;
@@ -225,19 +226,20 @@ impl Sizes<'_> {
             return within(Phase::Replay, "head scratch", head, reason, "choose a smaller memory.head_block");
         }
         let keys = self.run_keys();
+        let (rows, called) = self.pack_rows();
         let reason = format!(
-            "{answer} rows of one answer × (q, k, v, outputs, gradients); a micro-block's graph, or \
-                              attention over {keys} keys"
+            "{rows} {called} × (q, k, v, outputs, gradients); a micro-block's graph, or attention over {keys} keys"
         );
-        within(Phase::Replay, "block scratch", block, reason, "choose a shorter context.answer_len")
+        let knob = "choose a shorter context.answer_len, or a smaller memory.micro_block";
+        within(Phase::Replay, "block scratch", block, reason, knob)
     }
 
-    /// Bytes in a block's backward for one answer besides block inputs and outputs: what segment A and the mixer made, and the
+    /// Bytes in a block's backward for a pack of answers besides block inputs and outputs: what segment A and the mixer made, and the
     /// larger of a micro-block's graph and the mixer's backward, to which ranks that share a prompt bring all rows.
     fn answer_block(&self, layer: &Layer) -> u64 {
         let Sizes { model_bytes: model, acc_bytes: acc, .. } = *self;
         let widths = layer.mix.widths();
-        let rows = self.answer_rows.max(1);
+        let rows = self.pack_rows().0.max(1);
         let segment = self.block(layer, rows, true);
         if let Some(sizes) = LatentSizes::of(layer) {
             return segment.max(self.latent_answer(layer, sizes));
@@ -247,7 +249,7 @@ impl Sizes<'_> {
         }
         let made = widths.ask + widths.state + 2 * widths.handed + 2 * widths.output;
         let held = product(&[rows, made * model + widths.beside * acc]).0;
-        let all = self.config.context.answer_len.0;
+        let all = self.pack * self.config.context.answer_len.0;
         let gathered = if self.config.cp_size(self.ranks) > 1 { (widths.ask + 2 * widths.output) * model } else { 0 };
         let (kernel, _) = self.workspace(all, self.run_keys(), true);
         let mixing = product(&[all, gathered + widths.ask * acc])

@@ -7,7 +7,7 @@ use tch::Kind;
 use super::addend::{Addend, Place, addend, product, within};
 use super::offload_choice::OffloadChoice;
 use crate::config::{DeviceChoice, Dtype, RunConfig, When};
-use crate::model::shape::{Layer, Segment, Shape};
+use crate::model::shape::{Layer, Mix, Segment, Shape};
 use crate::model::spec::EXPERT_PROJECTIONS;
 use crate::prompt::handoff::Keeping;
 use crate::prompt::pages::Residency;
@@ -52,6 +52,8 @@ pub(super) struct Sizes<'a> {
     pub(super) prompt_rows: u64,
     /// Rows of one answer on a rank.
     pub(super) answer_rows: u64,
+    /// Answers that go through a layer together: as many as a micro-block holds the rows of.
+    pub(super) pack: u64,
     /// Prompt positions of this rank that carry gradient.
     pub(super) tail_rows: u64,
     /// Whether the tail is long: its rows stay on their rank, and page state travels to them.
@@ -60,6 +62,17 @@ pub(super) struct Sizes<'a> {
     pub(super) passing_bytes: u64,
     /// Whether copies overlap the computation: then the next layer's data and the last layer's are on the device too.
     pub(super) copies_overlap: bool,
+}
+
+/// Answers of a pack at their longest; one where layers choose keys.
+fn pack(config: &RunConfig, shape: &Shape) -> u64 {
+    let chooses = shape.layers.iter().any(|layer| matches!(layer.mix, Mix::Latent { .. }));
+    if chooses {
+        return 1;
+    }
+    // An answer's last token has no row.
+    let rows = config.context.answer_len.0.saturating_sub(1).max(1);
+    (config.memory.micro_rows().0 / rows).clamp(1, config.grpo.group_size.max(1))
 }
 
 impl<'a> Sizes<'a> {
@@ -86,6 +99,7 @@ impl<'a> Sizes<'a> {
             ranks,
             prompt_rows,
             answer_rows: config.context.answer_len.0.div_ceil(cp_size),
+            pack: pack(config, shape),
             // A tail shorter than the prompt may be on one rank.
             tail_rows: if tail == config.context.prompt_len {
                 tail.0.div_ceil(cp_size)
@@ -96,6 +110,11 @@ impl<'a> Sizes<'a> {
             passing_bytes: shape.most(passing),
             copies_overlap: gpu && config.run.device != DeviceChoice::Cpu,
         }
+    }
+
+    /// Rows of a pack of answers on a rank, and what they are called.
+    pub(super) fn pack_rows(&self) -> (u64, &'static str) {
+        (self.pack * self.answer_rows, if self.pack > 1 { "rows of the answers of a pack" } else { "rows of one answer" })
     }
 
     /// Weights and adapters.
