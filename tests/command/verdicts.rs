@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use longstraw::config::{Environment, RewardFn, RewardName, RunConfig, SentTemperature};
-use longstraw::reward::{Candidate, Rewarded, Scorer};
+use longstraw::config::{EndpointStyle, Environment, RewardFn, RewardName, RunConfig, SentTemperature};
+use longstraw::reward::{Candidate, Missing, Rewarded, Scorer};
 use longstraw::runtime::failure::{Exit, Failure};
 use serde_json::{Value, json};
 
@@ -100,9 +100,7 @@ fn a_judges_thinking_is_left_out_in_both_dialects() {
     let verdict = format!("{think}\n\n{{\"score\": 7}}");
     let block = json!({"content": [{"type": "thinking", "thinking": "score: 2"}, {"type": "text", "text": "7"}],
         "stop_reason": "end_turn"});
-    let completion = |said: Value| {
-        json!({"choices": [{"message": said, "finish_reason": "stop"}]}).to_string()
-    };
+    let completion = |said: Value| json!({"choices": [{"message": said, "finish_reason": "stop"}]}).to_string();
     let field = json!({"content": "7", "reasoning_content": "score: 2"});
     for (style, body, value) in [
         (EndpointStyle::Messages, message(&verdict, "end_turn"), Some(0.7)),
