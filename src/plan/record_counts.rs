@@ -26,7 +26,7 @@ pub(super) struct RecordCounts {
     /// The reward that refuses a record without `expected`; absent where only a judge reads it.
     #[serde(skip)]
     refuses: Option<&'static str>,
-    /// `reward.after`.
+    /// The text of `reward.after`.
     #[serde(skip)]
     after: Option<String>,
 }

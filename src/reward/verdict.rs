@@ -202,8 +202,7 @@ fn without_thinking(text: &str) -> (&str, bool) {
     if !THINKING.iter().any(|mark| text.contains(mark)) {
         return (text, true);
     }
-    let objects: Vec<Range<usize>> =
-        json::values::<IgnoredAny>(text, &['{']).into_iter().map(|found| found.place).collect();
+    let objects: Vec<Range<usize>> = json::values::<IgnoredAny>(text, &['{']).map(|found| found.place).collect();
     let is_quoted = |at: usize| objects.iter().any(|object| object.contains(&at));
     let [open, close] = THINKING;
     let end = text.rmatch_indices(close).map(|(at, _)| at).find(|&at| !is_quoted(at)).map(|at| at + close.len());
