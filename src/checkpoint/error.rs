@@ -53,6 +53,14 @@ pub enum Error {
         folder.display()
     )]
     NoneThere { file: PathBuf, named: String, folder: PathBuf },
+    #[error("{} names {}, which is not there: name another checkpoint", file.display(), folder.display())]
+    NamesNone { file: PathBuf, folder: PathBuf },
+    #[error(
+        "{} is not there: a run writes best after an evaluation that checkpoint.keep_best has compared, in which every answer has a \
+         reward, and latest with its first checkpoint; name a folder of checkpoints/",
+        file.display()
+    )]
+    NotNamed { file: PathBuf },
     #[error(
         "the adapters of experts are spread over {ranks} ranks (parallel.ep_size), and one rank cannot save them after a \
          failure; go on from the last checkpoint (checkpoint.every, checkpoint.every_sec)"

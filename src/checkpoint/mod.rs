@@ -24,7 +24,7 @@ use tch::{Device, Kind};
 pub use error::Error;
 pub use reading::{Saved, is_checkpoint, read_folder, state_of};
 pub use state::{Difference, State, value_differences};
-pub use store::{Newest, Store, Tensors};
+pub use store::{Newest, Store, Tensors, folder_of};
 
 use crate::model::adapter_file::{self, AdapterShape};
 use crate::model::lora::{Adapter, Adapters};

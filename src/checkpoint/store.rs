@@ -340,6 +340,31 @@ impl Store {
     }
 }
 
+/// The folder of adapters that `given` means: the files `best` and `latest` of a run directory mean the checkpoint that they name,
+/// and any other path means itself.
+///
+/// # Errors
+/// When such a file is not there in a run directory, cannot be read, or names a folder that is not there.
+pub fn folder_of(given: &Path) -> Result<PathBuf, Error> {
+    let is_name = given.file_name().is_some_and(|name| name == BEST || name == LATEST);
+    let run_dir = given.parent().unwrap_or(Path::new(""));
+    if !is_name || given.is_dir() {
+        return Ok(given.to_owned());
+    }
+    let file = given.to_owned();
+    match fs::read_to_string(given) {
+        Ok(text) => {
+            let folder = run_dir.join(text.trim());
+            if folder.is_dir() { Ok(folder) } else { Err(Error::NamesNone { file, folder }) }
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound && run_dir.join(FOLDER).is_dir() => {
+            Err(Error::NotNamed { file })
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(file),
+        Err(source) => Err(Error::Read { file, source }),
+    }
+}
+
 /// Writes all files of a checkpoint into `folder` and brings them to the disk; returns the state's updates.
 fn fill(folder: &Path, state: State, tensors: &Tensors, shape: &AdapterShape) -> Result<u64, Error> {
     let Tensors { adapters, moments, captured } = *tensors;

@@ -14,7 +14,7 @@ use super::start::{ConfigFlags, start_world};
 
 #[derive(Args, Debug)]
 pub(super) struct EvalFlags {
-    /// Folder of adapters in PEFT's format, or of a checkpoint
+    /// Folder of adapters in PEFT's format, or of a checkpoint, or a run's file `best` or `latest`
     #[arg(value_name = "ADAPTERS", required_unless_present = "base", conflicts_with = "base")]
     adapters: Option<PathBuf>,
     /// Evaluate the base model alone

@@ -9,7 +9,7 @@ use longstraw::tools::merge;
 
 #[derive(Args, Debug)]
 pub(super) struct MergeFlags {
-    /// A folder of adapters, or a run directory or checkpoint that has one
+    /// A folder of adapters, a checkpoint, a run directory that has ended, or its file `best` or `latest`
     pub(super) adapter: PathBuf,
     /// The folder to make; it must not exist
     destination: PathBuf,

@@ -160,7 +160,7 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
         return Ok(Exit::Done);
     };
     let folder = model.map(plan::model_folder).filter(|_| plan_flags.data);
-    let (config, advice) = whole(config, ranks, &shape, &room, pace.as_ref(), folder, plan_flags.judge_sec)?;
+    let (config, advice) = advise(config, ranks, &shape, &room, pace.as_ref(), folder, plan_flags.judge_sec)?;
     if plan_flags.json {
         print_json(&advice);
     } else {
@@ -176,7 +176,7 @@ pub(super) fn plan(flags: ConfigFlags, plan_flags: &PlanFlags) -> Result<Exit, F
 
 /// The plan with everything that it advises: ways to share the ranks out, lengths of the data where a model's `folder` is given,
 /// and the whole run with `judge_sec` seconds for a judge's reply; and the configuration that it is of.
-fn whole(
+fn advise(
     config: &RunConfig,
     ranks: u64,
     shape: &Shape,
@@ -275,7 +275,7 @@ fn notes(loaded: &Loaded, config: &RunConfig, shape: Option<&Shape>, lengths: &[
              Optional: with context.prompt_len = {longest} a run takes what the plan says"
         )
     });
-    let refused = lengths.iter().filter_map(|(key, lengths)| lengths.refusal(key));
+    let refused = lengths.iter().flat_map(|(key, lengths)| lengths.refusals(config, key));
     let judges = loaded.run.judges_notes();
     for note in loaded.notes().into_iter().chain(context).chain(data).chain(longest).chain(refused).chain(judges) {
         say(&note);

@@ -95,6 +95,12 @@ impl RunConfig {
         u64::from(self.rollout.sample && self.eval.greedy)
     }
 
+    /// Answers of the policy to a held-out prompt.
+    #[must_use]
+    pub fn eval_answers(&self) -> u64 {
+        self.eval_samples().saturating_add(self.eval_greedy())
+    }
+
     /// The measurements that `checkpoint.keep_best` may name: those of which more is better.
     #[must_use]
     pub fn best_metrics(&self) -> Vec<String> {

@@ -52,6 +52,18 @@ impl RewardName {
     pub fn is_for_validation(self) -> bool {
         matches!(self, RewardName::One | RewardName::Synthetic)
     }
+
+    /// Whether it follows from what an answer says.
+    #[must_use]
+    pub fn reads_text(self) -> bool {
+        !matches!(self, RewardName::Synthetic | RewardName::Data | RewardName::One | RewardName::Length)
+    }
+
+    /// Whether it refuses a record without `reward_data.expected`.
+    #[must_use]
+    pub fn reads_expected(self) -> bool {
+        matches!(self, RewardName::ExactMatch | RewardName::Contains | RewardName::JsonField)
+    }
 }
 
 /// Whether this is the name of a reward: a known word, or a judge's name after `judge:`.

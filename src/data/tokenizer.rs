@@ -200,6 +200,23 @@ impl Tokenizer {
         })
     }
 
+    /// How a prompt that the chat template has written ends where the model thinks before it answers; `None` where the template
+    /// leaves nothing to think, says nothing of it, or fails. What switches thinking off is `enable_thinking = false`, which
+    /// writes an end of thinking into the prompt.
+    #[must_use]
+    pub fn thinking_prompt_end(&self) -> Option<String> {
+        let template = self.template.as_ref().ok()?;
+        let prompt_end = |thinks: bool| {
+            let messages = vec![turn("user", ANSWER_MARK)];
+            let kwargs = [("enable_thinking".to_owned(), Json::Bool(thinks))].into_iter().collect();
+            let text = template.render(&Conversation { messages, kwargs, ..Conversation::default() }, true).ok()?;
+            text.rsplit_once(ANSWER_MARK).map(|(_, end)| end.to_owned())
+        };
+        let (on, off) = (prompt_end(true)?, prompt_end(false)?);
+        let has_ended = |end: &str| end.trim_end().ends_with("</think>");
+        (!has_ended(&on) && (has_ended(&off) || on.trim_end().ends_with("<think>"))).then_some(on)
+    }
+
     /// As [`Tokenizer::turn_end`]; `None` if there is no template, or the template fails or writes no end.
     pub(super) fn known_turn_end(&self) -> Option<i64> {
         let template = self.template.as_ref().ok()?;
@@ -288,6 +305,22 @@ mod tests {
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         );
         assert_eq!(tokenizer.turn_end().unwrap(), test_tokenizer::END);
+    }
+
+    #[test]
+    fn a_prompt_after_which_the_model_thinks_is_known_by_its_end() {
+        let folder = test_tokenizer::folder();
+        let end = |open: &str| {
+            let template = format!("{{% for m in messages %}}{{{{ m.content }}}}\n{{% endfor %}}A:\n{open}");
+            fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+            Tokenizer::open(folder.path()).unwrap().thinking_prompt_end()
+        };
+        let off = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}";
+        assert_eq!(end(off).as_deref(), Some("\nA:\n"), "it begins to think by itself");
+        let both = "<think>\n{% if not enable_thinking %}\n</think>\n\n{% endif %}";
+        assert_eq!(end(both).as_deref(), Some("\nA:\n<think>\n"));
+        assert_eq!(end("<think>\n").as_deref(), Some("\nA:\n<think>"), "it always thinks");
+        assert_eq!((end(""), end("<think></think>")), (None, None));
     }
 
     #[test]

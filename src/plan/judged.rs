@@ -72,7 +72,7 @@ impl Waits {
         let turns = config.groups_per_update(ranks).div_ceil(side_by_side);
         let parallel = config.reward.judge_parallel.max(1);
         let answers = side_by_side.saturating_mul(config.grpo.group_size);
-        let held_out = side_by_side.saturating_mul(config.eval_samples().saturating_add(config.eval_greedy()));
+        let held_out = side_by_side.saturating_mul(config.eval_answers());
         let rounds = |answers: u64| answers.div_ceil(parallel).saturating_mul(judges);
         Some(Waits {
             judges,

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::budget::Plan;
 use super::predict::{Pace, predict};
+use super::record_counts::RecordCounts;
 use crate::config::{RunConfig, TooLong};
 use crate::data::{self, Answers, Dataset, GroupOrder, Limits, Tokenizer};
 use crate::model::shape::Shape;
@@ -34,8 +35,9 @@ pub struct Lengths {
     pub named: Vec<String>,
     /// Whether they are cut.
     pub cuts: bool,
-    /// Records without `reward_data.question` that a judge scores; 0 without a judge.
-    pub without_question: usize,
+    /// What records lack that rewards read.
+    #[serde(flatten)]
+    counts: RecordCounts,
     /// Longest prompt as a run takes it: at most `context.prompt_len`.
     pub taken_longest: Tokens,
     pub taken_mean: f64,
@@ -79,8 +81,6 @@ impl Lengths {
         let prompts: Vec<Tokens> = whole.iter().map(|&tokens| tokens.min(most)).collect();
         let too_long = named.len();
         named.truncate(NAMED_MAX);
-        let has_question = |group: &data::Group| group.reward_data.get("question").is_some_and(|text| !text.is_null());
-        let judged = !config.named_judges().is_empty();
         Ok(Lengths {
             records: data.len(),
             longest: whole.iter().copied().max().unwrap_or_default(),
@@ -90,7 +90,7 @@ impl Lengths {
             too_long,
             named,
             cuts: config.data.too_long != TooLong::Refuse,
-            without_question: if judged { groups().filter(|group| !has_question(group)).count() } else { 0 },
+            counts: RecordCounts::of(config, tokenizer.as_ref(), &data)?,
             prompts,
             sources: Vec::new(),
         })
@@ -112,23 +112,27 @@ impl Lengths {
             too_long: sets.iter().map(|(_, set)| set.too_long).sum(),
             named,
             cuts: sets.iter().any(|(_, set)| set.cuts),
-            without_question: sets.iter().map(|(_, set)| set.without_question).sum(),
+            counts: RecordCounts::sum(sets.iter().map(|(_, set)| &set.counts)),
             prompts: sets.iter().flat_map(|(_, set)| set.prompts.iter().copied()).collect(),
             sources: sets.iter().map(|(weight, set)| (*weight, set.records)).collect(),
         }
     }
 
-    /// What a run would end with for these records, which `key` names; `None` where it takes all of them.
+    /// What a run would end with for these records, which `key` names; none where it takes all of them.
     #[must_use]
-    pub fn refusal(&self, key: &str) -> Option<String> {
+    pub fn refusals(&self, config: &RunConfig, key: &str) -> Vec<String> {
         // Of several files together each one says it for itself.
-        (self.too_long > 0 && !self.cuts && self.sources.is_empty()).then(|| {
+        if !self.sources.is_empty() {
+            return Vec::new();
+        }
+        let too_long = (self.too_long > 0 && !self.cuts).then(|| {
             format!(
                 "{key}: {} of {} records are too long, and with data.too_long = \"refuse\" `longstraw train` ends with exit 3 there; \
                  raise context.prompt_len or context.answer_len, or let data.too_long cut prompts",
                 self.too_long, self.records
             )
-        })
+        });
+        too_long.into_iter().chain(self.counts.refusals(config, key, self.records)).collect()
     }
 
     /// The order of the groups of a run.
@@ -180,7 +184,7 @@ impl Lengths {
     /// The lines that the command prints; `groups` of an update that are made of these prompts, for what updates are made of.
     #[must_use]
     pub fn text(&self, key: &str, groups: Option<f64>) -> String {
-        let Lengths { records, longest, mean, taken_mean, too_long, without_question, .. } = self;
+        let Lengths { records, longest, mean, taken_mean, too_long, .. } = self;
         let update = groups.map(|groups| format!("; {:.0} prompt tokens an update", taken_mean * groups));
         let mut lines = vec![format!(
             "{key}: {records} prompts, the longest {longest} tokens, {mean:.0} on average{}",
@@ -191,11 +195,7 @@ impl Lengths {
             let more = if *too_long > self.named.len() { ", …" } else { "" };
             lines.push(format!("  {too_long} of them would be {what}: {}{more}", self.named.join("; ")));
         }
-        if *without_question > 0 {
-            lines.push(format!(
-                "  {without_question} of them have no reward_data.question: a judge gets their answers without one"
-            ));
-        }
+        lines.extend(self.counts.lines());
         lines.join("\n")
     }
 }

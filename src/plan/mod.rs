@@ -17,6 +17,7 @@
 //!   measured             seconds from what `bench --rates` has measured
 //!   predict              the prediction, by published rates or by measured ones
 //!   split                ranks that share a prompt by prompts side by side: a table, and the fastest that fits
+//!   record_counts        what records lack that rewards read
 //!   lengths, forecast    real lengths of the data; hours, requests, tokens and disk of a whole run
 //!   advice               all of these beside the plan
 //!   ladder, text         the plan of every gate, and the plan in words
@@ -42,6 +43,7 @@ mod offload_choice;
 mod operations;
 mod phases;
 mod predict;
+mod record_counts;
 mod rollout;
 pub mod seconds;
 mod sizes;

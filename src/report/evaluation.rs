@@ -131,12 +131,20 @@ pub struct Best {
 }
 
 impl Best {
+    /// Held-out answers without a reward that keep an evaluation from being compared by `metric`, with the name of their set:
+    /// the mean reward of a set is then that of the others. `None` where it is compared.
+    #[must_use]
+    pub fn unscored<'a>(metric: &'a str, evaluation: &Evaluation) -> Option<(&'a str, u64)> {
+        let set = metric.split('/').nth(1).filter(|_| metric.ends_with("/reward"))?;
+        let missing = evaluation.sets.get(set)?.missing;
+        (missing > 0).then_some((set, missing))
+    }
+
     /// The better one of `so_far` and an evaluation that has a checkpoint; of equal ones the earlier. Rewards of a set in which
-    /// answers have none choose nothing: their mean is of the others.
+    /// answers have none choose nothing.
     #[must_use]
     pub fn of(so_far: Option<Best>, metric: &str, evaluation: &Evaluation) -> Option<Best> {
-        let set = metric.split('/').nth(1).and_then(|set| evaluation.sets.get(set));
-        if metric.ends_with("/reward") && set.is_some_and(|set| set.missing > 0) {
+        if Best::unscored(metric, evaluation).is_some() {
             return so_far;
         }
         let Some((_, value)) = evaluation.numbers().into_iter().find(|(name, _)| name == metric) else { return so_far };
@@ -241,6 +249,11 @@ mod tests {
         let best = values.iter().fold(None, |best, &(step, value)| Best::of(best, metric, &evaluation(step, value)));
         let best = best.unwrap();
         assert_eq!((best.step, best.value, best.checkpoint.as_str()), (4, 0.5, "checkpoints/step_4"));
+        let mut unscored = evaluation(8, 0.75);
+        unscored.sets.get_mut("codes").unwrap().missing = 3;
+        assert_eq!(Best::unscored(metric, &unscored), Some(("codes", 3)));
+        assert_eq!(Best::of(Some(best.clone()), metric, &unscored), Some(best.clone()), "its mean is of other answers");
+        assert_eq!(Best::unscored("eval/codes/margin", &unscored), None, "a margin has no rewards");
         assert_eq!(
             Best::of(Some(best.clone()), "eval/codes/margin", &evaluation(9, 1.0)),
             Some(best),

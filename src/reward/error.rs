@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use super::verdict::Unread;
+use super::verdict::ReplyFault;
 use crate::config::RewardName;
 use crate::endpoint;
 use crate::program::stderr_words;
@@ -111,8 +111,8 @@ pub enum Missing {
     #[error("{0}")]
     Service(endpoint::Error),
     /// The judge's reply holds no score, or more than one.
-    #[error("the judge's reply {unread}: {said:?}")]
-    Reply { unread: Unread, said: String },
+    #[error("the judge's reply {fault}: {said:?}")]
+    Reply { fault: ReplyFault, said: String },
     /// The run was asked to stop.
     #[error("the run was asked to stop before the answer was scored")]
     Stopped,
@@ -130,7 +130,7 @@ impl Missing {
             Missing::Record { .. } => "record",
             Missing::Program { fault, .. } => fault.kind(),
             Missing::Service(error) => error.fault.kind(),
-            Missing::Reply { unread, .. } => unread.kind(),
+            Missing::Reply { fault, .. } => fault.kind(),
             Missing::Stopped => "stopped",
             Missing::Sum => "sum_not_finite",
         }

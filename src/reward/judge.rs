@@ -201,13 +201,13 @@ impl Judge {
     /// Scores one answer; where the reply cannot be read, with a second request.
     fn one(&self, candidate: &Candidate<'_>, user: &str) -> Result<f64, Missing> {
         let first = self.request(user);
-        let Err(Missing::Reply { unread, .. }) = &first else { return first };
+        let Err(Missing::Reply { fault, .. }) = &first else { return first };
         tracing::warn!(
-            "record {}, answer {}: the judge's reply {unread}; sent once more",
+            "record {}, answer {}: the judge's reply {fault}; sent once more",
             candidate.prompt,
             candidate.answer
         );
-        self.request(&format!("{user}\n\nAn earlier reply to this {unread}. Reply with the one JSON object alone."))
+        self.request(&format!("{user}\n\nAn earlier reply to this {fault}. Reply with the one JSON object alone."))
     }
 
     /// What is said of one answer.
@@ -223,8 +223,8 @@ impl Judge {
         let message = Message { model, max_tokens: *tokens_max, temperature: *temperature, system: Some(system), user };
         let reply = self.endpoint.message(&message).map_err(Missing::Service)?.value;
         let ended = reply.stop_reason.as_deref() != Some("max_tokens");
-        let unread = |unread| Missing::Reply { unread, said: self.endpoint.plain(&reply.text) };
-        self.reader.read(&reply.text, ended).map_err(unread)
+        let fault = |fault| Missing::Reply { fault, said: self.endpoint.plain(&reply.text) };
+        self.reader.read(&reply.text, ended).map_err(fault)
     }
 }
 

@@ -19,7 +19,7 @@ use serde_json::{Map, Value};
 
 pub use candidate::{Candidate, Part, Rewarded, missing_by_kind};
 pub use error::{Error, Missing, ProgramFault, message_failure};
-pub use verdict::Unread;
+pub use verdict::ReplyFault;
 
 use crate::config::{EndpointConfig, Environment, RewardName, RunConfig};
 use crate::endpoint::{Spent, cost_of};

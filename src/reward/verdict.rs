@@ -5,8 +5,12 @@
 //! begins an object whose first key is the score. In free words a number may mean anything: the end of the scale, a count, a
 //! date. A reply is refused where it holds no score, half a score or two different ones: a missing reward costs an answer, a
 //! wrong one is learnt.
+//!
+//! A judge's own thinking is no part of its reply: what stands before the last `</think>` is left out, and so is what an open
+//! `<think>` begins. Such a mark within a JSON object is quoted there, and ends nothing.
 
 use std::fmt;
+use std::ops::Range;
 
 use regex::{Captures, Match, Regex};
 use serde::de::{IgnoredAny, MapAccess, Visitor};
@@ -27,10 +31,12 @@ const DECORATION: &str = r#"[\s"'`*_#>]*"#;
 const MARKS: &str = r#"[\s"'`*_]*"#;
 /// Words before "score is".
 const SUBJECT: &str = "(?i:(?:the |my )?(?:final |overall )?)";
+/// What begins a judge's thinking, and what ends it.
+const THINKING: [&str; 2] = ["<think>", "</think>"];
 
 /// Why a reply holds no score.
 #[derive(Clone, Copy, Debug, Error, PartialEq)]
-pub enum Unread {
+pub enum ReplyFault {
     /// It holds no text.
     #[error("is empty")]
     Empty,
@@ -45,7 +51,7 @@ pub enum Unread {
     Several,
     /// The score is outside the scale.
     #[error("has a score outside of {low} to {high} (reward.judge_scale)")]
-    OutsideScale {
+    OutOfScale {
         /// Lowest score of the scale.
         low: f64,
         /// Highest score of the scale.
@@ -56,15 +62,15 @@ pub enum Unread {
     NotFinite,
 }
 
-impl Unread {
+impl ReplyFault {
     pub(super) fn kind(self) -> &'static str {
         match self {
-            Unread::Empty => "reply_empty",
-            Unread::Cut => "reply_cut",
-            Unread::Unclear => "reply_unclear",
-            Unread::Several => "reply_several",
-            Unread::OutsideScale { .. } => "reply_outside_scale",
-            Unread::NotFinite => "reply_not_finite",
+            ReplyFault::Empty => "reply_empty",
+            ReplyFault::Cut => "reply_cut",
+            ReplyFault::Unclear => "reply_unclear",
+            ReplyFault::Several => "reply_several",
+            ReplyFault::OutOfScale { .. } => "reply_outside_scale",
+            ReplyFault::NotFinite => "reply_not_finite",
         }
     }
 }
@@ -78,8 +84,8 @@ pub(super) struct Reader {
     /// A number out of another.
     share: Regex,
     number: Regex,
-    /// A whole reply that is a score.
-    whole: Regex,
+    /// A reply that is a score and nothing else.
+    score_alone: Regex,
     /// The beginning of an object that is no JSON and whose first key is the score.
     keyed: Regex,
 }
@@ -94,7 +100,7 @@ impl Reader {
             labelled: pattern(format!("{label}({NUMBER})(?:{OUT_OF}({NUMBER}))?")),
             share: pattern(format!("({NUMBER}){OUT_OF}({NUMBER})")),
             number: pattern(NUMBER.to_owned()),
-            whole: pattern(format!(
+            score_alone: pattern(format!(
                 "^{DECORATION}(?:{SUBJECT}{label})?({NUMBER}){MARKS}(?:{OUT_OF}({NUMBER}))?{MARKS}\\.?{MARKS}$"
             )),
             keyed: pattern(format!(r#"\{{\s*["'`]?{label}({NUMBER})(?:{OUT_OF}({NUMBER}))?["'`]?\s*[,}}]"#)),
@@ -103,9 +109,11 @@ impl Reader {
 
     /// The score in `text`, from 0 at the scale's low end to 1 at its high end; `ended` says whether the judge came to the
     /// end of what it had to say.
-    pub(super) fn read(&self, text: &str, ended: bool) -> Result<f64, Unread> {
+    pub(super) fn read(&self, text: &str, ended: bool) -> Result<f64, ReplyFault> {
+        let (text, thinking_ended) = without_thinking(text);
+        let ended = ended && thinking_ended;
         if text.trim().is_empty() {
-            return Err(if ended { Unread::Empty } else { Unread::Cut });
+            return Err(if ended { ReplyFault::Empty } else { ReplyFault::Cut });
         }
         let (objects, rest) = take_objects(text);
         let mut scores: Vec<f64> = Vec::new();
@@ -113,7 +121,7 @@ impl Reader {
             scores.push(self.of_value(value)?);
         }
         if objects.is_empty() && (!ended || is_open(&rest)) {
-            return Err(Unread::Cut);
+            return Err(ReplyFault::Cut);
         }
         if objects.is_empty() {
             scores.push(self.without_object(&rest)?);
@@ -124,68 +132,84 @@ impl Reader {
         }
         let score = scores[0];
         if scores.iter().any(|other| other.to_bits() != score.to_bits()) {
-            return Err(Unread::Several);
+            return Err(ReplyFault::Several);
         }
         Ok((score - self.low) / (self.high - self.low))
     }
 
     /// What an object gives as its score: a number, or a text that is one.
-    fn of_value(&self, value: &Value) -> Result<f64, Unread> {
+    fn of_value(&self, value: &Value) -> Result<f64, ReplyFault> {
         match value {
-            Value::Number(number) => self.on_scale(number.as_f64().ok_or(Unread::NotFinite)?),
+            Value::Number(number) => self.on_scale(number.as_f64().ok_or(ReplyFault::NotFinite)?),
             Value::String(text) => {
                 let text = text.trim();
-                let whole = |found: &Match<'_>| found.len() == text.len();
-                let share = self.share.captures(text).filter(|found| found.get(0).as_ref().is_some_and(whole));
+                let is_all = |found: &Match<'_>| found.len() == text.len();
+                let share = self.share.captures(text).filter(|found| found.get(0).as_ref().is_some_and(is_all));
                 match share {
-                    Some(found) => self.of_words(text, &found)?.ok_or(Unread::Unclear),
-                    None if self.number.find(text).as_ref().is_some_and(whole) => self.on_scale(parsed(text)),
-                    None => Err(Unread::Unclear),
+                    Some(found) => self.of_words(text, &found)?.ok_or(ReplyFault::Unclear),
+                    None if self.number.find(text).as_ref().is_some_and(is_all) => self.on_scale(parsed(text)),
+                    None => Err(ReplyFault::Unclear),
                 }
             }
-            _ => Err(Unread::Unclear),
+            _ => Err(ReplyFault::Unclear),
         }
     }
 
     /// The score of a match: a number, and the number that it is out of, where there is one. A share of another number than
     /// the scale's end is no score (it may be a date); with the word "score" it is unclear.
-    fn of_words(&self, text: &str, found: &Captures<'_>) -> Result<Option<f64>, Unread> {
-        let whole = found.get(0).map_or("", |found| found.as_str());
-        let is_labelled = !whole.starts_with(|c: char| c.is_ascii_digit() || "-+\u{2212}".contains(c));
+    fn of_words(&self, text: &str, found: &Captures<'_>) -> Result<Option<f64>, ReplyFault> {
+        let matched = found.get(0).map_or("", |found| found.as_str());
+        let is_labelled = !matched.starts_with(|c: char| c.is_ascii_digit() || "-+\u{2212}".contains(c));
         let Some(score) = found.get(1) else { return Ok(None) };
         let last = found.get(2).unwrap_or(score);
         let stands_alone = begins(text, score) && ends(text, last);
         let is_of_scale = found.get(2).is_none_or(|most| parsed(most.as_str()).to_bits() == self.high.to_bits());
         match (is_labelled, stands_alone && is_of_scale) {
             (_, true) => self.on_scale(parsed(score.as_str())).map(Some),
-            (true, false) => Err(Unread::Unclear),
+            (true, false) => Err(ReplyFault::Unclear),
             (false, false) => Ok(None),
         }
     }
 
     /// The score of a text without a JSON object: all of it is a score, or it has one object that JSON does not read.
-    fn without_object(&self, text: &str) -> Result<f64, Unread> {
+    fn without_object(&self, text: &str) -> Result<f64, ReplyFault> {
         let mut keyed = self.keyed.captures_iter(text);
         let found = match (keyed.next(), keyed.next()) {
             (Some(found), None) => found,
-            (None, _) => self.whole.captures(text).ok_or(Unread::Unclear)?,
-            (Some(_), Some(_)) => return Err(Unread::Several),
+            (None, _) => self.score_alone.captures(text).ok_or(ReplyFault::Unclear)?,
+            (Some(_), Some(_)) => return Err(ReplyFault::Several),
         };
-        let (Some(score), most) = (found.get(1), found.get(2)) else { return Err(Unread::Unclear) };
+        let (Some(score), most) = (found.get(1), found.get(2)) else { return Err(ReplyFault::Unclear) };
         if most.is_some_and(|most| parsed(most.as_str()).to_bits() != self.high.to_bits()) {
-            return Err(Unread::Unclear);
+            return Err(ReplyFault::Unclear);
         }
         self.on_scale(parsed(score.as_str()))
     }
 
-    fn on_scale(&self, score: f64) -> Result<f64, Unread> {
+    fn on_scale(&self, score: f64) -> Result<f64, ReplyFault> {
         let (low, high) = (self.low, self.high);
         match score {
             // A zero has no sign here, so that equal scores have equal bits.
             score if (low..=high).contains(&score) => Ok(score + 0.0),
-            score if score.is_finite() => Err(Unread::OutsideScale { low, high }),
-            _ => Err(Unread::NotFinite),
+            score if score.is_finite() => Err(ReplyFault::OutOfScale { low, high }),
+            _ => Err(ReplyFault::NotFinite),
         }
+    }
+}
+
+/// What a judge says besides its thinking, and whether the thinking has come to its end.
+fn without_thinking(text: &str) -> (&str, bool) {
+    if !THINKING.iter().any(|mark| text.contains(mark)) {
+        return (text, true);
+    }
+    let objects: Vec<Range<usize>> = json::values::<IgnoredAny>(text, &['{']).map(|found| found.place).collect();
+    let is_quoted = |at: usize| objects.iter().any(|object| object.contains(&at));
+    let [open, close] = THINKING;
+    let end = text.rmatch_indices(close).map(|(at, _)| at).find(|&at| !is_quoted(at)).map(|at| at + close.len());
+    let said = end.unwrap_or(0);
+    match text[said..].match_indices(open).map(|(at, _)| said + at).find(|&at| !is_quoted(at)) {
+        Some(at) => (&text[said..at], false),
+        None => (&text[said..], true),
     }
 }
 
@@ -274,9 +298,9 @@ fn is_part(character: char) -> bool {
 mod tests {
     use super::*;
 
-    const OUTSIDE: Unread = Unread::OutsideScale { low: 0.0, high: 10.0 };
+    const OUT_OF_SCALE: ReplyFault = ReplyFault::OutOfScale { low: 0.0, high: 10.0 };
 
-    fn read(text: &str) -> Result<f64, Unread> {
+    fn read(text: &str) -> Result<f64, ReplyFault> {
         Reader::new([0.0, 10.0]).read(text, true)
     }
 
@@ -319,18 +343,18 @@ mod tests {
         assert_eq!(Reader::new([1.0, 5.0]).read("4/5", true), Ok(0.75));
         assert_eq!(
             Reader::new([1.0, 5.0]).read("{\"score\": 0}", true),
-            Err(Unread::OutsideScale { low: 1.0, high: 5.0 })
+            Err(ReplyFault::OutOfScale { low: 1.0, high: 5.0 })
         );
     }
 
     #[test]
     fn half_a_score_is_no_score() {
         for text in ["{\"score\":", "{\"score\": 7", "{\"score\": 7, \"reason\": \"it", "{", "so: {\"sco"] {
-            assert_eq!(read(text), Err(Unread::Cut), "{text}");
+            assert_eq!(read(text), Err(ReplyFault::Cut), "{text}");
         }
         let reader = Reader::new([0.0, 10.0]);
         for text in ["", "score: 7", "7", "It has 7 out of 10"] {
-            assert_eq!(reader.read(text, false), Err(Unread::Cut), "it may have gone on: {text}");
+            assert_eq!(reader.read(text, false), Err(ReplyFault::Cut), "it may have gone on: {text}");
         }
         assert_eq!(reader.read("{\"score\": 7} and furthermore", false), Ok(0.7), "the score itself is whole");
     }
@@ -343,7 +367,7 @@ mod tests {
             "{\"score\": 7}, though the score: 3 would do",
             "{score: 7} {score: 8}",
         ] {
-            assert_eq!(read(text), Err(Unread::Several), "{text}");
+            assert_eq!(read(text), Err(ReplyFault::Several), "{text}");
         }
     }
 
@@ -378,9 +402,9 @@ mod tests {
             "{\"points\": 7}",
             "<html>",
         ] {
-            assert_eq!(read(text), Err(Unread::Unclear), "{text}");
+            assert_eq!(read(text), Err(ReplyFault::Unclear), "{text}");
         }
-        assert_eq!(read(" \n"), Err(Unread::Empty));
+        assert_eq!(read(" \n"), Err(ReplyFault::Empty));
     }
 
     #[test]
@@ -388,7 +412,7 @@ mod tests {
         for text in
             ["{\"score\": 11}", "11 of 10", "score: 11/10", "{\"score\": -1}", "-3", "{\"score\": \"11\"}", "**70**"]
         {
-            assert_eq!(read(text), Err(OUTSIDE), "{text}");
+            assert_eq!(read(text), Err(OUT_OF_SCALE), "{text}");
         }
         for text in [
             "{\"score\": NaN}",
@@ -398,13 +422,36 @@ mod tests {
             "score: inf",
             "NaN",
         ] {
-            assert_eq!(read(text), Err(Unread::NotFinite), "{text}");
+            assert_eq!(read(text), Err(ReplyFault::NotFinite), "{text}");
         }
+    }
+
+    /// The score of `<think>3 of 4 facts, so 7</think>9` was one of the numbers of the thinking.
+    #[test]
+    fn a_judges_own_thinking_is_no_part_of_its_reply() {
+        for text in [
+            "<think>2</think>7",
+            "<think>\nThe maximum is 10. score: 3? {\"score\": 2} 4/10.\n</think>\n\n{\"score\": 7}",
+            "score: 3, no.</think>Score: 7",
+            "<think>{\"score\": 1}</think><think>{\"score\": 2}</think>{\"score\": 7}",
+            "{\"score\": 1}\n</think>\n7/10",
+            "{\"score\": 7, \"reason\": \"it ends with </think> and begins with <think>\"}",
+            "<think>3</think>{\"reason\": \"no </think> in it\", \"score\": 7}",
+            "{\"score\": 7} <think>or {\"score\": 8}?",
+        ] {
+            assert_eq!(read(text), Ok(0.7), "{text}");
+        }
+        for text in ["<think>7", "<think>{\"score\": 7}", "<think>3</think><think>{\"score\": 7}", "7 <think>or 8"] {
+            assert_eq!(read(text), Err(ReplyFault::Cut), "{text}");
+            assert_eq!(Reader::new([0.0, 10.0]).read(text, false), Err(ReplyFault::Cut), "{text}");
+        }
+        assert_eq!(read("<think>{\"score\": 7}</think>"), Err(ReplyFault::Empty));
+        assert_eq!(read("<think>7</think>It is fine."), Err(ReplyFault::Unclear));
     }
 
     #[test]
     fn a_reply_of_braces_alone_ends() {
-        assert_eq!(read(&"{\"a\":".repeat(2_000)), Err(Unread::Cut));
-        assert_eq!(read(&"{}".repeat(2_000)), Err(Unread::Unclear));
+        assert_eq!(read(&"{\"a\":".repeat(2_000)), Err(ReplyFault::Cut));
+        assert_eq!(read(&"{}".repeat(2_000)), Err(ReplyFault::Unclear));
     }
 }

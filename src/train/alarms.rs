@@ -11,7 +11,7 @@ use crate::report::Step;
 use crate::runtime::units::{Bytes, float, from_index};
 
 /// Updates with a gradient, or with a wait for rewards, before that of a further one is compared with theirs.
-const COMPARED_MIN: usize = 5;
+const COMPARED_MIN: u64 = 5;
 /// Waits for rewards that are shorter raise no alarm, s.
 const REWARD_SEC_MIN: f64 = 60.0;
 /// A lasting alarm is said again after as many updates.
@@ -83,12 +83,12 @@ impl Alarms {
 
     /// Judges an update that was made.
     pub(super) fn judge(&mut self, step: &Step, expected: &Expected) -> Findings {
-        let norm = compared(step.grad_norm, self.last(self.config.window).map(|past| past.grad_norm));
+        let norm = compared(step.grad_norm, self.last(self.config.window.max(COMPARED_MIN)).map(|past| past.grad_norm));
         let wait = compared(step.seconds.reward, self.waits.iter().copied());
         let wait = wait.filter(|_| step.seconds.reward >= REWARD_SEC_MIN);
         self.remember(step);
         let mut readings = self.of_update(step, norm, expected);
-        readings.extend(self.of_wait(step, wait));
+        readings.extend(self.reward_wait(step, wait));
         readings.extend(self.of_window());
         readings.retain(|one| expected.rewards_differ || !["equal_rewards", "reward_flat"].contains(&one.name));
         let mut findings = Findings::default();
@@ -121,12 +121,12 @@ impl Alarms {
             grad_norm: step.grad_norm,
         });
         self.waits.extend(Some(step.seconds.reward).filter(|&wait| wait > 0.0));
-        while self.waits.len() > COMPARED_MIN && from_index(self.waits.len()) > self.config.window {
+        while from_index(self.waits.len()) > self.config.window.max(COMPARED_MIN) {
             self.waits.pop_front();
         }
         let AlarmConfig { window, reward_flat_warn, reward_flat_stop, zero_gradient_warn, zero_gradient_stop, .. } =
             self.config;
-        let counts = [window, reward_flat_warn, zero_gradient_warn];
+        let counts = [window.max(COMPARED_MIN), reward_flat_warn, zero_gradient_warn];
         let stops = [reward_flat_stop, zero_gradient_stop].map(Option::unwrap_or_default);
         let most = counts.into_iter().chain(stops).max().unwrap_or(0);
         while from_index(self.past.len()) > most {
@@ -135,7 +135,7 @@ impl Alarms {
     }
 
     /// The wait for an update's rewards, in units of the median of those before.
-    fn of_wait(&self, step: &Step, wait: Option<f64>) -> Option<Reading> {
+    fn reward_wait(&self, step: &Step, wait: Option<f64>) -> Option<Reading> {
         let alarm = &self.config;
         reading("reward_sec", wait, f64::gt, alarm.reward_sec_warn, alarm.reward_sec_stop, |value| {
             format!(
@@ -216,10 +216,10 @@ impl Alarms {
     fn of_window(&self) -> Vec<Reading> {
         let alarm = &self.config;
         let window = alarm.window;
-        let whole = from_index(self.past.len()) >= window;
+        let is_full = from_index(self.past.len()) >= window;
         let share = |of: fn(&Past) -> Option<f64>| {
             let known: Vec<f64> = self.last(window).filter_map(of).collect();
-            (whole && from_index(known.len()) == window).then(|| mean(&known))
+            (is_full && from_index(known.len()) == window).then(|| mean(&known))
         };
         let truncated = share(|past| past.truncated);
         let equal = share(|past| Some(past.equal_groups));
@@ -297,7 +297,7 @@ fn reading(
 fn compared(number: f64, before: impl Iterator<Item = f64>) -> Option<f64> {
     let mut before: Vec<f64> = before.filter(|&number| number > 0.0).collect();
     before.sort_by(f64::total_cmp);
-    (before.len() >= COMPARED_MIN).then(|| number / before[before.len() / 2])
+    (from_index(before.len()) >= COMPARED_MIN).then(|| number / before[before.len() / 2])
 }
 
 fn mean(numbers: &[f64]) -> f64 {
@@ -425,6 +425,16 @@ mod tests {
         assert_eq!(Alarms::new(&config, &[]).judge(&long, &EXPECTED), Findings::default());
     }
 
+    /// A window below five left the gradient's norm without anything to be compared with, and no alarm was ever raised.
+    #[test]
+    fn a_short_window_leaves_the_gradients_norm_its_five_updates() {
+        for window in 1..=6 {
+            let config = AlarmConfig { window, reward_flat_warn: 0, zero_gradient_warn: 0, ..config() };
+            let findings = after_healthy(&config, |step| step.grad_norm = 30.0);
+            assert_eq!(names(&findings), ["grad_norm"], "window {window}");
+        }
+    }
+
     #[test]
     fn updates_of_a_round_that_do_not_wait_are_no_waits_to_compare_with() {
         for window in [3, 10] {
@@ -480,12 +490,12 @@ mod tests {
     fn a_resumed_run_remembers_the_updates_before_it() {
         let config = AlarmConfig { window: 4, zero_gradient_warn: 0, ..config() };
         let bad = |step| Step { truncated_share: Some(0.9), ..healthy(step) };
-        let mut whole = Alarms::new(&config, &[]);
+        let mut uninterrupted = Alarms::new(&config, &[]);
         for step in 1..4 {
-            whole.judge(&bad(step), &EXPECTED);
+            uninterrupted.judge(&bad(step), &EXPECTED);
         }
         let mut resumed = Alarms::new(&config, &[bad(1), bad(2), bad(3)]);
-        assert_eq!(resumed.judge(&bad(4), &EXPECTED), whole.judge(&bad(4), &EXPECTED));
+        assert_eq!(resumed.judge(&bad(4), &EXPECTED), uninterrupted.judge(&bad(4), &EXPECTED));
         assert_eq!(names(&resumed.judge(&bad(5), &EXPECTED)), ["truncated"]);
     }
 

@@ -53,8 +53,8 @@ pub(super) struct Start {
     pub(super) notes: Vec<String>,
 }
 
-/// Where data and round stood when the last update was whole.
-pub(super) struct WholeUpdate {
+/// Where data and round stood when the last update was completed.
+pub(super) struct CompletedUpdate {
     pub(super) cursor: GroupOrder,
     /// The round as a checkpoint holds it, gathered while all ranks were well.
     pub(super) round: Value,
@@ -62,10 +62,10 @@ pub(super) struct WholeUpdate {
     earlier: Option<Rc<EarlierAdapters>>,
 }
 
-impl WholeUpdate {
+impl CompletedUpdate {
     /// Of a session between two updates, with its `round` as a checkpoint holds it.
-    pub(super) fn of(session: &Session, round: Value) -> WholeUpdate {
-        WholeUpdate { cursor: session.data.cursor.clone(), round, earlier: earlier(session) }
+    pub(super) fn of(session: &Session, round: Value) -> CompletedUpdate {
+        CompletedUpdate { cursor: session.data.cursor.clone(), round, earlier: earlier(session) }
     }
 }
 
@@ -223,25 +223,26 @@ impl Checkpoints {
         updates > 0 && self.saved != Some(updates) && !self.failed
     }
 
-    /// Writes a checkpoint of the last whole update into rank 0's `run_dir` on this rank alone, after a failure.
+    /// Writes a checkpoint of the last completed update into rank 0's `run_dir` on this rank alone, after a failure.
     pub(super) fn save_alone(
         run_dir: &Path,
         session: &Session,
         world: &World,
         reporter: &Reporter,
         evaluated: &Progress,
-        whole: &WholeUpdate,
+        completed: &CompletedUpdate,
     ) -> Result<(), Failure> {
         let policy = &session.policy;
         if policy.adapters.is_spread() {
             return Err(checkpoint::Error::Spread { ranks: world.ep.size() }.into());
         }
-        let state = State { cursor: whole.cursor.clone(), ..state(session, world, evaluated, whole.round.clone()) };
+        let state =
+            State { cursor: completed.cursor.clone(), ..state(session, world, evaluated, completed.round.clone()) };
         if let Err(error) = reporter.settle() {
             reporter.line(&format!("{error}; the checkpoint is written all the same"));
         }
         let writer = world.all.rank();
-        let captured = whole.earlier.as_ref().map_or(&[][..], |earlier| &earlier.values);
+        let captured = completed.earlier.as_ref().map_or(&[][..], |earlier| &earlier.values);
         let tensors = Tensors { adapters: &policy.adapters, moments: policy.optimizer.moments(), captured };
         Ok(Store::of(run_dir).write_alone(writer, state, &tensors, &policy.shape)?)
     }

@@ -61,7 +61,7 @@ impl Classified for Error {
 /// What is evaluated, and where the results go.
 #[derive(Clone, Debug)]
 pub struct EvalOptions {
-    /// Folder of adapters or of a checkpoint; absent: the base model alone.
+    /// Folder of adapters or of a checkpoint, or a file of a run directory that names one; absent: the base model alone.
     pub adapters: Option<PathBuf>,
     /// Folder of the results; absent: `eval/NAME` in the adapters' run directory, with the name of their folder.
     pub out: Option<PathBuf>,
@@ -88,6 +88,9 @@ pub enum EvalEnded {
 /// evaluation.
 pub fn evaluate(loaded: &Loaded, options: &EvalOptions, world: &mut World) -> Result<EvalEnded, Failure> {
     let mut loaded = loaded.clone();
+    // Rank 0 decides which checkpoint a name means: another rank may see another copy of it.
+    let named = world.from_root(|| Ok(options.adapters.as_deref().map(checkpoint::folder_of).transpose()?))?;
+    let options = &EvalOptions { adapters: named, ..options.clone() };
     let out = options.out.clone().unwrap_or_else(|| default_out(options.adapters.as_deref(), &loaded.rank.dir));
     loaded.rank.dir.clone_from(&out);
     world.agree(prepare(&mut loaded.run, options))?;
@@ -180,9 +183,9 @@ fn restore_masters(session: &mut Session, options: &EvalOptions, world: &World) 
 fn identity(session: &Session, adapters: Option<&str>) -> Value {
     let config = session.config();
     let mut of = Map::new();
-    let whole = config.resumable();
+    let values = config.resumable();
     for table in ["context", "model", "rollout", "tools", "reward", "endpoint"] {
-        of.insert(table.to_owned(), whole[table].clone());
+        of.insert(table.to_owned(), values[table].clone());
     }
     of.insert(
         "memory".to_owned(),
@@ -234,10 +237,10 @@ impl Alone<'_> {
         let (session, world, stop) = (self.session, self.world, self.stop);
         let mut lines: BTreeMap<String, BTreeMap<usize, EvalLine>> = BTreeMap::new();
         // A prompt with an answer that nobody has scored, or with a call that got no reply, is asked about again.
-        let is_whole = |answer: &EvalAnswer| {
+        let is_complete = |answer: &EvalAnswer| {
             answer.failure.is_none() && answer.calls.as_ref().is_none_or(|calls| calls.failed == 0)
         };
-        for line in finished.into_iter().filter(|line| line.answers.iter().all(is_whole)) {
+        for line in finished.into_iter().filter(|line| line.answers.iter().all(is_complete)) {
             lines.entry(line.set.clone()).or_default().insert(line.index, line);
         }
         for set in &session.data.held_out {

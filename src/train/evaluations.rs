@@ -76,6 +76,13 @@ impl Trainer {
         let metric = self.session.config().checkpoint.keep_best.clone();
         let before = self.evaluated.best.clone();
         if let Some(metric) = metric.filter(|_| evaluation.step > 0 && self.options.keeps_progress) {
+            if let Some((set, missing)) = Best::unscored(&metric, &evaluation) {
+                self.reporter.line(&format!(
+                    "warning: the evaluation after update {} is not compared by checkpoint.keep_best = {metric:?}: {missing} \
+                     held-out answers of {set} have no reward",
+                    evaluation.step
+                ));
+            }
             self.evaluated.best = Best::of(before.clone(), &metric, &evaluation);
         }
         self.evaluated.last = Some(evaluation);

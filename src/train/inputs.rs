@@ -125,7 +125,7 @@ fn open_tools(
     let tools = Tools::open(config, tokenizer, spec.vocabulary)?;
     if let Some((tools, tokenizer)) = tools.as_ref().zip(tokenizer) {
         tools.check_records(tokenizer, config.data.train_key(), train)?;
-        let draws = config.eval_samples() + config.eval_greedy() > 0;
+        let draws = config.eval_answers() > 0;
         held_out.iter().filter(|_| draws).try_for_each(|set| tools.check_records(tokenizer, &set.key, &set.data))?;
     }
     Ok(tools)

@@ -256,7 +256,7 @@ fn start_adapters(
     let acc = accumulation(kind_of(config.model.dtype));
     let holds = |linear: &Linear| experts::adapters::is_held(spec, linear, &world.ep);
     let adapters = if let Some(folder) = &config.lora.init_from {
-        checkpoint::load(folder, spec, shape, holds, acc, device)?
+        checkpoint::load(&checkpoint::folder_of(folder)?, spec, shape, holds, acc, device)?
     } else {
         let linears = spec.adapted(config.lora.targets.as_deref())?;
         let seed = i64::try_from(config.run.seed).unwrap_or(i64::MAX);

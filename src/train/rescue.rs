@@ -1,4 +1,4 @@
-//! What becomes of the last whole update when a run fails.
+//! What becomes of the last completed update when a run fails.
 //!
 //! 1. All ranks have agreed to fail: rank 0 saves, and the others wait for it as they leave.
 //! 2. One rank fails or panics alone, and the others wait for it in a collective: that rank saves, before it ends the job.
@@ -19,7 +19,7 @@ use crate::world::World;
 const SAVE_MAX: Duration = Duration::from_mins(2);
 
 impl Trainer {
-    /// Runs `work`. If it fails or panics, the state of the last whole update is saved before the run ends.
+    /// Runs `work`. If it fails or panics, the state of the last completed update is saved before the run ends.
     pub(super) fn or_save<T>(
         &mut self,
         world: &World,
@@ -35,7 +35,7 @@ impl Trainer {
         }
     }
 
-    /// Saves the state of the last whole update if the checkpoints lack it. `all_leave`: whether all ranks have failed alike.
+    /// Saves the state of the last completed update if the checkpoints lack it. `all_leave`: whether all ranks have failed alike.
     fn keep_what_was_learnt(&self, failure: &Failure, all_leave: bool, world: &World) {
         let updates = self.totals.updates;
         // Where ranks differ, nobody knows whose state is right.
@@ -58,7 +58,7 @@ impl Trainer {
         let save = || {
             let run_dir = if first { &self.folder.dir } else { &self.folder.root_dir };
             let (session, reporter) = (&self.session, &self.reporter);
-            Checkpoints::save_alone(run_dir, session, world, reporter, &self.evaluated, &self.whole)
+            Checkpoints::save_alone(run_dir, session, world, reporter, &self.evaluated, &self.completed)
         };
         let limit = match self.session.loaded.rank.stall_sec {
             // The limits that are computed are minutes more.

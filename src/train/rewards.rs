@@ -132,7 +132,7 @@ fn answer_reward(text: String, rewarded: &Rewarded) -> AnswerReward {
 /// The first reward that judges texts, if there is one.
 pub(super) fn judge_of_texts(config: &RunConfig) -> Option<RewardName> {
     let mut names = config.grpo.rewards().iter().map(|part| part.name);
-    names.find(|name| !matches!(name, RewardName::Synthetic | RewardName::Data | RewardName::One | RewardName::Length))
+    names.find(|name| name.reads_text())
 }
 
 /// Opens rank 0's scorer, and checks before the first step that every reward has what it needs. `has_tokenizer`: whether

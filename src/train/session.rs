@@ -255,7 +255,7 @@ impl Session {
             return Drawer::Operations(Reason::Calls).note();
         }
         let by = |answers| rollout::computed_by(&*self.model.decoder, &self.policy.adapters, as_index(answers)).note();
-        let held_out = || Some(format!("held-out groups: {}", by(config.eval_samples() + config.eval_greedy())?));
+        let held_out = || Some(format!("held-out groups: {}", by(config.eval_answers())?));
         let of_groups = self.samples().then(|| by(config.grpo.group_size))?;
         of_groups.or_else(|| if self.data.held_out.is_empty() { None } else { held_out() })
     }
@@ -403,7 +403,7 @@ impl Session {
 
     /// Whether the policy answers held-out prompts.
     pub(super) fn draws_held_out(&self) -> bool {
-        self.samples() && self.config().eval_samples() + self.config().eval_greedy() > 0
+        self.samples() && self.config().eval_answers() > 0
     }
 
     /// [`Session::sample_request`] for the held-out group at `index`: its sampled answers, and the greedy one last.
@@ -415,7 +415,7 @@ impl Session {
         let stream = Stream::of_seed(self.config().run.seed).part(HELD_OUT_BRANCH);
         let request = self.sample_request_from(stream.part(from_index(index)))?;
         let greedy = as_index(self.config().eval_greedy());
-        let answers = as_index(self.config().eval_samples()) + greedy;
+        let answers = as_index(self.config().eval_answers());
         let calls = self.calls(caller);
         (answers > 0).then_some(SampleRequest { answers, greedy, choices: DrawnChoices::Drop, calls, ..request })
     }

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::alarms::{Alarms, Expected, Findings};
-use super::checkpoints::{Checkpoints, Start, WholeUpdate};
+use super::checkpoints::{Checkpoints, CompletedUpdate, Start};
 use super::outcome::Outcome;
 use super::progress::{self, Progress};
 use super::records::Records;
@@ -65,7 +65,7 @@ pub(super) struct Trainer {
     alarms: Alarms,
     pub(super) totals: RunTotals,
     pub(super) evaluated: Progress,
-    pub(super) whole: WholeUpdate,
+    pub(super) completed: CompletedUpdate,
 }
 
 impl Trainer {
@@ -88,7 +88,7 @@ impl Trainer {
             alarms: Alarms::new(&session.config().alarm, &earlier.steps),
             totals: RunTotals::resume(start.updates, is_root.then_some(earlier.steps), &earlier.evaluations),
             evaluated: start.evaluated.clone(),
-            whole: WholeUpdate::of(&session, Value::Null),
+            completed: CompletedUpdate::of(&session, Value::Null),
             session,
             folder,
             checkpoints,
@@ -172,7 +172,7 @@ impl Trainer {
         let step = Step { alarms: raised, ..step };
         self.totals.add_update(step.clone(), update.pinning_s, round.mine.last());
         self.session.data.update_made(round, updates_per_group, reuses);
-        self.whole = WholeUpdate::of(&self.session, round_state::save(&self.session, world));
+        self.completed = CompletedUpdate::of(&self.session, round_state::save(&self.session, world));
         world.on_root(|| Ok(self.reporter.step(&step, steps)?))?;
         if world.all.rank() != Rank(0) {
             self.reporter.step(&step, steps)?;

@@ -1,12 +1,15 @@
 //! What `plan` advises: ways to share ranks out, the whole run, real lengths of the data; and what a run makes of an absent
 //! `parallel.cp_size`.
 
+use std::path::Path;
+
 use serde_json::{Value, json};
 
 use super::checkpoints::case;
 use super::plan::{near, plan};
 use super::resume::{quick, train};
 use super::room::{Room, Said};
+use super::test_tokenizer;
 use super::training::{config, lines, record};
 
 /// The configuration of 16 GPUs that docs/memory.md plans.
@@ -128,6 +131,59 @@ fn a_plan_of_the_data_reads_rubrics_and_names_held_out_sets() {
     ] {
         assert!(said.out.contains(words), "{words}: {said}");
     }
+}
+
+/// Prompts that switch thinking off, with `reward.after`, were scored as empty all night.
+#[test]
+fn a_plan_of_the_data_says_what_records_lack_and_whether_they_let_the_model_think() {
+    let text = config(Path::new("model"))
+        + "[rollout]\nsample = true\n[endpoint]\napi_base = \"https://example.org\"\ndefault_model = \"j\"\n\
+           [endpoint.usage]\nreward_scoring = true\n";
+    let text = text.replace("reward_fn = \"data\"", "reward_fn = \"judge\"");
+    let text = text.replace("path = \"train.jsonl\"", "path = \"train.jsonl\"\nheld_out = \"held_out.jsonl\"");
+    let asked = |thinks: Option<bool>, data: Value| {
+        let kwargs = thinks.map(|thinks| json!({"enable_thinking": thinks}));
+        json!({"messages": [{"role": "user", "content": "Which?"}], "chat_template_kwargs": kwargs, "reward_data": data})
+    };
+    let full = || json!({"question": "Which?", "expected": "this"});
+    let train = [
+        asked(None, full()),
+        asked(Some(true), json!({"question": "Which?", "answer": "this"})),
+        asked(Some(false), full()),
+        json!({"prompt": "Which?", "reward_data": full()}),
+    ];
+    let held_out = lines(&[asked(Some(false), full())]);
+    let files = [("config.toml", text.as_str()), ("train.jsonl", &lines(&train)), ("held_out.jsonl", &held_out)];
+    let room = Room::with(&files);
+    room.model_with_tokenizer(&case("qwen3"), &test_tokenizer::folder());
+    room.write(
+        "model/chat_template.jinja",
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}A:\n\
+         {% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}",
+    );
+    let said = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        room.alone(&["plan", "--ranks", "1", "--data"].into_iter().chain(sets).collect::<Vec<_>>())
+    };
+    let plain = said(&[]);
+    plain.ended(0, &[]);
+    for words in [
+        "  1 of them have no reward_data.expected: a judge has nothing to compare their answers with",
+        "  2 of them let the model think before it answers, and rewards read the thinking too: set reward.after",
+    ] {
+        assert_eq!(plain.out.matches(words).count(), 1, "{words}: {plain}");
+    }
+    let after = said(&["reward.after=</think>"]);
+    let words = "  1 of them end with \"</think>\", so their answers lack it";
+    assert_eq!(after.ended(0, &[]).out.matches(words).count(), 2, "train and held-out: {after}");
+    assert!(!after.out.contains("let the model think"), "{after}");
+    let words =
+        "data.path: 1 of 4 records have no reward_data.expected, which the reward contains compares answers with";
+    let rule = said(&["grpo.reward_fn=contains", "checkpoint.keep_best=eval/held_out/margin"]);
+    rule.ended(
+        0,
+        &[words, "data.held_out: no record has a better and a worse answer, so there is no eval/held_out/margin"],
+    );
 }
 
 #[test]

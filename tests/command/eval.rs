@@ -223,13 +223,45 @@ fn the_best_checkpoint_stays_besides_the_last_one_and_over_a_resume() {
     );
     // What stops a run whose policy diverges has nothing to stop here.
     let diverges = ["grpo.kl_coef=0.05", "alarm.kl_stop=5.0"];
-    let said = eval(&room, 2, &["run/checkpoints/step_2", "--json"], &diverges);
+    let said = eval(&room, 2, &["run/best", "--json"], &diverges);
     assert!(
         (said.ended(0, &[]).json()["sets"]["held_out"]["margin"].as_f64().unwrap() - best["value"].as_f64().unwrap())
             .abs()
             < 1e-12
     );
     assert!(room.path().join("run/eval/step_2/results.jsonl").is_file());
+    room.alone(&["merge", "run/best", "merged"]).ended(0, &["with adapters added to"]);
+    room.alone(&["merge", "run/checkpoints/step_2", "of_step_2"]).ended(0, &[]);
+    let weights = |folder: &str| fs::read(room.path().join(folder).join("model.safetensors")).unwrap();
+    assert_eq!(weights("merged"), weights("of_step_2"));
+    train(&room, "next", &[], &["lora.init_from=run/best", "run.steps=1"]).ended(0, &[]);
+}
+
+/// The mean of the answers that a judge happened to score is no measurement of the set.
+#[test]
+fn an_evaluation_with_an_answer_that_nobody_has_scored_is_announced_and_never_the_best() {
+    let room = drawing();
+    // The prompt of 17 tokens: its third evaluation has a missing reward and is the best otherwise, the fourth is the worst.
+    room.script(
+        "score",
+        "first=1\nwhile read -r line; do case \"$line\" in\n\
+         *'\"of 17\"'*) [ -z \"$first\" ] || echo >> seen\n\
+         case \"$(wc -l < seen | tr -d ' ')$first\" in 31) echo null;; 3) echo 1;; 4*) echo 0;; *) echo 0.1;; esac;;\n\
+         *'\"of 50\"'*) echo 0.1;;\n\
+         *) echo 0.$(( ${#line} % 10 ));; esac; first=; done",
+    );
+    let metric = "checkpoint.keep_best=eval/books/sampled/reward";
+    let sets = ["data.held_out={ books = \"books.jsonl\" }", metric, "eval.every=2", "run.steps=6"];
+    let words = "warning: the evaluation after update 4 is not compared by checkpoint.keep_best = \"eval/books/sampled/reward\": 1 \
+                 held-out answers of books have no reward";
+    let said = train(&room, "run", &[], &sets);
+    said.ended(0, &[words]);
+    assert_eq!(said.err.matches("is not compared by").count(), 1, "{said}");
+    let means = metrics(&room, "run").1;
+    let mean = |at: usize| means[at]["sets"]["books"]["reward"].as_f64().unwrap();
+    assert!(mean(2) > mean(1) && mean(1) > mean(3), "{means:?}");
+    assert_eq!(room.read("run/best"), "checkpoints/step_2\n");
+    assert_eq!(receipt(&room, "run")["best"]["step"], json!(2));
 }
 
 #[test]

@@ -69,6 +69,12 @@ fn a_merged_model_has_the_adapters_in_its_weights_and_every_other_byte_of_the_ba
         ["case.json", "config.json", "model.safetensors"],
         "neither other weights nor notes about the base"
     );
+    room.alone(&["merge", "run/latest", "merged/newest"]).ended(0, &[]);
+    let weights = |folder: &str| fs::read(room.path().join(folder).join("model.safetensors")).unwrap();
+    assert_eq!(weights("merged/model"), weights("merged/newest"), "the last checkpoint has the same adapters");
+    room.alone(&["merge", "run/best", "other"]).refused(3, &["run/best is not there: ", "checkpoint.keep_best"]);
+    fs::rename(room.path().join("run/adapter"), room.path().join("adapter")).unwrap();
+    room.alone(&["merge", "run", "other"]).refused(2, &["run has no folder adapter", "run/latest", "run/best"]);
     // The merged model is a model: it trains.
     room.alone(&["train", "--run-dir", "next", "--set", "model.path=merged/model", "--set", "run.steps=1"])
         .ended(0, &[]);

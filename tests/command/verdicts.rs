@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use longstraw::config::{Environment, RewardFn, RewardName, RunConfig, SentTemperature};
-use longstraw::reward::{Candidate, Rewarded, Scorer};
+use longstraw::config::{EndpointStyle, Environment, RewardFn, RewardName, RunConfig, SentTemperature};
+use longstraw::reward::{Candidate, Missing, Rewarded, Scorer};
 use longstraw::runtime::failure::{Exit, Failure};
 use serde_json::{Value, json};
 
@@ -91,6 +91,30 @@ fn a_verdict_is_read_however_it_is_wrapped() {
         "**7**",
     ];
     hold(texts.iter().map(|text| (vec![replied(text)], Ok(700), 1)).collect());
+}
+
+/// Servers of open models put a judge's thinking before its verdict, or into a field of its own.
+#[test]
+fn a_judges_thinking_is_left_out_in_both_dialects() {
+    let think = "<think>Two of 10 facts, so 2/10. {\"score\": 2}</think>";
+    let verdict = format!("{think}\n\n{{\"score\": 7}}");
+    let block = json!({"content": [{"type": "thinking", "thinking": "score: 2"}, {"type": "text", "text": "7"}],
+        "stop_reason": "end_turn"});
+    let completion = |said: Value| json!({"choices": [{"message": said, "finish_reason": "stop"}]}).to_string();
+    let field = json!({"content": "7", "reasoning_content": "score: 2"});
+    for (style, body, value) in [
+        (EndpointStyle::Messages, message(&verdict, "end_turn"), Some(0.7)),
+        (EndpointStyle::Messages, block.to_string(), Some(0.7)),
+        (EndpointStyle::Messages, message("<think>score: 2", "end_turn"), None),
+        (EndpointStyle::ChatCompletions, completion(json!({"content": verdict})), Some(0.7)),
+        (EndpointStyle::ChatCompletions, completion(field), Some(0.7)),
+        (EndpointStyle::ChatCompletions, completion(json!({"content": "<think>score: 2"})), None),
+    ] {
+        let service = Service::of(vec![service::json(200, &body)]);
+        let rewarded = score(&judge_with(&service.base(), |config| config.endpoint.style = style), 1).0.unwrap();
+        assert_eq!(rewarded[0].value, value, "{style:?}: {body}");
+        assert_eq!(rewarded[0].failure().map(Missing::kind), value.is_none().then_some("reply_cut"), "{body}");
+    }
 }
 
 #[test]

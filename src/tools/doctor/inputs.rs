@@ -74,8 +74,8 @@ pub(super) fn memory_alone() -> Finding {
 /// The plan's memory against the machine's.
 pub(super) fn memory(loaded: &Loaded, spec: Option<&Spec>, gpu: Option<&Gpu>, ranks: RankCounts) -> Finding {
     let run = &loaded.run;
-    let is_whole = loaded.unset.is_empty() && run.check(Some(ranks.world)).is_empty();
-    let Some(spec) = spec.filter(|_| is_whole) else { return memory_alone() };
+    let is_valid = loaded.unset.is_empty() && run.check(Some(ranks.world)).is_empty();
+    let Some(spec) = spec.filter(|_| is_valid) else { return memory_alone() };
     let host = available_memory();
     let device = gpu.map(|gpu| {
         // As in a run: a part is left to libraries that load later and to gaps between tensors.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use crate::checkpoint;
 use crate::model::{adapter_file, shards, spec};
 use crate::runtime::failure::{Classified, Exit};
 use crate::runtime::file_error::FileError;
@@ -23,6 +24,13 @@ pub enum Error {
         "{adapter} is of an earlier end of this run, which has gone on to {newest} and has not ended: name the one that is meant"
     )]
     NotNewest { adapter: PathBuf, newest: PathBuf },
+    #[error(
+        "{run} has no folder adapter, which a run writes when it has made its last update: take a checkpoint, {run}/latest for the \
+         newest or {run}/best for that of checkpoint.keep_best"
+    )]
+    NotEnded { run: PathBuf },
+    #[error(transparent)]
+    Checkpoint(#[from] checkpoint::Error),
     #[error("the model has no tensor {name} in a dtype that adapters can be added to")]
     NoWeight { name: String },
     #[error(
@@ -51,7 +59,10 @@ pub enum Error {
 impl Classified for Error {
     fn exit(&self) -> Exit {
         match self {
-            Error::Exists { .. } | Error::NoBase { .. } | Error::NotNewest { .. } => Exit::Config,
+            Error::Exists { .. } | Error::NoBase { .. } | Error::NotNewest { .. } | Error::NotEnded { .. } => {
+                Exit::Config
+            }
+            Error::Checkpoint(error) => error.exit(),
             Error::Spec(error) => error.exit(),
             Error::Adapters(error) => error.exit(),
             Error::Weights(error) => error.exit(),

@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 pub use self::error::Error;
+use crate::checkpoint;
 use crate::model::adapter_file::{self, CONFIG};
 use crate::model::lora::Adapter;
 use crate::model::shards::{Checkpoint, Place};
@@ -28,7 +29,8 @@ use crate::tensor::stored::kind_of;
 /// What is merged, and where to.
 #[derive(Clone, Copy, Debug)]
 pub struct Options<'a> {
-    /// A folder with adapters in PEFT's format, or a run directory or checkpoint that has one called `adapter`.
+    /// A folder with adapters in PEFT's format, a checkpoint, a run directory with a folder `adapter`, or its file `best` or
+    /// `latest`, which names a checkpoint.
     pub adapter: &'a Path,
     /// The base model's folder; absent: what the adapters name.
     pub model: Option<&'a Path>,
@@ -181,15 +183,17 @@ fn replace_scaling(table: &mut Map<String, Value>, scaling: Map<String, Value>) 
 
 /// The folder of adapters that `given` is, or has. A run directory has those of its last whole end, which must be its newest.
 fn adapter_folder(given: &Path) -> Result<PathBuf, Error> {
+    let given = checkpoint::folder_of(given)?;
     let inside = given.join("adapter");
-    if given.join(CONFIG).is_file() || !inside.join(CONFIG).is_file() {
-        return Ok(given.to_owned());
-    }
     let text = |name: &str| fs::read_to_string(given.join(name)).unwrap_or_default();
+    if given.join(CONFIG).is_file() || !inside.join(CONFIG).is_file() {
+        let is_unfinished_run = !given.join(CONFIG).is_file() && !text("latest").is_empty();
+        return if is_unfinished_run { Err(Error::NotEnded { run: given }) } else { Ok(given) };
+    }
     let receipt: serde_json::Value = serde_json::from_str(&text("receipt.json")).unwrap_or_default();
     let latest = text("latest").trim().to_owned();
-    let is_whole = receipt["stopped"] != true && receipt["steps"].as_u64().is_some_and(|steps| is_of(&latest, steps));
-    if latest.is_empty() || is_whole {
+    let has_ended = receipt["stopped"] != true && receipt["steps"].as_u64().is_some_and(|steps| is_of(&latest, steps));
+    if latest.is_empty() || has_ended {
         return Ok(inside);
     }
     Err(Error::NotNewest { adapter: inside, newest: given.join(latest) })
