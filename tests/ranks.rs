@@ -33,6 +33,8 @@ mod left;
 mod losses;
 #[path = "ranks/memory.rs"]
 mod memory;
+#[path = "ranks/packs.rs"]
+mod packs;
 #[path = "ranks/reuse.rs"]
 mod reuse;
 #[path = "ranks/sampling.rs"]
@@ -78,6 +80,8 @@ const CLAIMS: &[Claim] = &[
     ("conventional_autograd_agrees_on_uneven_prompts_and_answers", judged::uneven),
     ("conventional_autograd_agrees_where_a_window_cuts_pages_and_ranks", judged::windows),
     ("conventional_autograd_agrees_with_adapters_on_experts_over_any_ranks", judged::mixtures),
+    ("answers_in_packs_have_the_gradients_of_each_answers_own_sequence", packs::as_alone),
+    ("experts_of_packs_agree_with_autograd_where_ranks_have_none_of_their_rows", packs::of_experts),
     ("masked_tokens_take_no_part_in_gradient_or_loss", judged::masked),
     ("log_probabilities_that_came_with_answers_weigh_as_autograd_says", importance::weights),
     ("every_loss_and_correction_has_the_gradient_of_its_plain_formula", losses::as_autograd),

@@ -110,8 +110,13 @@ impl Reader {
     /// The score in `text`, from 0 at the scale's low end to 1 at its high end; `ended` says whether the judge came to the
     /// end of what it had to say.
     pub(super) fn read(&self, text: &str, ended: bool) -> Result<f64, ReplyFault> {
-        let (text, thinking_ended) = without_thinking(text);
+        let (before, text, thinking_ended) = without_thinking(text);
         let ended = ended && thinking_ended;
+        // A judge that thinks into an open mark of its template, or one that quotes an answer's mark behind its score?
+        let is_opened = before.contains(THINKING[0]);
+        if !is_opened && !take_objects(before).0.is_empty() && take_objects(text).0.is_empty() {
+            return Err(ReplyFault::Several);
+        }
         if text.trim().is_empty() {
             return Err(if ended { ReplyFault::Empty } else { ReplyFault::Cut });
         }
@@ -197,10 +202,10 @@ impl Reader {
     }
 }
 
-/// What a judge says besides its thinking, and whether the thinking has come to its end.
-fn without_thinking(text: &str) -> (&str, bool) {
+/// What a judge thinks and what it says besides, and whether the thinking has come to its end.
+fn without_thinking(text: &str) -> (&str, &str, bool) {
     if !THINKING.iter().any(|mark| text.contains(mark)) {
-        return (text, true);
+        return ("", text, true);
     }
     let objects: Vec<Range<usize>> = json::values::<IgnoredAny>(text, &['{']).map(|found| found.place).collect();
     let is_quoted = |at: usize| objects.iter().any(|object| object.contains(&at));
@@ -208,8 +213,8 @@ fn without_thinking(text: &str) -> (&str, bool) {
     let end = text.rmatch_indices(close).map(|(at, _)| at).find(|&at| !is_quoted(at)).map(|at| at + close.len());
     let said = end.unwrap_or(0);
     match text[said..].match_indices(open).map(|(at, _)| said + at).find(|&at| !is_quoted(at)) {
-        Some(at) => (&text[said..at], false),
-        None => (&text[said..], true),
+        Some(at) => (&text[..said], &text[said..at], false),
+        None => (&text[..said], &text[said..], true),
     }
 }
 
@@ -434,7 +439,6 @@ mod tests {
             "<think>\nThe maximum is 10. score: 3? {\"score\": 2} 4/10.\n</think>\n\n{\"score\": 7}",
             "score: 3, no.</think>Score: 7",
             "<think>{\"score\": 1}</think><think>{\"score\": 2}</think>{\"score\": 7}",
-            "{\"score\": 1}\n</think>\n7/10",
             "{\"score\": 7, \"reason\": \"it ends with </think> and begins with <think>\"}",
             "<think>3</think>{\"reason\": \"no </think> in it\", \"score\": 7}",
             "{\"score\": 7} <think>or {\"score\": 8}?",
@@ -444,6 +448,10 @@ mod tests {
         for text in ["<think>7", "<think>{\"score\": 7}", "<think>3</think><think>{\"score\": 7}", "7 <think>or 8"] {
             assert_eq!(read(text), Err(ReplyFault::Cut), "{text}");
             assert_eq!(Reader::new([0.0, 10.0]).read(text, false), Err(ReplyFault::Cut), "{text}");
+        }
+        // A judge may quote an answer that ends in such a mark.
+        for text in ["{\"score\": 1} The answer ends with </think>7", "{\"score\": 1}\n</think>\n7/10", "{\"score\": 1}</think>"] {
+            assert_eq!(read(text), Err(ReplyFault::Several), "{text}");
         }
         assert_eq!(read("<think>{\"score\": 7}</think>"), Err(ReplyFault::Empty));
         assert_eq!(read("<think>7</think>It is fine."), Err(ReplyFault::Unclear));
