@@ -25,7 +25,7 @@ from pathlib import Path
 LONGSTRAW = os.environ.get("LONGSTRAW", "target/release/longstraw")
 CONFIG = "configs/study/study.toml"
 # Supervised steps: the right answer alone, with advantage 1.
-GIVEN = "configs/study/given.toml"
+SUPERVISED = "configs/study/supervised.toml"
 MODEL = "models/smollm2-135m-instruct"
 # Text that every Debian 12 with perl has.
 TEXT = ["/usr/share/perl", "/usr/share/common-licenses"]
@@ -44,13 +44,15 @@ ON_CPU = ["model.dtype=float32"]
 class Stage:
     """Prompts of one length, and what is run on them."""
 
-    def __init__(self, name, prompt, depths, prompts, arms, seeds, updates, begin=None, factor=None, hops=1, more=(), given=False):
+    def __init__(
+        self, name, prompt, depths, prompts, arms, seeds, updates, begin=None, factor=None, hops=1, more=(), supervised=False
+    ):
         self.name, self.prompt, self.begin, self.factor, self.hops = name, prompt, begin, factor, hops
         # The first range of depths, in percent of the text, is trained; the others are only evaluated.
         self.depths, self.prompts, self.arms, self.seeds, self.updates = depths, prompts, arms, seeds, updates
         self.more = list(more)
         # Supervised steps on the right answers instead of answers that the policy draws; nothing is evaluated.
-        self.given = given
+        self.supervised = supervised
 
 
 def cut(prompt):
@@ -85,18 +87,18 @@ SCALES = {
         ),
         # Under a scaling for 64K tokens the base model finds nothing at any length: it is shown right answers first, at lengths
         # that grow.
-        Stage("8k-given", 8128, {"far": "0..8"}, (80, 1), {"exact": EXACT}, [0], 80, factor=9.0, given=True),
+        Stage("8k-supervised", 8128, {"far": "0..8"}, (80, 1), {"exact": EXACT}, [0], 80, factor=9.0, supervised=True),
         Stage(
-            "32k-given", 32768, {"far": "0..8"}, (40, 1), {"exact": EXACT}, [0], 40, begin="8k-given-exact-0", factor=9.0,
-            given=True,
+            "32k-supervised", 32768, {"far": "0..8"}, (40, 1), {"exact": EXACT}, [0], 40, begin="8k-supervised-exact-0", factor=9.0,
+            supervised=True,
         ),
         Stage(
-            "64k-given", 65536, {"far": "0..8"}, (16, 1), {"exact": EXACT}, [0], 16, begin="32k-given-exact-0", factor=9.0,
-            given=True,
+            "64k-supervised", 65536, {"far": "0..8"}, (16, 1), {"exact": EXACT}, [0], 16, begin="32k-supervised-exact-0", factor=9.0,
+            supervised=True,
         ),
         Stage(
             "64k", 65536, {"far": "0..8"}, (40, 16), {"exact": EXACT, "response": RESPONSE}, [0, 1, 2], 30,
-            begin="64k-given-exact-0", factor=9.0, more=["eval.every=15"],
+            begin="64k-supervised-exact-0", factor=9.0, more=["eval.every=15"],
         ),
         Stage(
             "8k-two-hops", 8128, {"far": "0..24", "middle": "40..60", "near": "80..100"}, (40, 8),
@@ -111,23 +113,32 @@ def data_of(stage):
 
 
 def make_data(stages):
-    """Prompts of each stage: equal seeds and counts, so that no held-out set shares a passage or a code with the trained prompts."""
+    """Prompts of each stage. With one seed no prompt that is trained shares a code with a held-out one, of any stage; of one length
+    it shares no passage either. Finished folders stay; one that has other numbers of prompts is refused."""
     for stage in stages:
         train, held_out = stage.prompts
         for name, depth in stage.depths.items():
             folder = data_of(stage) / name
-            if (folder / "held_out.jsonl").exists():
+            if folder.exists():
+                found = count_lines(folder / "train.jsonl"), count_lines(folder / "held_out.jsonl")
+                if found != stage.prompts:
+                    sys.exit(f"{folder} has {found} prompts, the stage {stage.prompts}: move it away, it is made anew then")
                 continue
-            command = [LONGSTRAW, "data", "keychain", "--model", MODEL, "--out", str(folder), "--depth", depth]
-            # Supervised steps have texts and codes of their own.
-            command += ["--prompt-tokens", str(stage.prompt), "--keys", "6", "--answers", "4"]
-            command += ["--seed", "1" if stage.given else "0"]
+            begun = folder.with_name(f"{name}.part")
+            command = [LONGSTRAW, "data", "keychain", "--model", MODEL, "--out", str(begun), "--depth", depth]
+            command += ["--prompt-tokens", str(stage.prompt), "--keys", "6", "--answers", "4", "--seed", "0"]
             command += ["--train", str(train), "--held-out", str(held_out), "--hops", str(stage.hops)]
             for text in TEXT:
                 command += ["--text", text]
             subprocess.run(command, check=True)
-            if stage.given:
-                keep_right_answers(folder / "train.jsonl")
+            if stage.supervised:
+                keep_right_answers(begun / "train.jsonl")
+            begun.rename(folder)
+
+
+def count_lines(path):
+    with open(path, "rb") as file:
+        return sum(1 for _ in file)
 
 
 def keep_right_answers(path):
@@ -150,7 +161,7 @@ class Run:
         stage, data = self.stage, data_of(self.stage)
         sets = ", ".join(f'{name} = "{data / name / "held_out.jsonl"}"' for name in stage.depths)
         settings = [f"data.path={data / next(iter(stage.depths)) / 'train.jsonl'}"]
-        if not stage.given:
+        if not stage.supervised:
             settings.append(f"data.held_out={{ {sets} }}")
         settings += [f"context.prompt_len={stage.prompt}", *stage.more, *stage.arms[self.arm]]
         if prompt:
@@ -162,7 +173,7 @@ class Run:
 
     def finished(self):
         """An evaluation follows the last update, and the adapter is saved after it."""
-        over = self.stage.given or self.evaluated()
+        over = self.stage.supervised or self.evaluated()
         return over and (self.dir / "adapter" / "adapter_model.safetensors").exists()
 
     def evaluated(self):
@@ -181,7 +192,7 @@ class Run:
         settings = [*self.settings(), f"run.seed={self.seed}", f"run.steps={self.stage.updates}", *more]
         if self.begin:
             settings.append(f"lora.init_from={self.begin}")
-        config = GIVEN if self.stage.given else CONFIG
+        config = SUPERVISED if self.stage.supervised else CONFIG
         command = [LONGSTRAW, "train", "--config", config, "--run-dir", str(self.dir)]
         if (self.dir / "latest").exists():
             command.append("--resume")
@@ -254,7 +265,7 @@ def show(value):
 def table(stages, runs):
     """One row a stage, arm and evaluation: means over the seeds that have it."""
     for stage in stages:
-        if stage.given:
+        if stage.supervised:
             continue
         names = list(stage.depths)
         columns = [f"{name} ({depth} %)" for name, depth in stage.depths.items()]
@@ -362,7 +373,7 @@ def main():
         deadline = began + flags.seconds if flags.seconds > 0 else math.inf
         failed = run_all(runs, at_once, deadline, more, out)
     (out / "results.md").write_text("\n".join(table(stages, runs)) + "\n", encoding="utf-8")
-    for stage in stages:
+    for stage in (stage for stage in stages if not stage.supervised):
         (out / f"{stage.name}.svg").write_text(curve(stage, runs), encoding="utf-8")
     left = [run.name for run in runs if not run.finished()]
     print((out / "results.md").read_text())

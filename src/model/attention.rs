@@ -57,7 +57,26 @@ pub struct Attention {
 /// and some index with 32 bits.
 pub const KEYS_MAX: i64 = 32_768;
 
+/// Least multiply-adds of a forward rectangle of answers for which cuDNN's kernel makes a plan (0.15 s): answers have other lengths
+/// in every update, and a plan serves one pair of sizes. The sizes of the prompt's blocks repeat.
+const PLANNED_MIN: i64 = 1 << 37;
+
+/// Whether later updates have rectangles of the same sizes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Sizes {
+    Repeat,
+    Vary,
+}
+
 impl Attention {
+    /// The kernel of a rectangle.
+    fn kernel_of(&self, rectangle: &Rectangle, sizes: Sizes) -> Kernel {
+        let rows = rectangle.query_rows.end - rectangle.query_rows.start;
+        let keys = rectangle.key_rows.end - rectangle.key_rows.start;
+        let is_small = rows.saturating_mul(keys).saturating_mul(self.heads * self.head_dim) < PLANNED_MIN;
+        if self.kernel == Kernel::Cudnn && sizes == Sizes::Vary && is_small { Kernel::Flash } else { self.kernel }
+    }
+
     /// Visible rectangles of `queries` and `keys`, none too large for a kernel's indices.
     fn rectangles(&self, queries: &QueryRows, keys: &KeyBlock) -> Vec<Rectangle> {
         let keys_max = if self.kernel == Kernel::Cpu { i64::MAX } else { KEYS_MAX };
@@ -80,10 +99,12 @@ impl Attention {
     }
 
     /// Merges what `queries` see of `keys` into their output.
-    fn attend(&self, queries: &QueryRows, keys: &KeyBlock, q_thd: &Tensor, merging: &Merging) {
-        for Rectangle { query_rows, kv, tile, .. } in self.rectangles(queries, keys) {
+    fn attend(&self, sizes: Sizes, queries: &QueryRows, keys: &KeyBlock, q_thd: &Tensor, merging: &Merging) {
+        for rectangle in self.rectangles(queries, keys) {
+            let kernel = self.kernel_of(&rectangle, sizes);
+            let Rectangle { query_rows, kv, tile, .. } = rectangle;
             let q_thd = rows(q_thd, &query_rows);
-            let part = attention::forward(self.kernel, &q_thd, &kv.k_tgd, &kv.v_tgd, tile.visible, self.scale);
+            let part = attention::forward(kernel, &q_thd, &kv.k_tgd, &kv.v_tgd, tile.visible, self.scale);
             merging.add(&query_rows, &part);
         }
     }
@@ -97,19 +118,22 @@ impl Attention {
     /// `key_gradient` if they carry gradient.
     fn backward_attend(
         &self,
+        sizes: Sizes,
         queries: &QueryRows,
         keys: &KeyBlock,
         all: &BackwardRows,
         key_gradient: Option<&KeyValue>,
     ) {
-        for Rectangle { query_rows, key_rows, kv, tile } in self.rectangles(queries, keys) {
+        for rectangle in self.rectangles(queries, keys) {
+            let kernel = self.kernel_of(&rectangle, sizes);
+            let Rectangle { query_rows, key_rows, kv, tile } = rectangle;
             let merged = Merged {
                 q_thd: &rows(&all.q_thd, &query_rows),
                 out_thd: &rows(&all.out_thd, &query_rows),
                 lse_th: &rows(&all.lse_th, &query_rows),
                 dout_thd: &rows(&all.dout_thd, &query_rows),
             };
-            let part = attention::backward(self.kernel, &merged, &kv.k_tgd, &kv.v_tgd, tile.visible, self.scale);
+            let part = attention::backward(kernel, &merged, &kv.k_tgd, &kv.v_tgd, tile.visible, self.scale);
             // Added in the accumulation dtype, read in the kernel's.
             let _ = rows(&all.dq_thd, &query_rows).g_add_(&part.dq_thd);
             if let Some(gradient) = key_gradient {
@@ -166,7 +190,7 @@ impl Mixer for Attention {
         Route::Ring(self)
     }
 
-    fn takes_packed(&self) -> bool {
+    fn tells_sequences_apart(&self) -> bool {
         true
     }
 
@@ -220,18 +244,18 @@ impl Mixer for Attention {
         for run in &past.runs {
             let keys = KeyBlock::new(run.start, KeyValue::from(&run.state));
             for queries in self.behind(span, &keys) {
-                self.attend(&queries, &keys, &q_thd, &merging);
+                self.attend(Sizes::Vary, &queries, &keys, &q_thd, &merging);
             }
         }
         let own_blocks = Self::own_blocks(span, cp_group, &own_kv);
         // What sequences see of themselves is gathered and merged at once.
-        let own = span.is_packed().then(|| self.no_keys_yet(q_thd.size()[0], q_thd.device()));
+        let of_themselves = span.is_packed().then(|| self.no_keys_yet(q_thd.size()[0], q_thd.device()));
         for (queries, sequence) in Self::own_queries(span) {
             for block in own_blocks.iter().filter(|block| block.sequence == sequence) {
-                self.attend(&queries, &block.keys, &q_thd, own.as_ref().unwrap_or(&merging));
+                self.attend(Sizes::Vary, &queries, &block.keys, &q_thd, of_themselves.as_ref().unwrap_or(&merging));
             }
         }
-        if let Some(own) = own {
+        if let Some(own) = of_themselves {
             merging.add_all(own);
         }
         // 3. Parts return to their rows' rank and are merged in rank order.
@@ -306,13 +330,13 @@ impl Mixer for Attention {
             let keys = KeyBlock::new(run.start, KeyValue::from(&run.state));
             let gradient = gradient.as_ref().map(KeyValue::from);
             for queries in self.behind(span, &keys) {
-                self.backward_attend(&queries, &keys, &all, gradient.as_ref());
+                self.backward_attend(Sizes::Vary, &queries, &keys, &all, gradient.as_ref());
             }
         }
         for (queries, sequence) in Self::own_queries(span) {
             for block in own_blocks.iter().filter(|block| block.sequence == sequence) {
                 let gradient = own_key_gradient.rows(&block.local);
-                self.backward_attend(&queries, &block.keys, &all, Some(&gradient));
+                self.backward_attend(Sizes::Vary, &queries, &block.keys, &all, Some(&gradient));
             }
         }
         // 3. dq returns to the rows' rank and is summed in rank order.
@@ -343,7 +367,7 @@ impl RingMixer for Attention {
                 |run, planes| {
                     let keys = KeyBlock::new(run.start, KeyValue::from(planes));
                     for ((rows, q), merging) in queries.iter().zip(&merging) {
-                        self.attend(rows, &keys, &q.q_thd, merging);
+                        self.attend(Sizes::Repeat, rows, &keys, &q.q_thd, merging);
                     }
                     Ok(())
                 },
@@ -394,8 +418,8 @@ impl RingMixer for Attention {
                 let tail = KeyBlock::new(tail_start(run), kv.rows(&(constant_rows..run.rows().dim())));
                 let tail_gradient = KeyValue::from(sums);
                 for (rows, all) in &blocks {
-                    self.backward_attend(rows, &constants, all, None);
-                    self.backward_attend(rows, &tail, all, Some(&tail_gradient));
+                    self.backward_attend(Sizes::Repeat, rows, &constants, all, None);
+                    self.backward_attend(Sizes::Repeat, rows, &tail, all, Some(&tail_gradient));
                 }
             };
             let (travelling, home) = (travelling.into_tensors(), home.into_tensors());

@@ -38,21 +38,6 @@ pub struct MixerInput {
     pub state: Planes,
 }
 
-impl MixerInput {
-    /// `rows` rows from row `first` on; a view.
-    #[must_use]
-    pub fn narrow(&self, first: i64, rows: i64) -> MixerInput {
-        MixerInput { queries: self.queries.narrow(first, rows), state: self.state.narrow(first, rows) }
-    }
-
-    /// The rows of all `parts`, one part after another.
-    #[must_use]
-    pub fn join(parts: Vec<MixerInput>) -> MixerInput {
-        let (queries, state) = parts.into_iter().map(|part| (part.queries, part.state)).unzip();
-        MixerInput { queries: Planes::join(queries), state: Planes::join(state) }
-    }
-}
-
 /// What a mixer's forward leaves for its backward.
 #[derive(Debug)]
 pub struct Mixed {
@@ -156,8 +141,8 @@ pub trait Mixer {
     /// How the rows of a long prompt meet the state of all ranks.
     fn route(&self) -> Route<'_>;
 
-    /// Whether forward and backward tell the sequences of a packed span apart. Others get one sequence at a time.
-    fn takes_packed(&self) -> bool {
+    /// Whether forward and backward tell the sequences of a packed span apart. Other mixers never get one.
+    fn tells_sequences_apart(&self) -> bool {
         false
     }
 

@@ -253,11 +253,10 @@ impl Sizes<'_> {
         self.moment_addends(&of, moments, 2 * self.sharers() + 2)
     }
 
-    /// What the backward of a pack of answers holds in a delta layer, besides the block's input, output and gradients.
+    /// What the backward of one answer holds in a delta layer, besides the block's input, output and gradients.
     pub(super) fn delta_answer(&self) -> Vec<Addend> {
         let Some((delta, layer)) = self.delta() else { return Vec::new() };
-        let (rows, _) = self.pack_rows();
-        let rows = rows.max(1);
+        let rows = self.answer_rows.max(1);
         let (inputs, values) = (delta.inputs() * self.model_bytes, delta.values() * self.model_bytes);
         let moments = vec![
             self.in_segment(layer, inputs + 4 * values, rows, true),
@@ -267,7 +266,7 @@ impl Sizes<'_> {
             phase: Phase::Replay,
             rows,
             name: "rows of a rule",
-            words: "rows of a pack of answers × (inputs of the rule, gate, output, and their gradients)",
+            words: "rows of one answer × (inputs of the rule, gate, output, and their gradients)",
             knob: "choose a shorter context.answer_len",
         };
         self.moment_addends(&of, moments, self.sharers())

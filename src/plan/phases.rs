@@ -188,6 +188,19 @@ impl Sizes<'_> {
                 "choose a shorter context.answer_len, or a smaller memory.micro_block",
             ),
         ];
+        if self.tail_is_long {
+            let copies = 1 + u64::from(self.copies_overlap);
+            sum.push(within(
+                Phase::Sweep,
+                "answers' rows that wait",
+                product(&[rows, copies * width, model]),
+                format!(
+                    "{rows} {called} × (gradient of the block's input{})",
+                    if copies > 1 { ", next layer's input" } else { "" }
+                ),
+                "choose a shorter context.answer_len, or a smaller memory.micro_block",
+            ));
+        }
         if self.keeping.answer_attention {
             sum.push(self.answers_mixed());
         }
@@ -249,7 +262,7 @@ impl Sizes<'_> {
         }
         let made = widths.ask + widths.state + 2 * widths.handed + 2 * widths.output;
         let held = product(&[rows, made * model + widths.beside * acc]).0;
-        let all = self.pack * self.config.context.answer_len.0;
+        let [all, _] = self.pack;
         let gathered = if self.config.cp_size(self.ranks) > 1 { (widths.ask + 2 * widths.output) * model } else { 0 };
         let (kernel, _) = self.workspace(all, self.run_keys(), true);
         let mixing = product(&[all, gathered + widths.ask * acc])

@@ -52,8 +52,8 @@ pub(super) struct Sizes<'a> {
     pub(super) prompt_rows: u64,
     /// Rows of one answer on a rank.
     pub(super) answer_rows: u64,
-    /// Answers that go through a layer together: as many as a micro-block holds the rows of.
-    pub(super) pack: u64,
+    /// Rows of a pack of answers on all ranks, and on this one.
+    pub(super) pack: [u64; 2],
     /// Prompt positions of this rank that carry gradient.
     pub(super) tail_rows: u64,
     /// Whether the tail is long: its rows stay on their rank, and page state travels to them.
@@ -64,15 +64,18 @@ pub(super) struct Sizes<'a> {
     pub(super) copies_overlap: bool,
 }
 
-/// Answers of a pack at their longest; one where layers choose keys.
-fn pack(config: &RunConfig, shape: &Shape) -> u64 {
-    let chooses = shape.layers.iter().any(|layer| matches!(layer.mix, Mix::Latent { .. }));
-    if chooses {
-        return 1;
+/// Most rows of a pack of answers, on all ranks and on the rank with the most. A pack fills up with answers that are shorter than
+/// the longest, and each is dealt to ranks by itself. Where a mixer takes one sequence at a time, they are those of one answer.
+fn pack_rows(config: &RunConfig, shape: &Shape, cp_size: u64) -> [u64; 2] {
+    let (answer, group) = (config.context.answer_len.0, config.grpo.group_size.max(1));
+    let own = answer.div_ceil(cp_size);
+    let together = shape.layers.iter().all(|layer| matches!(layer.mix, Mix::Grouped { .. }));
+    let all = answer.max(config.memory.micro_rows().0.min(group.saturating_mul(answer)));
+    if !together || all == answer {
+        return [answer, own];
     }
-    // An answer's last token has no row.
-    let rows = config.context.answer_len.0.saturating_sub(1).max(1);
-    (config.memory.micro_rows().0 / rows).clamp(1, config.grpo.group_size.max(1))
+    let dealt = (all + group.min(all) * (cp_size - 1)) / cp_size;
+    [all, dealt.min(group * own).max(own)]
 }
 
 impl<'a> Sizes<'a> {
@@ -99,7 +102,7 @@ impl<'a> Sizes<'a> {
             ranks,
             prompt_rows,
             answer_rows: config.context.answer_len.0.div_ceil(cp_size),
-            pack: pack(config, shape),
+            pack: pack_rows(config, shape, cp_size.max(1)),
             // A tail shorter than the prompt may be on one rank.
             tail_rows: if tail == config.context.prompt_len {
                 tail.0.div_ceil(cp_size)
@@ -112,9 +115,11 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    /// Rows of a pack of answers on a rank, and what they are called.
+    /// Rows of a pack of answers on this rank, and what they are called.
     pub(super) fn pack_rows(&self) -> (u64, &'static str) {
-        (self.pack * self.answer_rows, if self.pack > 1 { "rows of the answers of a pack" } else { "rows of one answer" })
+        let [all, own] = self.pack;
+        let several = all > self.config.context.answer_len.0;
+        (own, if several { "rows of the answers of a pack" } else { "rows of one answer" })
     }
 
     /// Weights and adapters.

@@ -290,21 +290,24 @@ pub struct AnswerStates {
     version: AdapterVersion,
     /// Block inputs in slot (pack, layer). The way down puts the gradient of an input in its place.
     pub inputs: HiddenPool,
-    /// What was put last, still on the device: with one pack it is what is read next, and would queue behind the next layer's pages.
-    newest: Option<(Slot, Tensor)>,
+    /// Whether one pack alone has rows.
+    lone: bool,
+    /// What was put last of a lone pack, still on the device: it is read next, and would queue behind the next layer's pages.
+    on_device: Option<(Slot, Tensor)>,
     /// Mixer outputs, if they are kept; a pack of answers is a block.
     mixed: MixedPool,
 }
 
 impl AnswerStates {
-    /// Nothing yet, of adapters at `version`.
+    /// Nothing yet, of adapters at `version`; `lone` says whether one pack alone has rows.
     #[must_use]
-    pub fn new(leaves: Leaves, version: AdapterVersion, ledger: &Ledger) -> Self {
+    pub fn new(leaves: Leaves, version: AdapterVersion, ledger: &Ledger, lone: bool) -> Self {
         AnswerStates {
             leaves,
             version,
             inputs: HiddenPool::new(Residency::Host, Purpose::Hidden, ledger.clone()),
-            newest: None,
+            lone,
+            on_device: None,
             mixed: MixedPool::new(Residency::Host, ledger.clone()),
         }
     }
@@ -322,7 +325,7 @@ impl AnswerStates {
         // What was put before has left the device then.
         self.inputs.settle()?;
         self.inputs.put(slot, x_rw)?;
-        self.newest = Some((slot, x_rw.detach()));
+        self.on_device = self.lone.then(|| (slot, x_rw.detach()));
         Ok(())
     }
 
@@ -332,18 +335,20 @@ impl AnswerStates {
     /// When the copy cannot be made.
     pub fn input(&self, pack: usize, layer: LayerIndex) -> Result<StagedHidden, tensor::Error> {
         let slot = self.slot(pack, layer);
-        match &self.newest {
-            Some((newest, x_rw)) if *newest == slot => Ok(StagedHidden::of(x_rw.shallow_clone())),
+        match &self.on_device {
+            Some((held, x_rw)) if *held == slot => Ok(StagedHidden::of(x_rw.shallow_clone())),
             _ => self.inputs.stage(slot),
         }
     }
 
-    /// Starts to copy the input of a pack's block to the device, where the layer has one.
+    /// Starts to copy the input of a pack's block to the device.
     ///
     /// # Errors
     /// When the copy cannot be made.
-    pub fn prefetch_input(&self, pack: usize, layer: Option<LayerIndex>) -> Result<(), tensor::Error> {
-        layer.map_or(Ok(()), |layer| self.inputs.prefetch(self.slot(pack, layer)))
+    pub fn prefetch_input(&self, pack: usize, layer: LayerIndex) -> Result<(), tensor::Error> {
+        let slot = self.slot(pack, layer);
+        let is_there = self.on_device.as_ref().is_some_and(|(held, _)| *held == slot);
+        if is_there { Ok(()) } else { self.inputs.prefetch(slot) }
     }
 
     /// Holds nothing on the device any longer.
@@ -351,14 +356,14 @@ impl AnswerStates {
     /// # Errors
     /// When a copy has failed.
     pub fn leave_device(&mut self) -> Result<(), tensor::Error> {
-        self.newest = None;
+        self.on_device = None;
         self.inputs.settle()
     }
 
     /// Drops the input of the block of a pack of answers, or the gradient that has taken its place.
     pub fn release_input(&mut self, pack: usize, layer: LayerIndex) {
         let slot = self.slot(pack, layer);
-        self.newest.take_if(|(newest, _)| *newest == slot);
+        self.on_device.take_if(|(held, _)| *held == slot);
         self.inputs.release(slot);
     }
 

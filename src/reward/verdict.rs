@@ -450,7 +450,11 @@ mod tests {
             assert_eq!(Reader::new([0.0, 10.0]).read(text, false), Err(ReplyFault::Cut), "{text}");
         }
         // A judge may quote an answer that ends in such a mark.
-        for text in ["{\"score\": 1} The answer ends with </think>7", "{\"score\": 1}\n</think>\n7/10", "{\"score\": 1}</think>"] {
+        for text in [
+            "{\"score\": 1} The answer ends with </think>7",
+            "{\"score\": 1}\n</think>\n7/10",
+            "{\"score\": 1}</think>",
+        ] {
             assert_eq!(read(text), Err(ReplyFault::Several), "{text}");
         }
         assert_eq!(read("<think>{\"score\": 7}</think>"), Err(ReplyFault::Empty));

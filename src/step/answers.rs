@@ -25,8 +25,9 @@ pub(super) fn up(
     let rank = pass.cp_group.axis.rank();
     let top = LayerIndex(pass.decoder.layers() - 1);
     let version = pass.adapters.stamp().clone();
-    let mut states = AnswerStates::new(leaves, version, pass.cp_group.ledger);
     let packs = pass.packs(work);
+    let lone = packs.iter().filter(|pack| !pack.span.is_empty()).count() == 1;
+    let mut states = AnswerStates::new(leaves, version, pass.cp_group.ledger, lone);
     for (index, pack) in packs.iter().enumerate() {
         states.put_input(index, LayerIndex(0), &pass.decoder.embed(&inputs(work, pack, rank)))?;
     }
@@ -44,7 +45,7 @@ pub(super) fn up(
             let choices = captured.choices.of_packed(&pack.sequences);
             let Forward { y_tw: y_rw, mixed, .. } = pass.forward_whole(layer, &pack.span, &x_rw, &past, choices)?;
             states.put_input(index, above, &y_rw)?;
-            if let ([mixed], true) = (&mixed[..], keeps_mixed) {
+            if keeps_mixed {
                 states.put_mixed(index, layer, &mixed.out, mixed.saved.tensors())?;
             }
         }

@@ -41,13 +41,15 @@ pub enum Error {
 /// # Errors
 /// Names the first tensor with a value that is not.
 pub fn check(adapters: &Adapters, learning_rate: f64) -> Result<(), Failure> {
-    let tensors: Vec<Tensor> = adapters.tensors().map(Tensor::detach).collect();
-    if is_finite(&joined(&tensors)) {
+    // One answer for all: sums are finite where every value is, but for an overflow, which the values themselves then settle.
+    let sums: Vec<Tensor> = adapters.tensors().map(|tensor| tensor.detach().sum(tensor.kind())).collect();
+    if sums.is_empty() || is_finite(&Tensor::stack(&sums, 0)) {
         return Ok(());
     }
-    let found = tensors.iter().zip(adapters.names()).find(|(tensor, _)| !is_finite(tensor));
-    let tensor = found.map(|(_, name)| name).unwrap_or_default();
-    Err(Error::Update { tensor, learning_rate }.into())
+    match adapters.tensors().zip(adapters.names()).find(|(tensor, _)| !is_finite(tensor)) {
+        Some((_, tensor)) => Err(Error::Update { tensor, learning_rate }.into()),
+        None => Ok(()),
+    }
 }
 
 fn is_finite(x: &Tensor) -> bool {
@@ -131,7 +133,7 @@ fn flat(gradients: &[Tensor]) -> Tensor {
     joined(gradients).to_device(Device::Cpu)
 }
 
-/// All values beside each other, where they are: one copy to another place and one answer to a question, not one for each tensor.
+/// All values beside each other, where they are: one copy to another place, not one for each tensor.
 fn joined(tensors: &[Tensor]) -> Tensor {
     let flat: Vec<Tensor> = tensors.iter().map(|tensor| tensor.flatten(0, -1)).collect();
     if flat.is_empty() { Tensor::zeros([0], (Kind::Float, Device::Cpu)) } else { Tensor::cat(&flat, 0) }
@@ -152,9 +154,8 @@ fn clipped(
     norm_max: f64,
 ) -> Result<Vec<Tensor>, Error> {
     let scale = if norm_max > 0.0 && norm > norm_max { norm_max / norm } else { 1.0 };
-    if !is_finite(sum) {
-        let found = parts(sum, gradients).zip(names).find(|(part, _)| !is_finite(part));
-        return Err(Error::NotFinite { tensor: found.map(|(_, name)| name).unwrap_or_default(), norm });
+    if let Some((_, tensor)) = parts(sum, gradients).zip(names).find(|(part, _)| !is_finite(part)) {
+        return Err(Error::NotFinite { tensor, norm });
     }
     let device = gradients.first().map_or(Device::Cpu, Tensor::device);
     let scaled = (sum * scale).to_device(device);

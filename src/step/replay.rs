@@ -7,9 +7,10 @@
 //!   down   layer L−2 … 0   each pack: backward, its gradient takes the place of the block's input; then the tail
 //! ```
 //!
-//! A pack is as many answers as a micro-block holds the rows of. //! The tail is the last N prompt rows, N the gradient mode. Answers leave their share of the gradient on the tail's part
-//! of the pages, so the tail comes last in every layer; it runs once for the group. Only one layer's gradient of page
-//! state exists at a time. The pool holds exactly answers × rows × width × layers.
+//! A pack is as many answers as a micro-block holds the rows of. The tail is the last N prompt rows, N the gradient mode.
+//! Answers leave their share of the gradient on the tail's part of the pages, so the tail comes last in every layer; it runs
+//! once for the group. Only one layer's gradient of page state exists at a time. The pool holds exactly answers × rows × width
+//! × layers.
 
 use tch::Tensor;
 
@@ -143,13 +144,22 @@ fn below(layer: LayerIndex) -> Option<LayerIndex> {
 }
 
 impl Replay<'_> {
+    /// The first rows of answers that `layer` will need set out for the device, before the pages of the layer after the present one,
+    /// which are longer.
+    fn expect_answers(&self, layer: Option<LayerIndex>) -> Result<(), Failure> {
+        let first = self.packs.iter().position(|pack| !pack.span.is_empty());
+        let Some((first, layer)) = first.zip(layer) else { return Ok(()) };
+        Ok(self.states.prefetch_input(first, layer)?)
+    }
+
     fn stage(&self, layer: LayerIndex, next: Option<LayerIndex>) -> Result<Staged, Failure> {
         Ok(self.captured.pages.stage(layer, next, self.pass.adapters.stamp())?)
     }
 
     /// The top layer: every pack's forward, the answers' losses and the first step back; then the tail's.
     fn top(&mut self, layer: LayerIndex) -> Result<Option<Tensor>, Failure> {
-        self.states.prefetch_input(0, below(layer))?;
+        self.expect_answers(Some(layer))?;
+        self.expect_answers(below(layer))?;
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
@@ -164,6 +174,7 @@ impl Replay<'_> {
             let choices = self.captured.choices.of_packed(&pack.sequences);
             let y_rw = self.pass.forward(layer, &pack.span, &x_rw, &past, choices)?;
             let dy_rw = self.top_of(pack, &y_rw, first.as_ref())?;
+            drop(y_rw);
             let rows = SpanRows { span: &pack.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
             let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient, None)?;
             self.states.put_input(index, layer, &dx_rw)?;
@@ -197,8 +208,7 @@ impl Replay<'_> {
     }
 
     fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
-        // Before the pages of the next layer, which are longer.
-        self.states.prefetch_input(0, below(layer))?;
+        self.expect_answers(below(layer))?;
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
@@ -206,7 +216,7 @@ impl Replay<'_> {
             let above = LayerIndex(layer.0 + 1);
             let x_rw = self.states.input(index, layer)?;
             let dy_rw = self.states.input(index, above)?;
-            let mixed = self.states.mixed(index, layer)?.map(|(out, saved)| vec![Mixed { out, saved: saved.into() }]);
+            let mixed = self.states.mixed(index, layer)?.map(|(out, saved)| Mixed { out, saved: saved.into() });
             let choices = self.captured.choices.of_packed(&pack.sequences);
             let rows = SpanRows { span: &pack.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
             let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient, mixed)?;

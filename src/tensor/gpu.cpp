@@ -59,8 +59,8 @@ CopyStreams& copy_streams() {
 
 // --- pinned host memory ------------------------------------------------------------------------------------------
 
-// Blocks of pinned memory. Each block has the requested size, rounded up to whole machine pages. A freed block is kept
-// for the next tensor of that size, because pinning costs more than a copy. Kept and used blocks together never exceed
+// Blocks of pinned memory, of the lengths of block_length(). A freed block is kept for the next tensor of about that size,
+// because pinning costs more than a copy. Kept and used blocks together never exceed
 // the peak of used blocks.
 struct Pinned {
   std::mutex lock;
@@ -159,16 +159,17 @@ struct Block {
 Block take(size_t bytes) {
   auto& all = pinned();
   const std::lock_guard<std::mutex> held(all.lock);
-  auto found = all.idle.lower_bound(bytes);
-  // A slightly longer block is accepted too.
-  if (found != all.idle.end() && found->first <= bytes + bytes / 8) {
+  const auto found = all.idle.lower_bound(bytes);
+  const size_t limit = std::max(all.most, all.used + bytes);
+  // A slightly longer block is accepted too, and one of up to twice the length where another would have to be unpinned first.
+  const size_t accepted = all.reserved + bytes > limit ? 2 * bytes : bytes + bytes / 8;
+  if (found != all.idle.end() && found->first <= accepted) {
     const Block block{found->second, found->first};
     all.idle.erase(found);
     all.used += block.length;
     all.most = std::max(all.most, all.used);
     return block;
   }
-  const size_t limit = std::max(all.most, all.used + bytes);
   if (!all.idle.empty() && all.reserved + bytes > limit) guard().synchronizeDevice(device().index());
   while (!all.idle.empty() && all.reserved + bytes > limit) {
     auto last = std::prev(all.idle.end());

@@ -1,5 +1,5 @@
 //! A rank's GPU: opened at run time, so that one binary runs with and without a GPU; copies concurrent with the
-//! computation; pinned host memory of exact size.
+//! computation; pinned host memory that is kept for tensors of about the same size.
 //!
 //! There are three streams: the computation, copies in, copies out. A copy starts after all work queued on the
 //! computation before it; whoever needs its result waits for its [`Event`]. The time that the computation waits for
@@ -171,7 +171,7 @@ pub fn stage_wait_seconds() -> f64 {
     unsafe { longstraw_stall_ms() / 1e3 }
 }
 
-/// A tensor of the shape and dtype of `like` in its own pinned host memory of exact size; values are not initialized.
+/// A tensor of the shape and dtype of `like` in its own pinned host memory; values are not initialized.
 ///
 /// # Errors
 /// When no more host memory can be pinned.

@@ -248,7 +248,7 @@ fn further_answers_are_measured_against_the_gate_with_two() {
     }
     room.write("runs/gates/gate5_g2/receipt.json", two.to_string());
     let said = gate(&room, "gate6_g8", &[], &SHORT);
-    said.ended(8, &["answers are not being replayed in packs of a micro-block: check prompt_no_grad and layer_wise_transfer"]);
+    said.ended(8, &["further answers take more than one pack does: check prompt_no_grad and layer_wise_transfer"]);
     assert_eq!(checks(&receipt(&room, "gate6_g8"), false), ["group_memory"]);
 }
 

@@ -4,16 +4,16 @@ use longstraw::world::World;
 use serde_json::{Value, json};
 use tch::Kind;
 
-use crate::fixture::{Group, How, Model, PLAIN, config, hybrid, placed, run};
+use crate::fixture::{Group, How, Model, PLAIN, config, placed, run};
 use crate::judged::compare;
 
 /// Lengths of answers; of one token at both ends and between others, and one that is longer than a pack.
 const LENGTHS: [usize; 7] = [1, 9, 2, 1, 24, 6, 1];
 
-/// Packs of several answers, of one, and all in one; attention, attention with windows, gated delta rules, and experts.
+/// Packs of several answers, of one, and all in one; attention without and with windows.
 pub(crate) fn as_alone(world: &mut World) {
     let windowed = |window: u64| config("mistral", &json!({ "sliding_window": window }));
-    let shapes: [Value; 4] = [config("qwen3", &json!({})), windowed(5), windowed(70), hybrid(&json!({}))];
+    let shapes: [Value; 3] = [config("qwen3", &json!({})), windowed(5), windowed(70)];
     for (shape, seed) in shapes.into_iter().zip(3i64..) {
         let model = Model::random(&shape, Kind::Double);
         let group = Group::random(seed, 61, 66, &LENGTHS);

@@ -20,6 +20,7 @@ pub(super) struct Order {
 
 impl Order {
     pub(super) fn new(span: &Span, rank: Rank) -> Order {
+        assert!(!span.is_packed(), "a state goes through one sequence");
         let pieces: Vec<Piece> = span.in_order().copied().collect();
         let ranks = span.counts().len();
         let by_rank: Vec<&Piece> = span.gathered().collect();

@@ -153,8 +153,12 @@ impl Indexer {
 
     /// For a span's rows over the past and themselves; `own` is of this rank's rows. Every rank takes part, with or without
     /// rows.
+    ///
+    /// # Panics
+    /// When the span is packed: answers choose one by one.
     #[must_use]
     pub fn choose(&self, cp_group: &CpGroup, span: &Span, own: &IndexProjected, past: &Past) -> IndexSet {
+        assert!(!span.is_packed(), "index sets are of one sequence");
         let last = span.gathered().map(|piece| positions(piece).end - 1).max().unwrap_or(0);
         let n = self.room(last);
         if last < self.top {

@@ -13,7 +13,6 @@
 //! Experts add to B's output; their part has no graph of its own either (`experts`).
 
 mod gathered;
-mod mixing;
 mod prompt;
 mod recurrent;
 mod ring;
@@ -21,16 +20,17 @@ mod ring;
 pub use prompt::{PromptOutput, PromptRows, Tail};
 pub use ring::MIXED_ROWS;
 
-use mixing::MixedRows;
 use tch::Tensor;
 
 use super::decoder::{Decoder, Projected};
 use super::latent::{IndexProjected, IndexSet};
 use super::lora::Adapters;
-use super::mixer::{CpGroup, Mixed, MixerInput};
+use super::mixer::{Backward, CpGroup, Mixed, MixerInput};
 use super::past::{Past, PastGradient};
 use super::planes::{Planes, join_rows};
+use crate::prompt::handoff::PlacedGroup;
 use crate::prompt::layout::{Piece, Positions, Span, positions};
+use crate::prompt::pack::Pack;
 use crate::prompt::pages::{Choice, SpanChoices};
 use crate::runtime::units::{LayerIndex, Position, Rank, Tokens};
 use crate::tensor;
@@ -156,13 +156,22 @@ struct FinishGradient {
 pub struct Forward {
     /// Output of the block.
     pub y_tw: Tensor,
-    /// Outputs of the mixer, one for each sequence, for the backward over the same rows.
-    pub mixed: Vec<Mixed>,
+    /// Output of the mixer, for the backward over the same rows.
+    pub mixed: Mixed,
     /// State of the rows, which belongs on their pages.
     pub state: Planes,
 }
 
 impl Pass<'_> {
+    /// The answers of a group in packs of at most a micro-block of rows on all ranks together; each by itself where a layer's mixer
+    /// does not tell sequences apart. Equal on all ranks and in all phases.
+    #[must_use]
+    pub fn packs(&self, group: &PlacedGroup) -> Vec<Pack> {
+        let mut layers = (0..self.decoder.layers()).map(LayerIndex);
+        let together = layers.all(|layer| self.decoder.mixer(layer).tells_sequences_apart());
+        group.packs(self.cp_group.axis.rank(), if together { self.micro_block } else { Tokens(0) })
+    }
+
     /// Segment A of one micro-block of this rank's rows `x_tw`.
     #[must_use]
     pub fn project(&self, layer: LayerIndex, micro: &MicroBlock, x_tw: &Tensor) -> Projected {
@@ -202,13 +211,12 @@ impl Pass<'_> {
             let Projected { input, handed } = self.project_all(layer, &blocks, x_tw);
             let index = self.index_set(layer, span, x_tw, past, choices)?;
             let lent = index.as_ref().map(IndexSet::lend);
-            let mixed = self.mix(layer, span, &input, past, lent);
-            let out = mixing::out_of(&mixed);
+            let mixed = self.decoder.mixer(layer).forward(&self.cp_group, span, &input, past, lent);
             let mut y_tw = BlockRows::new(&blocks, x_tw);
             let kept = choices.stage(Choice::Experts, layer)?;
             let mut finishing = Finishing::new(self, layer, kept.as_deref());
             for micro in &blocks {
-                let y = finishing.block(micro, x_tw, &micro.rows_of(&out), &micro.planes_of(&handed));
+                let y = finishing.block(micro, x_tw, &micro.rows_of(&mixed.out), &micro.planes_of(&handed));
                 y_tw.put(micro, &y);
             }
             if let Some(chosen) = finishing.end() {
@@ -250,7 +258,7 @@ impl Pass<'_> {
 
     /// One block backward over a span: from the gradient of this rank's output rows to that of its input rows. Adapter
     /// gradients add up in the adapters' `.grad`, gradients of earlier positions' state in `past_gradient`. `later` is the
-    /// gradient that later rows have left on the span's own state. `kept` is what [`Forward::mixed`] was for these rows under the
+    /// gradient that later rows have left on the span's own state. `kept` is what the mixer's forward returned for these rows under the
     /// same adapters, on all ranks or on none; without it the mixer runs again.
     ///
     /// # Errors
@@ -262,19 +270,19 @@ impl Pass<'_> {
         past: &Past,
         later: Option<Planes>,
         past_gradient: &mut PastGradient,
-        kept: Option<Vec<Mixed>>,
+        kept: Option<Mixed>,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, choices, .. } = *rows;
         let blocks = micro_blocks(span, &self.cp_group, self.micro_block);
+        let mixer = self.decoder.mixer(layer);
         // 1. Segment A and the mixer, no graph.
         let index = tch::no_grad(|| self.index_set(layer, span, x_tw, past, choices))?;
         let lent = index.as_ref().map(IndexSet::lend);
         let (projected, mixed) = tch::no_grad(|| {
             let projected = self.project_all(layer, &blocks, x_tw);
-            let mixed = kept.unwrap_or_else(|| self.mix(layer, span, &projected.input, past, lent));
+            let mixed = kept.unwrap_or_else(|| mixer.forward(&self.cp_group, span, &projected.input, past, lent));
             (projected, mixed)
         });
-        let out = mixing::out_of(&mixed);
         // 2. Segment B.
         let kept = choices.stage(Choice::Experts, layer)?;
         let mut dx_tw = BlockRows::new(&blocks, x_tw);
@@ -283,17 +291,19 @@ impl Pass<'_> {
         for micro in &blocks {
             let handed = micro.planes_of(&projected.handed);
             let b = BackwardRows { micro, rows, kept: kept.as_deref() };
-            let done = self.backward_finish(layer, &b, &micro.rows_of(&out), &handed)?;
+            let done = self.backward_finish(layer, &b, &micro.rows_of(&mixed.out), &handed)?;
             dx_tw.put(micro, &done.dx_tw);
             dmixed.put(micro, &done.dmixed);
             dhanded.push(done.dhanded);
         }
         let dx_tw = dx_tw.end();
         let dmixed = dmixed.end();
-        drop(out);
         // 3. The mixer.
-        let of = MixedRows { span, input: &projected.input, past, mixed: &mixed, dout: &dmixed, later, index: lent };
-        let dinput = tch::no_grad(|| self.backward_mix(layer, of, past_gradient))?;
+        let dinput = tch::no_grad(|| {
+            let input = &projected.input;
+            let backward = Backward { span, input, past, mixed: &mixed, dout: &dmixed, later, index: lent };
+            mixer.backward(&self.cp_group, backward, past_gradient)
+        })?;
         drop((projected, mixed, dmixed));
         // 4. Segment A.
         for (micro, handed) in blocks.iter().zip(dhanded) {

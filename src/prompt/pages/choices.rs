@@ -144,6 +144,9 @@ impl SpanChoices<'_> {
     ///
     /// # Errors
     /// As [`ChoicePool::stage`].
+    ///
+    /// # Panics
+    /// When some sequences of a packed span have a choice and others have none.
     pub fn stage(&self, choice: Choice, layer: LayerIndex) -> Result<Option<StagedHidden>, tensor::Error> {
         let sequences = match self.spans {
             Spans::One(span) => return self.pool.stage(choice, Slot { span, layer }),
@@ -151,9 +154,12 @@ impl SpanChoices<'_> {
         };
         let mut parts = Vec::with_capacity(sequences.len());
         for &(span, _) in sequences {
-            let Some(part) = self.pool.stage(choice, Slot { span, layer })? else { return Ok(None) };
-            parts.push(part.keep());
+            parts.extend(self.pool.stage(choice, Slot { span, layer })?.map(StagedHidden::keep));
         }
+        assert!(
+            parts.is_empty() || parts.len() == sequences.len(),
+            "a pass chooses for all answers of a pack, or for none"
+        );
         Ok((!parts.is_empty()).then(|| StagedHidden::of(Tensor::cat(&parts, 0))))
     }
 }

@@ -19,7 +19,7 @@ use crate::tensor::boundary::storage_bytes;
 /// Address of a hidden state: the rows it belongs to, and the layer that reads it.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Slot {
-    /// Answer index; 0 in the tail's own pool.
+    /// Pack of answers, or answer where each is kept apart; 0 in the tail's own pool.
     pub span: usize,
     /// The layer whose block reads it.
     pub layer: LayerIndex,

@@ -131,7 +131,7 @@ pub(super) fn group(receipt: &mut Receipt, earlier: &Earlier) -> Result<Vec<Chec
     let share = (ABOVE_PLAN - 1.0) * float(receipt.plan_device_bytes.0) + SMALL_HOST;
     let allowed = planned.max(0.0) + left.min(share);
     let limit = format!("at most {allowed:.0} bytes more on any rank (the plan says {planned:.0} more)");
-    let means = "memory grows with the group: answers are not being replayed in packs of a micro-block: check prompt_no_grad and \
+    let means = "memory grows with the group: further answers take more than one pack does: check prompt_no_grad and \
                  layer_wise_transfer";
     Ok(vec![check("group_memory", json!(added), limit, worst <= allowed, means)])
 }
@@ -277,7 +277,7 @@ mod tests {
         assert!(
             checks[0]
                 .means
-                .contains("answers are not being replayed in packs of a micro-block: check prompt_no_grad and layer_wise_transfer")
+                .contains("further answers take more than one pack does: check prompt_no_grad and layer_wise_transfer")
         );
         // At full length six more answers may add 0.21 GB.
         let (mut eight, mut two) = groups();
