@@ -388,4 +388,43 @@ mod tests {
         assert_eq!(counts.iter().map(|rows| rows.0).sum::<u64>(), 3);
         assert!(counts.iter().filter(|rows| rows.0 == 0).count() == 5);
     }
+
+    /// Answers with rows; the shorter ones have none on some ranks.
+    fn answers(ranks: usize) -> Vec<Span> {
+        let layout = layout(64, 64, ranks, 1);
+        [4, 2, 9, 3, 2].into_iter().map(|length| layout.answer(Tokens(length))).collect()
+    }
+
+    #[test]
+    fn pieces_of_a_packed_span_are_numbered_by_the_sequence_that_they_come_from() {
+        for ranks in [1, 2, 3, 8] {
+            let alone = answers(ranks);
+            let span = Span::packed(&alone.iter().collect::<Vec<_>>());
+            assert_eq!(span.sequences().collect::<Vec<_>>(), alone, "{ranks} ranks");
+            let of = |rank: Rank| -> Vec<(Piece, usize)> {
+                alone
+                    .iter()
+                    .zip(0..)
+                    .flat_map(|(one, number)| one.of(rank).map(move |piece| (*piece, number)))
+                    .collect()
+            };
+            for rank in (0..ranks).map(Rank) {
+                let numbered: Vec<(Piece, usize)> = span.of(rank).copied().zip(span.sequences_of(rank)).collect();
+                assert_eq!(numbered, of(rank), "{rank:?} of {ranks}");
+            }
+            let gathered: Vec<(Piece, usize)> = span.gathered().copied().zip(span.gathered_sequences()).collect();
+            assert_eq!(gathered, (0..ranks).map(Rank).flat_map(of).collect::<Vec<_>>(), "{ranks} ranks");
+        }
+    }
+
+    #[test]
+    fn packed_spans_that_are_packed_again_keep_every_sequence() {
+        for ranks in [1, 2, 3, 8] {
+            let alone = answers(ranks);
+            let [a, b, c, d, e] = &alone[..] else { panic!("five answers") };
+            let again = Span::packed(&[&Span::packed(&[a, b]), c, &Span::packed(&[d, e])]);
+            assert_eq!(again, Span::packed(&[a, b, c, d, e]), "{ranks} ranks");
+            assert_eq!(Span::packed(&[c]), *c, "one sequence is not packed");
+        }
+    }
 }
