@@ -192,3 +192,75 @@ pub(super) struct BackwardRows {
     /// In the accumulation dtype.
     pub(super) dq_thd: Tensor,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows of the parts: some of them twice, and the last of no part.
+    const RANGES: [Range<i64>; 4] = [0..2, 4..6, 2..4, 0..6];
+    const SHAPE: [i64; 3] = [7, 3, 4];
+
+    fn parts() -> Vec<Partial> {
+        tch::manual_seed(3);
+        let part = |range: &Range<i64>| {
+            let rows = range.end - range.start;
+            let random = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu));
+            Partial { out_thd: random(&[rows, SHAPE[1], SHAPE[2]]), lse_th: random(&[rows, SHAPE[1]]) }
+        };
+        let parts: Vec<Partial> = RANGES.iter().map(part).collect();
+        // One row of the second part sees no key.
+        let _ = parts[1].out_thd.get(0).zero_();
+        let _ = parts[1].lse_th.get(0).fill_(f64::NEG_INFINITY);
+        parts
+    }
+
+    /// All orders of the numbers below `count`.
+    fn orders(count: usize) -> Vec<Vec<usize>> {
+        let Some(last) = count.checked_sub(1) else { return vec![Vec::new()] };
+        let with_last = |order: &Vec<usize>, at: usize| [&order[..at], &[last], &order[at..]].concat();
+        orders(last).iter().flat_map(|order| (0..count).map(|at| with_last(order, at)).collect::<Vec<_>>()).collect()
+    }
+
+    /// Merged without a shortcut, into rows that have seen nothing.
+    fn plainly(order: &[usize], parts: &[Partial]) -> (Tensor, Tensor) {
+        let (out_thd, lse_th) = nothing(SHAPE[0], SHAPE[1], SHAPE[2], Kind::Double, Device::Cpu);
+        for &number in order {
+            let (mut out, mut lse) = (rows(&out_thd, &RANGES[number]), rows(&lse_th, &RANGES[number]));
+            merge_into(&mut out, &mut lse, &parts[number].out_thd, &parts[number].lse_th);
+        }
+        (out_thd, lse_th)
+    }
+
+    #[test]
+    fn parts_in_any_order_of_their_rows_merge_as_into_rows_that_have_seen_nothing() {
+        let parts = parts();
+        let all = orders(RANGES.len());
+        assert_eq!(all.len(), 24);
+        for order in all {
+            let merging = Merging::new(SHAPE, Kind::Double, Device::Cpu);
+            for &number in &order {
+                merging.add(&RANGES[number], &parts[number]);
+            }
+            let (out_thd, lse_th) = plainly(&order, &parts);
+            assert!(merging.out_thd.allclose(&out_thd, 1e-14, 1e-14, false), "outputs in the order {order:?}");
+            assert!(merging.lse_th.allclose(&lse_th, 1e-14, 1e-14, false), "log-sum-exps in the order {order:?}");
+            // No part has the last row.
+            assert!(merging.lse_th.get(6).isneginf().all().int64_value(&[]) == 1, "{order:?}");
+        }
+    }
+
+    #[test]
+    fn what_was_gathered_apart_merges_as_its_parts_do() {
+        let parts = parts();
+        let [merging, apart] = [(); 2].map(|()| Merging::new(SHAPE, Kind::Double, Device::Cpu));
+        merging.add(&RANGES[3], &parts[3]);
+        for (range, part) in RANGES.iter().zip(&parts).take(3) {
+            apart.add(range, part);
+        }
+        merging.add_all(apart);
+        let (out_thd, lse_th) = plainly(&[3, 0, 1, 2], &parts);
+        assert!(merging.out_thd.allclose(&out_thd, 1e-14, 1e-14, false));
+        assert!(merging.lse_th.allclose(&lse_th, 1e-14, 1e-14, false));
+    }
+}
