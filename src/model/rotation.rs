@@ -51,3 +51,54 @@ impl Rotation {
         angles
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+
+    use super::*;
+    use crate::model::rope::Scaling;
+
+    fn rotation() -> Rotation {
+        let spec = RopeSpec { theta: 100.0, rotary_dim: 8, scaling: Scaling::Default };
+        Rotation::new(&spec, Kind::Double, Device::Cpu)
+    }
+
+    /// Cosines and sines of `runs` one after another, each from an embedding that has given no angles before.
+    fn of_each(runs: &[Range<i64>]) -> (Tensor, Tensor) {
+        let alone: Vec<Angles> = runs.iter().map(|run| rotation().angles(&run.clone().into())).collect();
+        let join = |of: fn(&Angles) -> &Tensor| Tensor::cat(&alone.iter().map(of).collect::<Vec<_>>(), 0);
+        (join(|angles| &angles.cos_td), join(|angles| &angles.sin_td))
+    }
+
+    fn check(rotation: &Rotation, runs: &[Range<i64>]) {
+        let found = rotation.angles(&runs.iter().cloned().collect());
+        let (cos_td, sin_td) = of_each(runs);
+        assert_eq!(found.cos_td.size(), cos_td.size(), "{runs:?}");
+        assert!(found.cos_td.allclose(&cos_td, 0.0, 1e-15, false), "{runs:?}");
+        assert!(found.sin_td.allclose(&sin_td, 0.0, 1e-15, false), "{runs:?}");
+    }
+
+    #[test]
+    fn angles_of_several_runs_are_those_of_each_run() {
+        check(&rotation(), &[40..43, 40..42, 41..46]);
+        // On a rank that has no row of the second sequence.
+        check(&rotation(), &[40..43, 42..42, 41..42]);
+    }
+
+    #[test]
+    fn angles_that_are_kept_serve_their_own_runs_alone() {
+        let rotation = rotation();
+        let (several, others, longer) = ([40..43, 40..42], [40..42, 40..43], [40..43, 40..43]);
+        for runs in [&several, &others, &several, &longer, &several, &several] {
+            check(&rotation, runs);
+        }
+        // A sampled token between them, and the same rows as one run.
+        for position in [40, 41] {
+            check(&rotation, std::slice::from_ref(&(position..position + 1)));
+            check(&rotation, &several);
+        }
+        assert!(rotation.angles(&(40..45).into()).cos_td.allclose(&of_each(&[40..42, 42..45]).0, 0.0, 1e-15, false));
+        check(&rotation, &several);
+    }
+}
