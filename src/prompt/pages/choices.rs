@@ -163,3 +163,78 @@ impl SpanChoices<'_> {
         Ok((!parts.is_empty()).then(|| StagedHidden::of(Tensor::cat(&parts, 0))))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    const LAYER: LayerIndex = LayerIndex(3);
+    /// Numbers and rows of a pack's answers; of one no row is on this rank.
+    const PACK: [(usize, i64); 3] = [(2, 2), (5, 0), (6, 3)];
+
+    fn pool() -> ChoicePool {
+        ChoicePool::new(Residency::Host, &Ledger::default())
+    }
+
+    /// What the pack's rows from `first` on have chosen.
+    fn chosen(first: i64, rows: i64) -> Tensor {
+        Tensor::arange_start(2 * first, 2 * (first + rows), (Kind::Int64, Device::Cpu)).view([rows, 2])
+    }
+
+    fn staged(choices: SpanChoices) -> Option<Tensor> {
+        // What was staged before is overwritten when it is dropped.
+        drop(choices.stage(Choice::Experts, LAYER).unwrap());
+        choices.stage(Choice::Experts, LAYER).unwrap().map(StagedHidden::keep)
+    }
+
+    fn has(found: Option<Tensor>, expected: &Tensor) -> bool {
+        found.is_some_and(|found| found.size() == expected.size() && found.equal(expected))
+    }
+
+    #[test]
+    fn what_a_pack_has_chosen_is_the_choice_of_each_of_its_answers() {
+        let pool = pool();
+        pool.of_packed(&PACK).put(Choice::Experts, LAYER, &chosen(0, 5)).unwrap();
+        assert!(has(staged(pool.of(2)), &chosen(0, 2)));
+        assert!(has(staged(pool.of(5)), &chosen(2, 0)));
+        assert!(has(staged(pool.of(6)), &chosen(2, 3)));
+        assert!(staged(pool.of(3)).is_none(), "an answer of another pack");
+        assert!(has(staged(pool.of_packed(&PACK)), &chosen(0, 5)));
+        assert!(has(staged(pool.of_packed(&PACK[1..])), &chosen(2, 3)), "in a smaller pack");
+        assert!(has(staged(pool.of_packed(&PACK[..1])), &chosen(0, 2)), "in a pack of one");
+        assert!(pool.of_packed(&PACK).stage(Choice::Index, LAYER).unwrap().is_none(), "no keys were chosen");
+        pool.of_packed(&PACK).put(Choice::Experts, LAYER, &chosen(7, 5)).unwrap();
+        assert!(has(staged(pool.of(6)), &chosen(9, 3)), "chosen again");
+    }
+
+    #[test]
+    fn what_answers_have_chosen_alone_is_the_choice_of_their_pack() {
+        let pool = pool();
+        assert!(staged(pool.of_packed(&PACK)).is_none(), "nothing was chosen yet");
+        for (span, first, rows) in [(6, 2, 3), (2, 0, 2), (5, 2, 0)] {
+            pool.of(span).put(Choice::Experts, LAYER, &chosen(first, rows)).unwrap();
+        }
+        assert!(has(staged(pool.of_packed(&PACK)), &chosen(0, 5)));
+        assert_eq!(pool.bytes(), Bytes(5 * 2 * 8));
+    }
+
+    #[test]
+    fn a_rank_without_rows_of_a_pack_keeps_a_choice_without_rows() {
+        let pool = pool();
+        let pack = [(0, 0), (4, 0)];
+        pool.of_packed(&pack).put(Choice::Experts, LAYER, &chosen(0, 0)).unwrap();
+        assert!(has(staged(pool.of(4)), &chosen(0, 0)));
+        assert!(has(staged(pool.of_packed(&pack)), &chosen(0, 0)));
+        assert!(staged(pool.of_packed(&[])).is_none(), "a pack of no answers has chosen nothing");
+    }
+
+    #[test]
+    #[should_panic(expected = "for all answers of a pack")]
+    fn a_pack_of_which_one_answer_has_not_chosen_is_refused() {
+        let pool = pool();
+        pool.of_packed(&PACK[..2]).put(Choice::Experts, LAYER, &chosen(0, 2)).unwrap();
+        let _ = staged(pool.of_packed(&PACK));
+    }
+}
