@@ -459,3 +459,102 @@ pub struct Moments {
     /// Running mean of its square, likewise.
     pub square: Vec<Tensor>,
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    fn states(leaves: Leaves, lone: bool) -> AnswerStates {
+        AnswerStates::new(leaves, AdapterVersion { policy: "policy", version: 0 }, &Ledger::default(), lone)
+    }
+
+    /// Rows that all hold `value`.
+    fn rows(count: i64, value: i64) -> Tensor {
+        Tensor::full([count, 2], value, (Kind::Double, Device::Cpu))
+    }
+
+    /// Puts three rows of `value`.
+    fn put(states: &mut AnswerStates, (pack, layer): (usize, usize), value: i64) {
+        states.put_input(pack, LayerIndex(layer), &rows(3, value)).unwrap();
+    }
+
+    /// Whether the input is `expected`, read twice: a copy is overwritten when it is dropped, what was put is not.
+    fn holds(states: &AnswerStates, (pack, layer): (usize, usize), expected: &Tensor) -> bool {
+        let mut read = (0..2).map(|_| states.input(pack, LayerIndex(layer)).unwrap().equal(expected));
+        read.all(|equal| equal)
+    }
+
+    #[test]
+    fn an_input_is_what_was_put_last_in_its_place_on_the_device_or_not() {
+        for lone in [true, false] {
+            let mut states = states(Leaves::Replayable, lone);
+            put(&mut states, (0, 0), 1);
+            assert!(holds(&states, (0, 0), &rows(3, 1)), "lone: {lone}");
+            put(&mut states, (0, 1), 2);
+            assert!(holds(&states, (0, 0), &rows(3, 1)) && holds(&states, (0, 1), &rows(3, 2)), "lone: {lone}");
+            // The way down: a gradient in the place of an input, whose copy may have set out.
+            states.inputs.prefetch(states.slot(0, LayerIndex(1))).unwrap();
+            put(&mut states, (0, 1), 3);
+            assert!(holds(&states, (0, 1), &rows(3, 3)) && holds(&states, (0, 0), &rows(3, 1)), "lone: {lone}");
+            states.leave_device().unwrap();
+            assert!(holds(&states, (0, 1), &rows(3, 3)) && holds(&states, (0, 0), &rows(3, 1)), "lone: {lone}");
+            states.release_input(0, LayerIndex(1));
+            assert!(!states.inputs.holds(states.slot(0, LayerIndex(1))));
+            put(&mut states, (0, 0), 4);
+            assert!(holds(&states, (0, 0), &rows(3, 4)), "lone: {lone}");
+            states.release_input(0, LayerIndex(2));
+            assert!(holds(&states, (0, 0), &rows(3, 4)), "another layer's was dropped; lone: {lone}");
+        }
+    }
+
+    #[test]
+    fn an_input_is_that_of_its_own_pack() {
+        for leaves in [Leaves::Nothing, Leaves::Replayable] {
+            let mut states = states(leaves, false);
+            put(&mut states, (0, 0), 1);
+            put(&mut states, (1, 0), 2);
+            put(&mut states, (0, 1), 3);
+            assert!(holds(&states, (1, 0), &rows(3, 2)) && holds(&states, (0, 1), &rows(3, 3)), "{leaves:?}");
+            put(&mut states, (1, 1), 4);
+            assert!(holds(&states, (0, 1), &rows(3, 3)) && holds(&states, (1, 1), &rows(3, 4)), "{leaves:?}");
+        }
+    }
+
+    #[test]
+    fn without_a_replay_an_input_takes_the_place_of_that_of_the_layer_below() {
+        for lone in [true, false] {
+            let mut states = states(Leaves::Nothing, lone);
+            for (layer, value) in [(0, 5), (1, 6), (2, 7)] {
+                put(&mut states, (0, layer), value);
+                assert!(holds(&states, (0, layer), &rows(3, value)), "layer {layer}, lone: {lone}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_lone_packs_input_is_its_own_beside_packs_without_rows() {
+        for leaves in [Leaves::Nothing, Leaves::Replayable] {
+            let mut states = states(leaves, true);
+            for (pack, count) in [(0, 0), (1, 3), (2, 0)] {
+                states.put_input(pack, LayerIndex(0), &rows(count, 8)).unwrap();
+            }
+            assert!(holds(&states, (1, 0), &rows(3, 8)), "{leaves:?}");
+            put(&mut states, (1, 1), 9);
+            assert!(holds(&states, (1, 1), &rows(3, 9)), "{leaves:?}");
+            assert!(holds(&states, (0, 0), &rows(0, 0)) && holds(&states, (2, 0), &rows(0, 0)), "{leaves:?}");
+        }
+    }
+
+    #[test]
+    fn reading_an_input_never_overwrites_the_tensor_that_was_put() {
+        for lone in [true, false] {
+            let mut states = states(Leaves::Replayable, lone);
+            let x_rw = rows(3, 7);
+            states.put_input(0, LayerIndex(0), &x_rw).unwrap();
+            drop(states.input(0, LayerIndex(0)).unwrap());
+            assert!(x_rw.equal(&rows(3, 7)), "lone: {lone}");
+        }
+    }
+}
