@@ -169,3 +169,20 @@ pub(crate) fn micro_blocks(world: &mut World) {
         assert!(relative(small, large) <= 1e-12, "{name}");
     }
 }
+
+/// Answers together in a block of their own size, or each alone in several blocks: windows, states that go from row to row, and
+/// experts.
+pub(crate) fn blocks_of_families(world: &mut World) {
+    for case in ["gemma3_text/base", "qwen3_5/base", "qwen3_moe/base"] {
+        let large = Options { micro_block: Tokens(4096), ..options(GRADIENTS[0], Kind::Double, 3) };
+        // Answers of a case have 12 and 7 tokens.
+        let small = Options { micro_block: Tokens(5), ..large };
+        let (large, small) = (report(world, case, &large), report(world, case, &small));
+        assert_eq!(large.gradients.len(), gradient_count(case), "{case}");
+        assert!(large.ratio_is_one && small.ratio_is_one, "{case}: replay and score differ");
+        for ((name, large), (_, small)) in large.gradients.iter().zip(&small.gradients) {
+            let apart = relative(small, large);
+            assert!(apart <= 1e-12, "{case}, {name}: {apart:.1e}");
+        }
+    }
+}

@@ -78,37 +78,65 @@ pub(crate) fn same_bits(world: &mut World) {
     ];
     for shape in shapes {
         let model = Model::random(&shape, Kind::Float);
-        let layers = model.decoder.layers();
         let group = Group::random(3, 61, 50, &[6, 1, 14]);
         for (tail, answer_attention) in [(0, true), (1, false), (9, true), (50, false), (50, true)] {
             let how = How { tail, keeping: Keeping { answer_attention, ..Keeping::HOST }, ..PLAIN };
-            let (left, gradients, passed) = train(world, &model, &group, how, None);
-            let (alone, expected, upwards) = train(world, &model, &group, how, Some(left.scores.clone()));
             let words = format!("{}, tail {tail}, outputs kept: {answer_attention}", shape["model_type"]);
-            assert_eq!(passed, [layers - 1], "{words}: the replay begins in the top layer");
-            assert_eq!(upwards, (0..layers).collect::<Vec<_>>(), "{words}: given scores leave no inputs");
-            assert!(gradients.iter().zip(&expected).all(|(one, other)| one.equal(other)), "{words}: gradients");
-            // A rank may have neither a row of the tail nor one of an answer.
-            let moved = gradients.iter().any(|gradient| gradient.any().int64_value(&[]) == 1);
-            assert!(world.cp.gather_numbers(u64::from(moved)).contains(&1), "{words}: a gradient");
-            let [left, alone] = [left.replayed, alone.replayed];
-            assert_eq!(left.loss.to_bits(), alone.loss.to_bits(), "{words}: the loss");
-            assert_eq!(left.pool_bytes, alone.pool_bytes, "{words}: bytes of the inputs");
-            assert!(left.logprobs.0.iter().zip(&alone.logprobs.0).all(|(one, other)| same(one, other)), "{words}");
-            assert!(ratio_is_one(&left) && ratio_is_one(&alone), "{words}: ratios to the frozen scores");
+            compare(world, &model, &group, how, &words);
         }
     }
 }
 
-/// Kept outputs are those of the score pass: gradients with and without them are the same bits.
+/// Tokens of answers that go through the layers in packs.
+const PACKED: [usize; 6] = [6, 1, 9, 14, 1, 3];
+
+/// Several packs, and all answers in one, where mixers take a pack at once. Blocks of 14 make packs of 13, 13 and 2 rows, one with an
+/// answer without rows between others; on three ranks or more some have no row of the last pack.
+pub(crate) fn same_bits_of_packs(world: &mut World) {
+    let windows =
+        json!({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]});
+    for shape in [config("qwen3", &json!({})), config("gemma3_text", &windows), mixture(&json!({}))] {
+        let model = Model::random(&shape, Kind::Float);
+        let group = Group::random(3, 61, 50, &PACKED);
+        for (micro_block, tail, answer_attention) in [(14, 50, true), (14, 1, false), (4096, 9, true)] {
+            let how = How { tail, micro_block, keeping: Keeping { answer_attention, ..Keeping::HOST }, ..PLAIN };
+            let words = format!("{}, blocks of {micro_block}, tail {tail}", shape["model_type"]);
+            compare(world, &model, &group, how, &words);
+        }
+    }
+}
+
+/// A replay from what its own score pass has left, and one that goes up the layers by itself.
+fn compare(world: &World, model: &Model, group: &Group, how: How, words: &str) {
+    let layers = model.decoder.layers();
+    let (left, gradients, passed) = train(world, model, group, how, None);
+    let (alone, expected, upwards) = train(world, model, group, how, Some(left.scores.clone()));
+    assert_eq!(passed, [layers - 1], "{words}: the replay begins in the top layer");
+    assert_eq!(upwards, (0..layers).collect::<Vec<_>>(), "{words}: given scores leave no inputs");
+    assert!(gradients.iter().zip(&expected).all(|(one, other)| one.equal(other)), "{words}: gradients");
+    // A rank may have neither a row of the tail nor one of an answer.
+    let moved = gradients.iter().any(|gradient| gradient.any().int64_value(&[]) == 1);
+    assert!(world.cp.gather_numbers(u64::from(moved)).contains(&1), "{words}: a gradient");
+    let [left, alone] = [left.replayed, alone.replayed];
+    assert_eq!(left.loss.to_bits(), alone.loss.to_bits(), "{words}: the loss");
+    assert_eq!(left.pool_bytes, alone.pool_bytes, "{words}: bytes of the inputs");
+    assert!(left.logprobs.0.iter().zip(&alone.logprobs.0).all(|(one, other)| same(one, other)), "{words}");
+    assert!(ratio_is_one(&left) && ratio_is_one(&alone), "{words}: ratios to the frozen scores");
+}
+
+/// Kept outputs are those of the score pass: gradients with and without them are the same bits, of answers alone, in several packs
+/// and in one.
 pub(crate) fn kept_outputs(world: &mut World) {
     let model = Model::random(&config("qwen3", &json!({})), Kind::Float);
-    let group = Group::random(3, 61, 50, &[6, 1, 14]);
-    let gradients = [false, true].map(|answer_attention| {
-        let how = How { tail: 9, keeping: Keeping { answer_attention, ..Keeping::HOST }, ..PLAIN };
-        train(world, &model, &group, how, None).1
-    });
-    assert!(gradients[0].iter().zip(&gradients[1]).all(|(again, kept)| again.equal(kept)));
+    for (micro_block, lengths) in [(PLAIN.micro_block, &[6, 1, 14][..]), (14, &PACKED), (4096, &PACKED)] {
+        let group = Group::random(3, 61, 50, lengths);
+        let gradients = [false, true].map(|answer_attention| {
+            let how = How { tail: 9, micro_block, keeping: Keeping { answer_attention, ..Keeping::HOST }, ..PLAIN };
+            train(world, &model, &group, how, None).1
+        });
+        let same = gradients[0].iter().zip(&gradients[1]).all(|(again, kept)| again.equal(kept));
+        assert!(same, "blocks of {micro_block}");
+    }
 }
 
 pub(crate) fn stale(world: &mut World) {

@@ -128,31 +128,58 @@ pub(crate) fn flat_in_group(world: &mut World) {
     let shape = config("qwen3", &json!({"hidden_size": 64, "intermediate_size": 160}));
     let model = Model::random(&shape, Kind::Float);
     let how = How { page_size: 16, ..PLAIN };
-    let measured: Vec<(u64, Bytes, Bytes)> = [2u64, 2, 4, 8]
-        .into_iter()
-        .map(|answers| {
-            let lengths = vec![65; usize::try_from(answers).expect("few")];
-            let group = Group::random(3, 61, 100, &lengths);
-            let before = counted(MemorySpace::Device).live;
-            forget_peaks();
-            let done = step(world, &model, &group, how, &group.batch());
-            let peak = Bytes(counted(MemorySpace::Device).peak.0 - before.0);
-            let _ = own(&model.adapters);
-            (answers, peak, done.replayed.pool_bytes)
-        })
-        .collect();
-    let rows =
-        placed(world, &model, &Group::random(3, 61, 100, &[65]), how).answers[0].span.counts()[world.cp.rank().0];
+    let measured: Vec<(u64, Bytes, Bytes)> =
+        [2u64, 2, 4, 8].into_iter().map(|answers| measure(world, &model, how, answers)).collect();
+    let rows = rows_of_an_answer(world, &model, how);
     for &(answers, _, pool) in &measured {
-        assert_eq!(pool, Bytes(answers * rows.0 * 64 * 3 * 4), "answers × rows × width × layers × dtype");
+        assert_eq!(pool, Bytes(answers * rows * 64 * 3 * 4), "answers × rows × width × layers × dtype");
     }
-    // The first run warms caches up. Beyond that a further answer adds four numbers for each of its tokens (log-probs
-    // frozen, old, of the reference and of the replay) and not one hidden state or graph.
-    // A GPU's allocator deals in blocks of 512 bytes, and those numbers lie in eight tensors.
-    let further = if device() == Device::Cpu { 4 * 65 * 4 } else { 8 * 512 };
+    // The first run warms caches up. Beyond that a further answer adds its log-probabilities, and not one hidden state or graph.
     for pair in measured[1..].windows(2) {
         let (fewer, more) = (pair[0], pair[1]);
         let grown = more.1.0.saturating_sub(fewer.1.0);
-        assert!(grown <= (more.0 - fewer.0) * further, "device bytes with 2, 4, 8 answers: {measured:?}");
+        assert!(grown <= (more.0 - fewer.0) * logprob_bytes(), "device bytes with 2, 4, 8 answers: {measured:?}");
     }
+}
+
+/// A micro-block holds the rows of four answers: four take more than two, at most in proportion, and more answers take no more
+/// than four but for their log-probabilities.
+pub(crate) fn grows_to_one_pack(world: &mut World) {
+    let shape = config("qwen3", &json!({"hidden_size": 64, "intermediate_size": 160}));
+    let model = Model::random(&shape, Kind::Float);
+    let how = How { page_size: 16, micro_block: 256, ..PLAIN };
+    // The first run warms caches up.
+    let [_, two, four, eight, sixteen] = [2, 2, 4, 8, 16].map(|answers| measure(world, &model, how, answers).1.0);
+    let words = format!("device bytes with 2, 4, 8, 16 answers: {:?}", [two, four, eight, sixteen]);
+    let hidden = rows_of_an_answer(world, &model, how) * 64 * 4;
+    assert!(four >= two + 2 * hidden, "the rows of a pack are on the device together; {words}");
+    assert!(four <= 2 * two, "no more than twice the rows; {words}");
+    // On a GPU the first rows of the next layer set out while the last pack of a layer is at work.
+    let ahead = if device() == Device::Cpu { 0 } else { 4 * hidden };
+    assert!(eight <= four + 4 * logprob_bytes() + ahead, "{words}");
+    assert!(sixteen <= eight + 8 * logprob_bytes(), "{words}");
+}
+
+/// Device bytes at the peak of a step over `answers` answers of 65 tokens, and the bytes of their hidden states.
+fn measure(world: &World, model: &Model, how: How, answers: u64) -> (u64, Bytes, Bytes) {
+    let lengths = vec![65; usize::try_from(answers).expect("few")];
+    let group = Group::random(3, 61, 100, &lengths);
+    let before = counted(MemorySpace::Device).live;
+    forget_peaks();
+    let done = step(world, model, &group, how, &group.batch());
+    let peak = Bytes(counted(MemorySpace::Device).peak.0 - before.0);
+    let _ = own(&model.adapters);
+    (answers, peak, done.replayed.pool_bytes)
+}
+
+/// This rank's rows of an answer of [`measure`].
+fn rows_of_an_answer(world: &World, model: &Model, how: How) -> u64 {
+    let group = Group::random(3, 61, 100, &[65]);
+    placed(world, model, &group, how).answers[0].span.counts()[world.cp.rank().0].0
+}
+
+/// Four numbers for each token of an answer of [`measure`]: log-probabilities frozen, old, of the reference and of the replay.
+fn logprob_bytes() -> u64 {
+    // A GPU's allocator deals in blocks of 512 bytes, and those numbers lie in eight tensors.
+    if device() == Device::Cpu { 4 * 65 * 4 } else { 8 * 512 }
 }

@@ -1,5 +1,10 @@
 //! Answers that go through the layers together, against each one's own whole sequence under autograd.
 
+use longstraw::model::mixer::CpGroup;
+use longstraw::model::pass::micro_blocks;
+use longstraw::prompt::layout::{PromptLayout, Span, positions};
+use longstraw::runtime::memory::Ledger;
+use longstraw::runtime::units::Tokens;
 use longstraw::world::World;
 use serde_json::{Value, json};
 use tch::Kind;
@@ -41,8 +46,38 @@ pub(crate) fn of_experts(world: &mut World) {
     }
 }
 
+/// Whatever a block may hold, with experts on every rank and spread over all; of an answer of two tokens the last rank alone has a
+/// row, and the others take part with none.
+pub(crate) fn one_block(world: &mut World) {
+    let size = world.all.size();
+    let layout = PromptLayout::new(Tokens(10), Tokens(4), size, Tokens(1));
+    for ep in [1, size] {
+        run(world.cut(size, ep));
+        let ledger = Ledger::default();
+        let cp_group = CpGroup { axis: &world.cp, ep: &world.ep, ledger: &ledger };
+        let rank = world.cp.rank();
+        for lengths in [&[2u64, 2][..], &[9, 2, 4]] {
+            let alone: Vec<Span> = lengths.iter().map(|&length| layout.answer(Tokens(length))).collect();
+            let span = Span::packed(&alone.iter().collect::<Vec<_>>());
+            let own: Vec<_> = alone.iter().flat_map(|answer| answer.of(rank)).map(positions).collect();
+            for rows_max in [Tokens(1), Tokens(4096)] {
+                let words = format!("answers of {lengths:?}, blocks of {rows_max}, experts over {ep} ranks");
+                let blocks = micro_blocks(&span, &cp_group, rows_max);
+                let [block] = &blocks[..] else { panic!("{} blocks: {words}", blocks.len()) };
+                let found = block.positions().runs().iter().filter(|run| !run.is_empty()).cloned().collect::<Vec<_>>();
+                assert_eq!(found, own, "{words}");
+                assert_eq!(
+                    (block.first, block.rows()),
+                    (0, own.iter().map(|run| run.end - run.start).sum::<i64>()),
+                    "{words}"
+                );
+            }
+        }
+    }
+}
+
 fn packs_of(world: &World, model: &Model, group: &Group, how: How) -> usize {
-    let ledger = longstraw::runtime::memory::Ledger::default();
+    let ledger = Ledger::default();
     let transaction = crate::fixture::transaction(world, model, how, &ledger);
     transaction.policy.packs(&placed(world, model, group, how)).len()
 }
