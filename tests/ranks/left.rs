@@ -90,8 +90,8 @@ pub(crate) fn same_bits(world: &mut World) {
 /// Tokens of answers that go through the layers in packs.
 const PACKED: [usize; 6] = [6, 1, 9, 14, 1, 3];
 
-/// Several packs, and all answers in one, where mixers take a pack at once. Blocks of 14 make packs of 13, 13 and 2 rows, one with an
-/// answer without rows between others; on three ranks or more some have no row of the last pack.
+/// Several packs, and all answers in one, where mixers take a pack at once. Blocks of 14 make packs of 13, 13 and 2 rows,
+/// one with an answer without rows between others; on three ranks or more some have no row of the last pack.
 pub(crate) fn same_bits_of_packs(world: &mut World) {
     let windows =
         json!({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]});
@@ -124,8 +124,8 @@ fn compare(world: &World, model: &Model, group: &Group, how: How, words: &str) {
     assert!(ratio_is_one(&left) && ratio_is_one(&alone), "{words}: ratios to the frozen scores");
 }
 
-/// Kept outputs are those of the score pass: gradients with and without them are the same bits, of answers alone, in several packs
-/// and in one.
+/// Kept outputs are those of the score pass: gradients with and without them are the same bits, of answers alone, in
+/// several packs and in one.
 pub(crate) fn kept_outputs(world: &mut World) {
     let model = Model::random(&config("qwen3", &json!({})), Kind::Float);
     for (micro_block, lengths) in [(PLAIN.micro_block, &[6, 1, 14][..]), (14, &PACKED), (4096, &PACKED)] {
