@@ -170,7 +170,7 @@ pub(crate) fn micro_blocks(world: &mut World) {
     }
 }
 
-/// All answers in one block, or each in several of its own: windows, states that go from row to row, and experts.
+/// Blocks longer than all rows, and blocks of five: windows, states that go from row to row, and experts.
 pub(crate) fn blocks_of_families(world: &mut World) {
     for case in ["gemma3_text/base", "qwen3_5/base", "qwen3_moe/base"] {
         let large = Options { micro_block: Tokens(4096), ..options(GRADIENTS[0], Kind::Double, 3) };

@@ -90,8 +90,8 @@ pub(crate) fn same_bits(world: &mut World) {
 /// Tokens of answers that go through the layers in packs.
 const PACKED: [usize; 6] = [6, 1, 9, 14, 1, 3];
 
-/// Several packs, and all answers in one, where mixers take a pack at once. Blocks of 14 make packs of 13, 13 and 2 rows,
-/// one with an answer without rows between others; on three ranks or more some have no row of the last pack.
+/// Several packs, and all answers in one, where mixers take a pack at once. Blocks of 14 make packs of 13, 13 and 2
+/// rows, one with an answer without rows between others; on three ranks or more some have no row of the last pack.
 pub(crate) fn same_bits_of_packs(world: &mut World) {
     let windows =
         json!({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]});

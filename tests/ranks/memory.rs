@@ -134,8 +134,8 @@ pub(crate) fn flat_in_group(world: &mut World) {
     for &(answers, _, pool) in &measured {
         assert_eq!(pool, Bytes(answers * rows * 64 * 3 * 4), "answers × rows × width × layers × dtype");
     }
-    // The first run warms caches up. Beyond that a further answer adds its log-probabilities, and not one hidden state or
-    // graph.
+    // The first run warms caches up. Beyond that a further answer adds its log-probabilities, and not one hidden state
+    // or graph.
     for pair in measured[1..].windows(2) {
         let (fewer, more) = (pair[0], pair[1]);
         let grown = more.1.0.saturating_sub(fewer.1.0);
@@ -143,8 +143,8 @@ pub(crate) fn flat_in_group(world: &mut World) {
     }
 }
 
-/// A micro-block holds the rows of four answers: four take more than two, at most in proportion, and more answers take no
-/// more than four but for their log-probabilities.
+/// A micro-block holds the rows of four answers: four take more than two, at most in proportion, and more answers take
+/// no more than four but for their log-probabilities.
 pub(crate) fn grows_to_one_pack(world: &mut World) {
     let shape = config("qwen3", &json!({"hidden_size": 64, "intermediate_size": 160}));
     let model = Model::random(&shape, Kind::Float);

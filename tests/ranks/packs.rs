@@ -46,8 +46,8 @@ pub(crate) fn of_experts(world: &mut World) {
     }
 }
 
-/// Whatever a block may hold, with experts on every rank and spread over all; of an answer of two tokens the last rank alone
-/// has a row, and the others take part with none.
+/// Whatever a block may hold, with experts on every rank and spread over all; of an answer of two tokens the last rank
+/// alone has a row, and the others take part with none.
 pub(crate) fn one_block(world: &mut World) {
     let size = world.all.size();
     let layout = PromptLayout::new(Tokens(10), Tokens(4), size, Tokens(1));
