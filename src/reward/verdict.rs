@@ -125,7 +125,8 @@ impl Reader {
         for value in &objects {
             scores.push(self.of_value(value)?);
         }
-        if objects.is_empty() && (!ended || is_open(&rest)) {
+        // Of a reply that was cut off, an object behind words may be a thought: some services open the thinking in the prompt.
+        if objects.is_empty() && is_open(&rest) || !ended && (objects.is_empty() || !begins_with_object(text)) {
             return Err(ReplyFault::Cut);
         }
         if objects.is_empty() {
@@ -234,6 +235,12 @@ fn take_objects(text: &str) -> (Vec<Value>, String) {
     }
     rest.push_str(&text[end..]);
     (scores, rest)
+}
+
+/// Whether nothing but the fence of a code block stands before the first object.
+fn begins_with_object(text: &str) -> bool {
+    let before = text.find('{').map_or(text, |open| &text[..open]);
+    matches!(before.trim(), "" | "```" | "```json")
 }
 
 /// Whether an object begins and does not end.
@@ -458,6 +465,14 @@ mod tests {
             assert_eq!(read(text), Err(ReplyFault::Several), "{text}");
         }
         assert_eq!(read("<think>{\"score\": 7}</think>"), Err(ReplyFault::Empty));
+        let cut = |text: &str| Reader::new([0.0, 10.0]).read(text, false);
+        assert_eq!(
+            cut("The form would be {\"score\": 3, \"reason\": \"x\"} but let me think about"),
+            Err(ReplyFault::Cut)
+        );
+        for text in ["{\"score\": 7} because the", "```json\n{\"score\": 7}\n``` It says"] {
+            assert_eq!(cut(text), Ok(0.7), "{text}");
+        }
         assert_eq!(read("<think>7</think>It is fine."), Err(ReplyFault::Unclear));
     }
 
