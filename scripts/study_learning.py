@@ -291,7 +291,7 @@ def table(stages, runs):
                 for name in names:
                     sampled = [sets[name]["reward"] for _, _, sets in rows]
                     greedy = [sets[name]["greedy"] for _, _, sets in rows]
-                    margins = [sets[name]["margin"] for _, _, sets in rows]
+                    margins = [sets[name].get("margin") for _, _, sets in rows]
                     spread = f" ± {deviation(sampled):.2f}" if len(sampled) > 1 else ""
                     cells += [show(mean(sampled)) + spread, show(mean(greedy)), show(mean(margins))]
                 cells.append(show(mean([sets[name]["truncated_share"] for _, _, sets in rows for name in names])))

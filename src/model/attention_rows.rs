@@ -138,8 +138,8 @@ impl Merging {
     pub(super) fn add(&self, range: &Range<i64>, part: &Partial) {
         let mut out_thd = rows(&self.out_thd, range);
         let mut lse_th = rows(&self.lse_th, range);
-        if range.start >= self.untouched.get() {
-            self.untouched.set(range.end);
+        let untouched = self.untouched.replace(self.untouched.get().max(range.end));
+        if range.start >= untouched {
             out_thd.copy_(&part.out_thd);
             lse_th.copy_(&part.lse_th);
         } else {

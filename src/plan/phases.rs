@@ -183,8 +183,8 @@ impl Sizes<'_> {
             within(
                 Phase::Replay,
                 "answer rows",
-                product(&[rows, 5 * width, model]),
-                format!("{rows} {called} × (block's input and output, their gradients, the next layer's input)"),
+                product(&[rows, 4 * width, model]),
+                format!("{rows} {called} × (block's input and output, and their gradients)"),
                 "choose a shorter context.answer_len, or a smaller memory.micro_block",
             ),
         ];

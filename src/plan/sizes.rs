@@ -74,8 +74,8 @@ fn pack_rows(config: &RunConfig, shape: &Shape, cp_size: u64) -> [u64; 2] {
     if !together || all == answer {
         return [answer, own];
     }
-    let dealt = (all + group.min(all) * (cp_size - 1)) / cp_size;
-    [all, dealt.min(group * own).max(own)]
+    let dealt = all.saturating_add(group.min(all).saturating_mul(cp_size - 1)) / cp_size;
+    [all, dealt.min(group.saturating_mul(own)).max(own)]
 }
 
 impl<'a> Sizes<'a> {

@@ -12,7 +12,7 @@ use crate::runtime::units::{Rank, Tokens};
 /// Consecutive answers of a group.
 #[derive(Debug)]
 pub struct Pack {
-    /// Their numbers.
+    /// Their places in the group.
     pub answers: Range<usize>,
     /// Their rows on all ranks, a sequence for each answer that has any; without rows where none has.
     pub span: Span,

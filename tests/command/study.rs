@@ -89,7 +89,7 @@ fn lengths_that_are_too_short_and_absent_adapters_are_refused() {
 
 /// A line of metrics.jsonl for an evaluation with one set for each depth.
 fn evaluation(step: u64, far: [f64; 2]) -> Value {
-    let set = |[reward, greedy]: [f64; 2]| json!({ "reward": reward, "greedy": greedy, "truncated_share": 0.25 });
+    let set = |[reward, greedy]: [f64; 2]| json!({ "reward": reward, "greedy": greedy, "margin": 1.5, "truncated_share": 0.25 });
     json!({ "evaluation": { "step": step, "sets": { "far": set(far), "middle": set([0.5, 0.5]), "near": set([1.0, 1.0]) } } })
 }
 
@@ -123,7 +123,7 @@ fn the_table_of_the_study_of_learning_has_means_over_seeds_and_no_row_for_arms_t
     };
     assert_eq!(
         row("| exact | 0, 1 | 2 |"),
-        "| exact | 0, 1 | 2 | 0.38 | 0.50 ± 0.25 | 0.75 | 0.50 ± 0.00 | 0.50 | 1.00 ± 0.00 | 1.00 | 0.25 |"
+        "| exact | 0, 1 | 2 | 0.38 | 0.50 ± 0.25 | 0.75 | 1.50 | 0.50 ± 0.00 | 0.50 | 1.50 | 1.00 ± 0.00 | 1.00 | 1.50 | 0.25 |"
     );
     assert!(row("| exact | 0, 1 | 0 |").contains("| 0.00 ± 0.00 | 0.00 |"));
     assert!(!table.contains("response"), "an arm without runs has no row:\n{table}");

@@ -31,6 +31,7 @@ const TABLE: [(u8, &[&str]); 30] = [
     (3, &["prompt::layout"]),
     (3, &["prompt::pages", "prompt::ring"]),
     (3, &["prompt::handoff", "data"]),
+    (3, &["prompt::pack"]),
     (4, &["model"]),
     (5, &["step::extremes"]),
     (5, &["step::objective"]),
