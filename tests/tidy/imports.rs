@@ -5,7 +5,7 @@ use crate::source::Source;
 
 /// A module imports only from entries above its own. A room is one entry, or several entries if its modules have an order:
 /// failures name units, pages are pages of a layout, `doctor` uses `plan`.
-const TABLE: [(u8, &[&str]); 30] = [
+const TABLE: [(u8, &[&str]); 31] = [
     (
         0,
         &[
