@@ -91,7 +91,8 @@ mod tests {
         assert_eq!(answers(0), (0..6).map(|at| at..at + 1).collect::<Vec<_>>());
         assert_eq!(answers(8), [0..3, 3..4, 4..6]);
         assert_eq!(answers(14), [0..3, 3..6]);
-        assert_eq!(answers(100), [0..6]);
+        let all = answers(100);
+        assert_eq!((all.len(), all.first()), (1, Some(&(0..6))));
     }
 
     #[test]
