@@ -39,6 +39,29 @@ impl Projected {
     }
 }
 
+/// Which values of a segment's output are read.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Values {
+    /// All.
+    All,
+    /// Those that a gradient depends on. What leaves the segment as the sum of a linear layer (v of plain attention, what the
+    /// feed-forward adds) may be NaN: gradients go through it, and its product is left out.
+    ForGradient,
+}
+
+/// What segment B reads.
+#[derive(Clone, Copy, Debug)]
+pub struct FinishRows<'a> {
+    /// The block's input, [t, w].
+    pub x_tw: &'a Tensor,
+    /// The mixer's output for these rows.
+    pub mixed: &'a Tensor,
+    /// What segment A has handed on.
+    pub handed: &'a Planes,
+    /// Experts that an earlier pass over the rows has chosen, [t, k] int64.
+    pub kept: Option<&'a Tensor>,
+}
+
 /// Output of segment B for some rows.
 #[derive(Debug)]
 pub struct Finished {
@@ -78,16 +101,23 @@ pub trait Decoder {
     fn embed(&self, ids: &[i64]) -> Tensor;
 
     /// Segment A: norm, projections, rotation. Rows stand at `positions`.
-    fn project(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Projected;
+    fn project(
+        &self,
+        layer: LayerIndex,
+        x_tw: &Tensor,
+        positions: &Positions,
+        adapters: &Adapters,
+        values: Values,
+    ) -> Projected;
 
     /// The query part of [`Decoder::project`] alone.
     fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Planes {
-        self.project(layer, x_tw, positions, adapters).input.queries
+        self.project(layer, x_tw, positions, adapters, Values::All).input.queries
     }
 
     /// The state part of [`Decoder::project`] alone.
     fn project_state(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Planes {
-        self.project(layer, x_tw, positions, adapters).input.state
+        self.project(layer, x_tw, positions, adapters, Values::All).input.state
     }
 
     /// The layer whose index chooses the keys of this one; `None` where rows see all keys.
@@ -120,17 +150,8 @@ pub trait Decoder {
     /// What mixes rows in this layer.
     fn mixer(&self, layer: LayerIndex) -> &dyn Mixer;
 
-    /// Segment B: output projection, residual, feed-forward. `mixed` is the mixer's output for these rows, `kept` are experts
-    /// that an earlier pass over the rows has chosen, [t, k] int64.
-    fn finish(
-        &self,
-        layer: LayerIndex,
-        x_tw: &Tensor,
-        mixed: &Tensor,
-        handed: &Planes,
-        adapters: &Adapters,
-        kept: Option<&Tensor>,
-    ) -> Finished;
+    /// Segment B: output projection, residual, feed-forward.
+    fn finish(&self, layer: LayerIndex, rows: &FinishRows, adapters: &Adapters, values: Values) -> Finished;
 
     /// What computes attention where no window cuts it; must be equal on all ranks.
     fn kernel(&self) -> Kernel;

@@ -30,12 +30,24 @@ impl Formulas {
         modules: [&str; N],
         adapters: &Adapters,
     ) -> [Tensor; N] {
+        self.linears_read(x_tw, modules, adapters, [true; N])
+    }
+
+    /// [`Formulas::linears`]; the output of one that is not `valued` may be NaN, where a gradient alone goes through it.
+    pub(super) fn linears_read<const N: usize>(
+        &self,
+        x_tw: &Tensor,
+        modules: [&str; N],
+        adapters: &Adapters,
+        valued: [bool; N],
+    ) -> [Tensor; N] {
         let weights = modules.map(|module| self.weights.get(&format!("{module}.weight")));
         let biases = modules.map(|module| self.weights.try_get(&format!("{module}.bias")));
         let layers: [Layer; N] = std::array::from_fn(|at| Layer {
             weight_oi: &weights[at],
             bias_o: biases[at].as_ref(),
             pair: adapters.of(modules[at]).map(Adapter::pair),
+            valued: valued[at],
         });
         let outputs = linears(x_tw, &layers, adapters.scale());
         outputs.try_into().unwrap_or_else(|_| unreachable!("each layer has an output"))
@@ -79,7 +91,7 @@ impl Formulas {
     }
 
     /// down(activation(gate(x)) · up(x)).
-    pub(super) fn feed_forward(&self, x_tw: &Tensor, part: &str, adapters: &Adapters) -> Tensor {
+    pub(super) fn feed_forward(&self, x_tw: &Tensor, part: &str, adapters: &Adapters, valued: bool) -> Tensor {
         let [gate, up] = ["gate_proj", "up_proj"].map(|name| format!("{part}.{name}"));
         let [gate_tf, up_tf] = self.linears(x_tw, [&gate, &up], adapters);
         let activation = match self.spec.activation {
@@ -88,7 +100,8 @@ impl Formulas {
         };
         let product_tf = fused::gated(&gate_tf, &up_tf, activation);
         drop((gate_tf, up_tf));
-        self.linear(&product_tf, &format!("{part}.down_proj"), adapters)
+        let [y_tw] = self.linears_read(&product_tf, [&format!("{part}.down_proj")], adapters, [valued]);
+        y_tw
     }
 }
 

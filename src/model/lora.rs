@@ -263,7 +263,7 @@ pub fn linears(x_tw: &Tensor, layers: &[Layer], scale: f64) -> Vec<Tensor> {
 /// One linear layer with its adapter, if it has one: x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, all in the dtype of `x`.
 pub fn linear(x_tw: &Tensor, weight_oi: &Tensor, bias_o: Option<&Tensor>, adapter: Option<(&Adapter, f64)>) -> Tensor {
     let pair = adapter.map(|(adapter, _)| adapter.pair());
-    alone(x_tw, &Layer { weight_oi, bias_o, pair }, adapter.map_or(1.0, |(_, scale)| scale))
+    alone(x_tw, &Layer { weight_oi, bias_o, pair, valued: true }, adapter.map_or(1.0, |(_, scale)| scale))
 }
 
 fn alone(x_tw: &Tensor, layer: &Layer, scale: f64) -> Tensor {

@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::attention::Attention;
 use super::attention_rows::{KeyValue, Queries};
-use super::decoder::{Decoder, Dense, Finished, Projected};
+use super::decoder::{Decoder, Dense, FinishRows, Finished, Projected, Values};
 use super::delta::{DeltaWeights, GatedDelta};
 use super::experts::{Experts, route};
 use super::formulas::Formulas;
@@ -216,7 +216,14 @@ impl Decoder for Stack {
         }
     }
 
-    fn project(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Projected {
+    fn project(
+        &self,
+        layer: LayerIndex,
+        x_tw: &Tensor,
+        positions: &Positions,
+        adapters: &Adapters,
+        values: Values,
+    ) -> Projected {
         let spec = &self.formulas.spec;
         if let Some(latent) = &spec.latent {
             let block = self.latent(layer, latent, adapters);
@@ -234,7 +241,8 @@ impl Decoder for Stack {
         let names = ["q", "k", "v"].map(|name| format!("{attention}.{name}_proj"));
         let dim = as_dim(spec.head_dim);
         let heads = |y: Tensor, width: i64| y.view([x_tw.size()[0], y.size()[1] / width, width]);
-        let [q, k, v] = self.formulas.linears(&x, names.each_ref().map(String::as_str), adapters);
+        let valued = [true, true, values == Values::All];
+        let [q, k, v] = self.formulas.linears_read(&x, names.each_ref().map(String::as_str), adapters, valued);
         let mut q_thd = heads(q, if spec.gated_attention { 2 * dim } else { dim });
         // A copy: a view would keep the queries alive beside it.
         let gate = spec.gated_attention.then(|| q_thd.narrow(2, dim, dim).contiguous());
@@ -250,14 +258,14 @@ impl Decoder for Stack {
     fn project_queries(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Planes {
         match &self.formulas.spec.latent {
             Some(latent) => vec![self.latent(layer, latent, adapters).queries(x_tw, positions)].into(),
-            None => self.project(layer, x_tw, positions, adapters).input.queries,
+            None => self.project(layer, x_tw, positions, adapters, Values::All).input.queries,
         }
     }
 
     fn project_state(&self, layer: LayerIndex, x_tw: &Tensor, positions: &Positions, adapters: &Adapters) -> Planes {
         match &self.formulas.spec.latent {
             Some(latent) => vec![self.latent(layer, latent, adapters).keys(x_tw, positions)].into(),
-            None => self.project(layer, x_tw, positions, adapters).input.state,
+            None => self.project(layer, x_tw, positions, adapters, Values::All).input.state,
         }
     }
 
@@ -299,15 +307,8 @@ impl Decoder for Stack {
         &*self.mixers[layer.0]
     }
 
-    fn finish(
-        &self,
-        layer: LayerIndex,
-        x_tw: &Tensor,
-        mixed: &Tensor,
-        handed: &Planes,
-        adapters: &Adapters,
-        kept: Option<&Tensor>,
-    ) -> Finished {
+    fn finish(&self, layer: LayerIndex, rows: &FinishRows, adapters: &Adapters, values: Values) -> Finished {
+        let FinishRows { x_tw, mixed, handed, kept } = *rows;
         let (formulas, spec) = (&self.formulas, &self.formulas.spec);
         let block = format!("model.layers.{layer}");
         let norm = |x_tw: &Tensor, name: &str| formulas.norm(x_tw, &format!("{block}.{name}_layernorm"));
@@ -317,20 +318,24 @@ impl Decoder for Stack {
             (None, None) => (gated(mixed, handed), "self_attn.o_proj"),
         };
         let out_tw = formulas.linear(&heads_tn, &format!("{block}.{output}"), adapters);
-        let feed_forward = |x_tw: &Tensor| formulas.feed_forward(x_tw, &format!("{block}.mlp"), adapters);
+        let mlp = format!("{block}.mlp");
+        let added = values == Values::All;
         if let Some(experts) = spec.experts_of(layer) {
             let name = format!("{block}.post_attention_layernorm");
             let (h_tw, normed_tw) = formulas.sum_norm(x_tw, out_tw, &name);
             let gate_ew = formulas.weights.get(&format!("{block}.mlp.gate.weight"));
             let bias_e = formulas.weights.try_get(&format!("{block}.mlp.gate.e_score_correction_bias"));
             let routed = route(experts, &normed_tw, &gate_ew, bias_e.as_ref(), kept);
-            let shared = || formulas.feed_forward(&normed_tw, &format!("{block}.{}", experts.shared_name()), adapters);
+            let shared = |valued| {
+                let part = format!("{block}.{}", experts.shared_name());
+                formulas.feed_forward(&normed_tw, &part, adapters, valued)
+            };
             let y_tw = match (experts.shared_width, experts.shared_gate) {
                 (0, _) => h_tw,
-                (_, false) => h_tw + shared(),
+                (_, false) => h_tw + shared(added),
                 (_, true) => {
                     let gate_1w = formulas.weights.get(&format!("{block}.mlp.shared_expert_gate.weight"));
-                    h_tw + linear(&normed_tw, &gate_1w, None, None).sigmoid() * shared()
+                    h_tw + linear(&normed_tw, &gate_1w, None, None).sigmoid() * shared(true)
                 }
             };
             return Finished { y_tw, routed: Some(routed) };
@@ -339,11 +344,11 @@ impl Decoder for Stack {
             BlockNorms::Two => {
                 let name = format!("{block}.post_attention_layernorm");
                 let (h_tw, normed_tw) = formulas.sum_norm(x_tw, out_tw, &name);
-                h_tw + feed_forward(&normed_tw)
+                h_tw + formulas.feed_forward(&normed_tw, &mlp, adapters, added)
             }
             BlockNorms::Four => {
                 let h_tw = x_tw + norm(&out_tw, "post_attention");
-                let y_tw = feed_forward(&norm(&h_tw, "pre_feedforward"));
+                let y_tw = formulas.feed_forward(&norm(&h_tw, "pre_feedforward"), &mlp, adapters, true);
                 h_tw + norm(&y_tw, "post_feedforward")
             }
         };

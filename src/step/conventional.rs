@@ -7,7 +7,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::config::{KlEstimator, Loss};
-use crate::model::decoder::Decoder;
+use crate::model::decoder::{Decoder, FinishRows, Values};
 use crate::model::latent::IndexSet;
 use crate::model::latent::index::choose_plainly;
 use crate::model::lora::Adapters;
@@ -63,8 +63,8 @@ impl Group<'_> {
         let mut keys: Option<[IndexSet; 2]> = None;
         for layer in (0..decoder.layers()).map(LayerIndex) {
             let mixer = decoder.mixer(layer);
-            let before = tch::no_grad(|| decoder.project(layer, &constant, &(0..cut).into(), adapters));
-            let now = decoder.project(layer, &live, &(cut..rows).into(), adapters);
+            let before = tch::no_grad(|| decoder.project(layer, &constant, &(0..cut).into(), adapters, Values::All));
+            let now = decoder.project(layer, &live, &(cut..rows).into(), adapters, Values::All);
             if let Some(indexer) = decoder.indexer(layer) {
                 let parts = [(&constant, 0..cut), (&live, cut..rows)];
                 let parts = parts.map(|(x_tw, at)| decoder.project_index(layer, x_tw, at, adapters));
@@ -252,7 +252,7 @@ fn whole_layer(
     index: &mut Option<IndexSet>,
 ) -> Tensor {
     let rows = x_tw.size()[0];
-    let projected = decoder.project(layer, x_tw, &(0..rows).into(), adapters);
+    let projected = decoder.project(layer, x_tw, &(0..rows).into(), adapters, Values::All);
     if let Some(indexer) = decoder.indexer(layer) {
         let own = decoder.project_index(layer, x_tw, 0..rows, adapters);
         *index = Some(choose_plainly(&own.rows, &own.key_ti, indexer.top));
@@ -281,7 +281,7 @@ fn finish(
     mixed: &Tensor,
     handed: &Planes,
 ) -> Tensor {
-    let finished = decoder.finish(layer, x_tw, mixed, handed, adapters, None);
+    let finished = decoder.finish(layer, &FinishRows { x_tw, mixed, handed, kept: None }, adapters, Values::All);
     match (decoder.experts(layer), &finished.routed) {
         (Some(experts), Some(routed)) => finished.y_tw + experts.plain(routed, adapters),
         _ => finished.y_tw,

@@ -147,9 +147,13 @@ impl Replay<'_> {
     /// The first rows of answers that `layer` will need set out for the device, before the pages of the layer after the present one,
     /// which are longer.
     fn expect_answers(&self, layer: Option<LayerIndex>) -> Result<(), Failure> {
-        let first = self.packs.iter().position(|pack| !pack.span.is_empty());
-        let Some((first, layer)) = first.zip(layer) else { return Ok(()) };
+        let Some((first, layer)) = self.first_with_rows().zip(layer) else { return Ok(()) };
         Ok(self.states.prefetch_input(first, layer)?)
+    }
+
+    /// The first pack of which this rank has rows.
+    fn first_with_rows(&self) -> Option<usize> {
+        self.packs.iter().position(|pack| !pack.span.is_empty())
     }
 
     fn stage(&self, layer: LayerIndex, next: Option<LayerIndex>) -> Result<Staged, Failure> {
@@ -161,6 +165,7 @@ impl Replay<'_> {
         self.expect_answers(Some(layer))?;
         self.expect_answers(below(layer))?;
         let staged = self.stage(layer, self.after(layer))?;
+        self.expect_tail(Some(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
         let first = self.first_tokens();
@@ -209,6 +214,8 @@ impl Replay<'_> {
 
     fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
         self.expect_answers(below(layer))?;
+        // What the first pack kept sets out before the pages of the layer below too.
+        let mut first = self.first_with_rows().map(|index| self.states.mixed(index, layer)).transpose()?.flatten();
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
@@ -216,7 +223,11 @@ impl Replay<'_> {
             let above = LayerIndex(layer.0 + 1);
             let x_rw = self.states.input(index, layer)?;
             let dy_rw = self.states.input(index, above)?;
-            let mixed = self.states.mixed(index, layer)?.map(|(out, saved)| Mixed { out, saved: saved.into() });
+            let mixed = match first.take() {
+                Some(kept) => Some(kept),
+                None => self.states.mixed(index, layer)?,
+            };
+            let mixed = mixed.map(|(out, saved)| Mixed { out, saved: saved.into() });
             let choices = self.captured.choices.of_packed(&pack.sequences);
             let rows = SpanRows { span: &pack.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
             let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient, mixed)?;

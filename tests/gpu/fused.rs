@@ -23,10 +23,19 @@ struct Case {
 #[derive(Clone, Copy, Debug)]
 enum Operation {
     Gate(Activation),
-    Norm { one_plus: bool },
-    SumNorm { one_plus: bool },
-    Heads { normed: bool },
-    Adapted,
+    Norm {
+        one_plus: bool,
+    },
+    SumNorm {
+        one_plus: bool,
+    },
+    Heads {
+        normed: bool,
+    },
+    /// The output of layer `unread` is not read.
+    Adapted {
+        unread: Option<usize>,
+    },
 }
 
 #[derive(Clone, Copy)]
@@ -68,13 +77,16 @@ impl Case {
                 };
                 list(turned([&x[0], &x[1]], scales, &c[0], &c[1]))
             }
-            (Operation::Adapted, By::Kernels) => {
+            (Operation::Adapted { unread }, By::Kernels) => {
                 let pair = |at: usize| Some([&x[1 + 2 * at], &x[2 + 2 * at]]);
-                let layer = |(at, weight_oi)| Layer { weight_oi, bias_o: None, pair: pair(at) };
+                let layer = |(at, weight_oi)| {
+                    let valued = unread != Some(at);
+                    Layer { weight_oi, bias_o: None, pair: pair(at), valued }
+                };
                 let layers: Vec<Layer> = c.iter().enumerate().map(layer).collect();
                 adapted(&x[0], &layers, SCALE).expect("layers with adapters in bfloat16 are taken")
             }
-            (Operation::Adapted, By::Operators) => {
+            (Operation::Adapted { .. }, By::Operators) => {
                 let pair = |at: usize| Adapter {
                     module: String::new(),
                     a_ri: x[1 + 2 * at].shallow_clone(),
@@ -150,7 +162,7 @@ fn layers(rows: i64, inputs: i64, outputs: &[i64], rank: i64, kind: Kind, device
     let constants = outputs.iter().map(|&output| draw(&[output, inputs], kind) * 0.05).collect();
     let gradients = outputs.iter().map(|&output| draw(&[rows, output], kind)).collect();
     let name = format!("{rows} rows of {inputs} through {outputs:?} with rank {rank}, {kind:?}");
-    Case { name, inputs: leaves, constants, gradients, operation: Operation::Adapted }
+    Case { name, inputs: leaves, constants, gradients, operation: Operation::Adapted { unread: None } }
 }
 
 fn cases(kind: Kind, device: Device) -> Vec<Case> {
@@ -213,13 +225,33 @@ pub(crate) fn judged(_world: &World, device: Device) -> Vec<Value> {
 pub(crate) fn alone(_world: &World, device: Device) -> Vec<Value> {
     tch::manual_seed(32);
     prepare(device, Kind::BFloat16);
-    let row_by_row = |case: &Case| !matches!(case.operation, Operation::Adapted) && case.inputs[0].size()[0] > 20;
+    let row_by_row =
+        |case: &Case| !matches!(case.operation, Operation::Adapted { .. }) && case.inputs[0].size()[0] > 20;
     for case in cases(Kind::BFloat16, device).iter().filter(|case| row_by_row(case)) {
         let all = case.pulled(By::Kernels, false);
         for (first, count) in [(0, 1), (17, 3)] {
             let few = case.rows(first, count).pulled(By::Kernels, false);
             for (all, few) in all.iter().zip(&few) {
                 assert!(all.narrow(0, first, count).equal(few), "{}: rows {first} to {}", case.name, first + count);
+            }
+        }
+    }
+    Vec::new()
+}
+
+/// A layer whose output nobody reads leaves NaN there, and all gradients with the bits that they have with its output.
+pub(crate) fn unread(_world: &World, device: Device) -> Vec<Value> {
+    tch::manual_seed(34);
+    prepare(device, Kind::BFloat16);
+    for outputs in [&[64, 96, 32][..], &[40]] {
+        let all = layers(30, 64, outputs, 16, Kind::BFloat16, device);
+        let wanted = all.pulled(By::Kernels, false);
+        for unread in 0..outputs.len() {
+            let case = Case { operation: Operation::Adapted { unread: Some(unread) }, ..all.rows(0, 30) };
+            for (at, (found, wanted)) in case.pulled(By::Kernels, false).iter().zip(&wanted).enumerate() {
+                let is_unread =
+                    at == unread && bool::try_from(found.isnan().all()).unwrap() && found.size() == wanted.size();
+                assert!(is_unread || at != unread && found.equal(wanted), "{}: layer {unread}, tensor {at}", case.name);
             }
         }
     }

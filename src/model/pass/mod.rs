@@ -22,7 +22,7 @@ pub use ring::MIXED_ROWS;
 
 use tch::Tensor;
 
-use super::decoder::{Decoder, Projected};
+use super::decoder::{Decoder, FinishRows, Projected, Values};
 use super::latent::{IndexProjected, IndexSet};
 use super::lora::Adapters;
 use super::mixer::{Backward, CpGroup, Mixed, MixerInput};
@@ -174,8 +174,8 @@ impl Pass<'_> {
 
     /// Segment A of one micro-block of this rank's rows `x_tw`.
     #[must_use]
-    pub fn project(&self, layer: LayerIndex, micro: &MicroBlock, x_tw: &Tensor) -> Projected {
-        self.decoder.project(layer, &micro.rows_of(x_tw), &micro.positions(), self.adapters)
+    pub fn project(&self, layer: LayerIndex, micro: &MicroBlock, x_tw: &Tensor, values: Values) -> Projected {
+        self.decoder.project(layer, &micro.rows_of(x_tw), &micro.positions(), self.adapters, values)
     }
 
     /// One block forward over a span, no graph: this rank's rows in, this rank's rows out. What was chosen for the rows before
@@ -317,7 +317,7 @@ impl Pass<'_> {
 
     fn project_all(&self, layer: LayerIndex, blocks: &[MicroBlock], x_tw: &Tensor) -> Projected {
         let [first, others @ ..] = blocks else { unreachable!("a rank without rows has an empty block") };
-        let projected = self.project(layer, first, x_tw);
+        let projected = self.project(layer, first, x_tw, Values::All);
         if others.is_empty() {
             return projected;
         }
@@ -335,7 +335,7 @@ impl Pass<'_> {
         write(first, &projected);
         drop(projected);
         for micro in others {
-            write(micro, &self.project(layer, micro, x_tw));
+            write(micro, &self.project(layer, micro, x_tw, Values::All));
         }
         all
     }
@@ -355,7 +355,8 @@ impl Pass<'_> {
         let handed = handed.map(leaf);
         let dy_tw = micro.rows_of(rows.dy_tw);
         let kept = kept.map(|kept| micro.rows_of(kept));
-        let finished = self.decoder.finish(layer, &x, &mixed, &handed, self.adapters, kept.as_ref());
+        let read = FinishRows { x_tw: &x, mixed: &mixed, handed: &handed, kept: kept.as_ref() };
+        let finished = self.decoder.finish(layer, &read, self.adapters, Values::ForGradient);
         if let (Some(routed), Some(experts)) = (&finished.routed, self.decoder.experts(layer)) {
             let done = experts.backward(self.cp_group.ep, routed, &dy_tw, self.adapters)?;
             let pairs = [(&finished.y_tw, &dy_tw), (&routed.x_tw, &done.dx_tw), (&routed.weight_tk, &done.dweight_tk)];
@@ -377,7 +378,7 @@ impl Pass<'_> {
         dx_tw: &Tensor,
     ) -> Result<(), tensor::Error> {
         let x = micro.rows_of(x_tw).detach().set_requires_grad(true);
-        let projected = self.decoder.project(layer, &x, &micro.positions(), self.adapters);
+        let projected = self.decoder.project(layer, &x, &micro.positions(), self.adapters, Values::ForGradient);
         let pairs: Vec<(&Tensor, &Tensor)> = projected.tensors().zip(gradient.tensors()).collect();
         backward_graph(&pairs)?;
         let _ = micro.rows_of(dx_tw).g_add_(&x.grad());
@@ -450,7 +451,8 @@ impl<'a> Finishing<'a> {
     fn block(&mut self, micro: &MicroBlock, x_tw: &Tensor, out: &Tensor, handed: &Planes) -> Tensor {
         let Pass { decoder, adapters, cp_group, .. } = *self.pass;
         let kept = self.kept.map(|kept| micro.rows_of(kept));
-        let finished = decoder.finish(self.layer, &micro.rows_of(x_tw), out, handed, adapters, kept.as_ref());
+        let rows = FinishRows { x_tw: &micro.rows_of(x_tw), mixed: out, handed, kept: kept.as_ref() };
+        let finished = decoder.finish(self.layer, &rows, adapters, Values::All);
         let mut y_tw = finished.y_tw;
         if let (Some(routed), Some(experts)) = (finished.routed, decoder.experts(self.layer)) {
             let _ = y_tw.g_add_(&experts.forward(cp_group.ep, &routed, adapters));

@@ -4,7 +4,7 @@ use tch::{Device, Tensor};
 
 use super::prompt::{PromptOutput, PromptRows, Tail};
 use super::{BackwardRows, Finishing, MicroBlock, Pass, SpanRows, blocks_of, micro_blocks};
-use crate::model::decoder::Projected;
+use crate::model::decoder::{Projected, Values};
 use crate::model::mixer::{BlockBackward, BlockQueries, Mixed, MixerInput, RingMixer};
 use crate::model::past::{ChunkState, PastGradient};
 use crate::model::planes::{Planes, join_rows};
@@ -77,7 +77,7 @@ impl Pass<'_> {
         for block in &blocks {
             let mut parts = Vec::with_capacity(block.micro_blocks.len());
             for micro in &block.micro_blocks {
-                let projected = self.project(layer, micro, rows.x_pw);
+                let projected = self.project(layer, micro, rows.x_pw, Values::All);
                 rows.store(&micro.piece(), 0, projected.input.state.tensors());
                 parts.push(projected.input.queries);
                 handed.push(projected.handed);
@@ -151,7 +151,8 @@ impl Pass<'_> {
         for block in blocks {
             let mut parts = Vec::with_capacity(block.micro_blocks.len());
             for micro in &block.micro_blocks {
-                let projected = self.project(layer, micro, x_tw);
+                // The state lies in the pages.
+                let projected = self.project(layer, micro, x_tw, Values::ForGradient);
                 parts.push(projected.input.queries);
                 handed.push(projected.handed);
             }

@@ -30,7 +30,7 @@ use calls::Calling;
 use choices::Drawn;
 
 use crate::model::answers::{AnswerRows, AnswerState};
-use crate::model::decoder::Decoder;
+use crate::model::decoder::{Decoder, FinishRows, Values};
 use crate::model::head::Head;
 use crate::model::latent::IndexSet;
 use crate::model::lora::Adapters;
@@ -333,7 +333,7 @@ impl<'a> Rollout<'a> {
             // One position for all rows: the tables of one row serve every answer.
             let position = as_dim(self.layout.end().plus(Tokens(length)).0);
             let at = position..position + 1;
-            let projected = decoder.project(index, &x_aw, &at.clone().into(), adapters);
+            let projected = decoder.project(index, &x_aw, &at.clone().into(), adapters, Values::All);
             let own = decoder.indexer(index).map(|_| decoder.project_index(index, &x_aw, at, adapters));
             let left = projected.input.state.first(usize::MAX).and(own.as_ref().map(|own| own.key_ti.shallow_clone()));
             self.states[layer].push(&left);
@@ -346,7 +346,8 @@ impl<'a> Rollout<'a> {
             }
             let lent = keys.as_ref().map(IndexSet::lend);
             let mixed = mixer.decode(&cp_group, &projected.input, &past, &mut self.states[layer], lent);
-            let finished = decoder.finish(index, &x_aw, &mixed, &projected.handed, adapters, None);
+            let rows = FinishRows { x_tw: &x_aw, mixed: &mixed, handed: &projected.handed, kept: None };
+            let finished = decoder.finish(index, &rows, adapters, Values::All);
             x_aw = finished.y_tw;
             if let (Some(experts), Some(routed)) = (decoder.experts(index), &finished.routed) {
                 x_aw += experts.replicated(cp_group.ep, routed, adapters);

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <limits>
 #include <vector>
 
 namespace {
@@ -19,6 +20,8 @@ struct Frozen {
   std::vector<at::Tensor> weights, biases;
   std::vector<int64_t> ranks;
   double scale;
+  // Whether the output of a layer is read, or a gradient alone goes through it.
+  std::vector<bool> valued;
 };
 
 // Casts of several tensors by one launch.
@@ -80,21 +83,47 @@ struct Raise {
   void* y;
   const void *low, *up;
   long long rows, low_step;
-  int columns, rank;
+  int columns, rank, adds;
 };
 
-// y += low · upᵀ: at the memory's rate where the kernel takes it. What it takes does not depend on the number of rows.
-void raise(at::Tensor& y, const at::Tensor& low, const at::Tensor& up) {
+// Whether the kernel takes y [t, columns] = low · upᵀ. That does not depend on the number of rows.
+bool fits(const at::Tensor& y, const at::Tensor& low, const at::Tensor& up) {
   const auto aligned = [](const at::Tensor& x) { return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0; };
+  const bool sizes = up.size(1) % 16 == 0 && up.size(0) % 32 == 0 && low.stride(1) == 1 && low.stride(0) % 8 == 0;
+  return sizes && y.is_contiguous() && up.is_contiguous() && aligned(y) && aligned(low) && aligned(up);
+}
+
+// y = low · upᵀ, or y += it, at the memory's rate.
+void raise(at::Tensor& y, const at::Tensor& low, const at::Tensor& up, bool adds) {
   const int64_t rank = up.size(1), columns = up.size(0);
-  const bool fits = rank % 16 == 0 && columns % 32 == 0 && low.stride(1) == 1 && low.stride(0) % 8 == 0;
-  if (!fits || !y.is_contiguous() || !up.is_contiguous() || !aligned(y) || !aligned(low) || !aligned(up)) {
-    y.addmm_(low, up.t());
-    return;
-  }
   Raise argument{y.data_ptr(), low.data_ptr(), up.data_ptr(), y.size(0), low.stride(0), static_cast<int>(columns),
-                 static_cast<int>(rank)};
+                 static_cast<int>(rank), adds ? 1 : 0};
   start_raw(kRaise, parts(columns, 64), parts(y.size(0), 128), kThreads, &argument);
+}
+
+// x · weightᵀ + bias + low · upᵀ. Without a bias the product of full width adds to the other one, whose result is so written
+// once and never read by a pass of its own.
+at::Tensor sum_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& low,
+                  const at::Tensor& up) {
+  if (!bias.defined()) {
+    at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
+    if (fits(y, low, up)) {
+      raise(y, low, up, false);
+      return y.addmm_(x, weight.t());
+    }
+  }
+  at::Tensor y = at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
+  if (fits(y, low, up)) raise(y, low, up, true);
+  else y.addmm_(low, up.t());
+  return y;
+}
+
+// What stands for rows that nobody reads: NaN, in memory of one element.
+at::Tensor unread(const at::Tensor& x, int64_t columns) {
+  at::Tensor y = at::full({1}, std::numeric_limits<double>::quiet_NaN(), x.options());
+  const int64_t sizes[] = {x.size(0), columns}, steps[] = {0, 0};
+  y.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(sizes), at::IntArrayRef(steps));
+  return y;
 }
 
 struct Adapted : Function<Adapted> {
@@ -108,15 +137,17 @@ struct Adapted : Function<Adapted> {
     int64_t column = 0;
     size_t pair = 0;
     for (size_t layer = 0; layer < frozen.weights.size(); ++layer) {
-      const at::Tensor& bias = frozen.biases[layer];
-      const std::optional<at::Tensor> given = bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt;
-      at::Tensor y = at::linear(x, frozen.weights[layer], given);
+      const at::Tensor &weight = frozen.weights[layer], &bias = frozen.biases[layer];
       const int64_t rank = frozen.ranks[layer];
-      if (rank > 0) {
-        raise(y, low.narrow(1, column, rank), pairs.up[pair++]);
-        column += rank;
+      if (!frozen.valued[layer]) {
+        outputs.push_back(unread(x, weight.size(0)));
+      } else if (rank > 0) {
+        outputs.push_back(sum_of(x, weight, bias, low.narrow(1, column, rank), pairs.up[pair]));
+      } else {
+        outputs.push_back(at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt));
       }
-      outputs.push_back(y);
+      column += rank;
+      pair += rank > 0;
     }
     variable_list saved = {x, low, pairs.down};
     saved.insert(saved.end(), frozen.weights.begin(), frozen.weights.end());
@@ -199,15 +230,17 @@ struct Adapted : Function<Adapted> {
 
 extern "C" {
 
-// Outputs of `layers` linear layers over x [t, w]. A layer without a bias or an adapter has null pointers there.
+// Outputs of `layers` linear layers over x [t, w]. A layer without a bias or an adapter has null pointers there; one that is not
+// `valued` gives NaN, through which gradients go as through its output.
 int longstraw_fused_adapted(at::Tensor* x, size_t layers, at::Tensor** weights, at::Tensor** biases, at::Tensor** down,
-                            at::Tensor** up, double scale, at::Tensor** outputs, char* message, size_t capacity) {
+                            at::Tensor** up, const unsigned char* valued, double scale, at::Tensor** outputs, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
-    Frozen frozen{{}, {}, {}, scale};
+    Frozen frozen{{}, {}, {}, scale, {}};
     std::vector<at::Tensor> pairs;
     for (size_t layer = 0; layer < layers; ++layer) {
       frozen.weights.push_back(*weights[layer]);
       frozen.biases.push_back(biases[layer] == nullptr ? at::Tensor() : *biases[layer]);
+      frozen.valued.push_back(valued[layer] != 0);
       frozen.ranks.push_back(down[layer] == nullptr ? 0 : down[layer]->size(0));
       if (down[layer] != nullptr) pairs.insert(pairs.end(), {*down[layer], *up[layer]});
     }

@@ -17,6 +17,7 @@ unsafe extern "C" {
         biases: *const *mut torch_tensor,
         down: *const *mut torch_tensor,
         up: *const *mut torch_tensor,
+        valued: *const u8,
         scale: f64,
         outputs: *mut *mut torch_tensor,
         message: *mut c_char,
@@ -36,6 +37,8 @@ pub struct Layer<'a> {
     pub bias_o: Option<&'a Tensor>,
     /// A [rank, inputs] and B [outputs, rank] of its adapter.
     pub pair: Option<[&'a Tensor; 2]>,
+    /// Whether its output is read. Where a gradient alone goes through it, [`adapted`] leaves NaN there.
+    pub valued: bool,
 }
 
 /// x Wᵀ + bias + scale · (x Aᵀ) Bᵀ of every layer for rows `x_tw`, in their dtype: x meets all A in one product, and the parts
@@ -61,6 +64,7 @@ pub fn adapted(x_tw: &Tensor, layers: &[Layer], scale: f64) -> Option<Vec<Tensor
     let biases: Vec<_> = layers.iter().map(|layer| pointer(layer.bias_o)).collect();
     let down: Vec<_> = layers.iter().map(|layer| pointer(layer.pair.map(|[a_ri, _]| a_ri))).collect();
     let up: Vec<_> = layers.iter().map(|layer| pointer(layer.pair.map(|[_, b_or]| b_or))).collect();
+    let valued: Vec<u8> = layers.iter().map(|layer| u8::from(layer.valued)).collect();
     let mut outputs = vec![null_mut(); layers.len()];
     // SAFETY: live tensors, null pointers where the callee expects them, and a place for each output.
     done(call("linear layers with adapters", |message, capacity| unsafe {
@@ -71,6 +75,7 @@ pub fn adapted(x_tw: &Tensor, layers: &[Layer], scale: f64) -> Option<Vec<Tensor
             biases.as_ptr(),
             down.as_ptr(),
             up.as_ptr(),
+            valued.as_ptr(),
             scale,
             outputs.as_mut_ptr(),
             message,

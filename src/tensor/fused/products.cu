@@ -1,7 +1,7 @@
 // --- the second product of an adapter ----------------------------------------------------------------------------
 
-// y += low · upᵀ for y [t, columns] without gaps, low [t, rank], up [columns, rank]: sums in float32, rounded once. A warp
-// takes 16 rows by 64 columns; the rank is a multiple of 16, columns are multiples of 32.
+// y = low · upᵀ, or y += it, for y [t, columns] without gaps, low [t, rank], up [columns, rank]: sums in float32, rounded once. A
+// warp takes 16 rows by 64 columns; the rank is a multiple of 16, columns are multiples of 32.
 //
 // The columns of a group of 32 are dealt so that a thread holds eight neighbours: tile j of four has, for its columns 2 t and
 // 2 t + 1, columns 8 t + 2 j and 8 t + 2 j + 1 of the group.
@@ -9,7 +9,7 @@ struct Raise {
   u16* y;
   const u16 *low, *up;
   i64 rows, low_step;
-  int columns, rank;
+  int columns, rank, adds;
 };
 
 constexpr int kRows = 16, kGroup = 32, kGroups = 2;
@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(256) raise(const Raise a) {
     const int at = column + group * kGroup + pair_of * 8;
     if (at >= a.columns) continue;
     Eight above = {}, below = {};
-    if (has_upper) above = load(a.y + upper * a.columns + at);
-    if (has_lower) below = load(a.y + lower * a.columns + at);
+    if (has_upper && a.adds) above = load(a.y + upper * a.columns + at);
+    if (has_lower && a.adds) below = load(a.y + lower * a.columns + at);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       sum[group][j][0] = above[2 * j];

@@ -159,8 +159,10 @@ fn layers_agree(device: Device, kind: Kind) -> Result<(), Refusal> {
     let gradients = [of(&[21, 96], 1.1, kind), of(&[21, 40], 0.6, kind)];
     let scale = 0.5;
     let fused = |x: &[Tensor]| {
-        let layer =
-            |at: usize| Layer { weight_oi: &weights[at], bias_o: None, pair: Some([&x[1 + 2 * at], &x[2 + 2 * at]]) };
+        let layer = |at: usize| {
+            let pair = Some([&x[1 + 2 * at], &x[2 + 2 * at]]);
+            Layer { weight_oi: &weights[at], bias_o: None, pair, valued: true }
+        };
         adapted(&x[0], &[layer(0), layer(1)], scale).unwrap_or_default()
     };
     let plain = |x: &[Tensor]| {
