@@ -6,6 +6,7 @@
 #   0   the launcher left with 0, and the receipt of this start says passed, or a training had finished before
 #   75  all ranks left with 0 after a stop. The job is requeued if rank 0 has written the file `requeue` in the run
 #       directory. It is not requeued if only the receipt says stopped
+#   4 or above 128   a rank or its node has died. The job is requeued if RETRIES_MAX of the site allows it
 #   8   the ranks left with 0 and the receipt does not say passed, or a gate's new receipt says that a check failed
 #   otherwise the launcher's own code
 # The code of a single rank decides nothing: a launcher that ends the other ranks may report their code instead.
@@ -100,21 +101,22 @@ start_and_wait() { # WORD...
     return "$code"
 }
 
-# Exits with 75, and requeues the job if that is allowed.
-requeue() { # NAME
-    local count=${SLURM_RESTART_COUNT:-0} state
-    if [ "$count" -ge "$REQUEUES_MAX" ]; then
-        say "not requeued: this was start $((count + 1)), and REQUEUES_MAX is $REQUEUES_MAX; submit $1 again to continue"
-        exit 75
+# Requeues the job if BOUND, a value of the site, allows one more start; else exits with CODE.
+requeue() { # NAME BOUND CODE
+    local count=${SLURM_RESTART_COUNT:-0} most=${!2} state
+    if [ "$count" -ge "$most" ]; then
+        say "not requeued: this was start $((count + 1)), and $2 is $most; submit $1 again to continue"
+        exit "$3"
     fi
     # A cancelled job must not come back.
     state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
     if [ "$state" != RUNNING ]; then
         say "not requeued: the job is $state"
-        exit 75
+        exit "$3"
     fi
-    say "requeueing, time $((count + 1)) of at most $REQUEUES_MAX"
-    trap 'exit 75' TERM
+    say "requeueing, time $((count + 1)) of at most $most"
+    # shellcheck disable=SC2064 # the code as it is now
+    trap "exit $3" TERM
     if scontrol requeue "$SLURM_JOB_ID"; then
         # Slurm ends this shell. An exit here would race with that.
         sleep 60 &
@@ -122,11 +124,16 @@ requeue() { # NAME
     else
         say "scontrol requeue failed; submit $1 again to continue"
     fi
-    exit 75
+    exit "$3"
+}
+
+# How many failures of the run's own the ranks have logged: codes other than 4, which tells that another rank is gone.
+own_failures() { # DIRECTORY
+    cat "$1"/logs/rank_*.log 2>/dev/null | grep -o 'exit=[0-9]*' | grep -cvx 'exit=4' || true
 }
 
 run_job() { # NAME
-    local name=$1 directory started code=0
+    local name=$1 directory started failures code=0
     # shellcheck source=slurm/site.sh
     . slurm/site.sh
     known "$name"
@@ -147,7 +154,8 @@ run_job() { # NAME
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
 
     say "start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST: ${LAUNCH[*]} $LONGSTRAW ${WORDS[*]}"
-    [ -z "$stop_signal" ] || requeue "$name"
+    [ -z "$stop_signal" ] || requeue "$name" REQUEUES_MAX 75
+    failures=$(own_failures "$directory")
     start_and_wait "$LONGSTRAW" "${WORDS[@]}" --set "run.grace_sec=$SIGNAL_SECONDS" || code=$?
 
     if [ "$code" != 0 ]; then
@@ -156,11 +164,16 @@ run_job() { # NAME
             exit 8
         fi
         say "failed: $LAUNCHER left with $code; the cause is in the line above that begins with longstraw:"
+        # A run that has ended for a reason of its own has logged another code, or has written a receipt.
+        if [ "$name" = train ] && { [ "$code" = 4 ] || [ "$code" -gt 128 ]; } && [ "$RETRIES_MAX" -gt 0 ] &&
+            ! new_receipt train "$started" && [ "$(own_failures "$directory")" = "$failures" ]; then
+            requeue train RETRIES_MAX "$code"
+        fi
         exit "$code"
     fi
     if is_new "$directory/requeue" "$started"; then
         rm -f "$directory/requeue"
-        requeue "$name"
+        requeue "$name" REQUEUES_MAX 75
     fi
     if new_receipt "$name" "$started" && says "$name" stopped true; then
         say "stopped as requested, and saved; submit $name again to continue"

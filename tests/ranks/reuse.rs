@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use longstraw::model::decoder::Decoder;
+use longstraw::model::decoder::{Decoder, FinishRows, Values};
 use longstraw::model::lora::Adapters;
 use longstraw::model::planes::Planes;
 use longstraw::prompt::handoff::Scores;
@@ -38,14 +38,14 @@ fn whole_layer(
     let (cut, rows) = (constant.size()[0], constant.size()[0] + live.size()[0]);
     let mixer = decoder.mixer(layer);
     let finish = |adapters: &Adapters, x_tw: &Tensor, mixed: &Tensor, handed: &Planes| {
-        let finished = decoder.finish(layer, x_tw, mixed, handed, adapters, None);
+        let finished = decoder.finish(layer, &FinishRows { x_tw, mixed, handed, kept: None }, adapters, Values::All);
         match (decoder.experts(layer), &finished.routed) {
             (Some(experts), Some(routed)) => finished.y_tw + experts.plain(routed, adapters),
             _ => finished.y_tw,
         }
     };
-    let before = tch::no_grad(|| decoder.project(layer, constant, &(0..cut).into(), earlier));
-    let after = decoder.project(layer, live, &(cut..rows).into(), now);
+    let before = tch::no_grad(|| decoder.project(layer, constant, &(0..cut).into(), earlier, Values::All));
+    let after = decoder.project(layer, live, &(cut..rows).into(), now, Values::All);
     let constant = tch::no_grad(|| {
         let mixed = mixer.plain(0..cut, &before.input.queries, &before.input.state, None, false);
         finish(earlier, constant, &mixed, &before.handed)

@@ -114,6 +114,31 @@ a_signal_before_any_handler_is_not_lost() {
     expect_equal "$(events train signalled)" 8 "ranks that got the signal"
 }
 
+a_training_that_lost_a_rank_comes_back_where_the_site_says_so() {
+    local id
+    use_site srun 1 8
+    # A failure of an earlier start tells nothing of this one.
+    mkdir -p "$here/runs/train/logs"
+    echo "ERROR exit=7 long ago" >"$here/runs/train/logs/rank_0.log"
+    echo "lose 5" >"$here/train"
+    id=$(SITE_RETRIES_MAX=1 slurm/submit train)
+    start_requeued "$id"
+    expect_end "$id" "COMPLETED 0:0"
+    grep -q "requeueing, time 1 of at most 1" "$here/runs/slurm/train-$id.out"
+}
+
+a_training_that_ended_by_itself_or_a_default_site_does_not_come_back() {
+    local id
+    use_site srun 1 8
+    echo "lose 5" >"$here/train"
+    id=$(slurm/submit train)
+    expect_state "$id" FAILED
+    echo "give up 5" >"$here/train"
+    id=$(SITE_RETRIES_MAX=1 slurm/submit train)
+    expect_state "$id" FAILED
+    ! grep -q "requeue" "$here/runs/slurm/train-$id.out"
+}
+
 requeues_are_bounded() {
     local id
     use_site srun 1 8

@@ -5,6 +5,8 @@ STAND_IN is a folder. Its file NAME says how job NAME ends (without the file it 
 
     fail        a receipt says that a check failed, and every rank leaves with 8
     die N       rank N is killed; the others wait for it
+    lose N      as die in the first start. The next start passes
+    give up N   as lose, and rank 0 has logged a failure of the run's own before
     silent      every rank leaves with 0, and no receipt is written
     wait        the first start waits for SIGUSR1 or SIGUSR2. Then rank 0 writes `requeue`, and all ranks leave with 0. The next
                 start passes
@@ -69,8 +71,12 @@ if outcome[0] == "fail":
     receipt(False)
     time.sleep(0.5)
     sys.exit(8)
-if outcome[0] == "die":
-    if rank == int(outcome[1]):
+if outcome[0] == "give" and restarts == 0 and rank == 0:
+    (run_dir / "logs").mkdir(exist_ok=True)
+    with open(run_dir / "logs" / "rank_0.log", "a") as file:
+        file.write("ERROR exit=7 the endpoint failed\n")
+if outcome[0] == "die" or outcome[0] in ("lose", "give") and restarts == 0:
+    if rank == int(outcome[-1]):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(WAIT_S_MAX)
 if outcome[0] in ("wait", "deaf") and restarts == 0:
