@@ -165,7 +165,6 @@ impl Replay<'_> {
         self.expect_answers(Some(layer))?;
         self.expect_answers(below(layer))?;
         let staged = self.stage(layer, self.after(layer))?;
-        self.expect_tail(Some(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
         let first = self.first_tokens();
@@ -185,6 +184,8 @@ impl Replay<'_> {
             self.states.put_input(index, layer, &dx_rw)?;
         }
         self.packs = packs;
+        // While the GPU still works on the answers, whose logits the host has let go by now.
+        self.expect_tail(Some(layer))?;
         let dlast = self.first_token_gradient(first.as_ref())?;
         let dtail = self.tail_start(dlast);
         self.tracker.enter(Phase::Sweep);
