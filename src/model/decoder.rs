@@ -42,7 +42,7 @@ impl Projected {
 /// Which values of a segment's output are read.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Values {
-    /// All.
+    /// All of them are.
     All,
     /// Those that a gradient depends on. What leaves the segment as the sum of a linear layer (v of plain attention, what the
     /// feed-forward adds) may be NaN: gradients go through it, and its product is left out.

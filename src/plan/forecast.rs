@@ -212,6 +212,9 @@ impl Forecast {
     }
 }
 
+/// Most updates whose saves are counted one by one.
+const UPDATES_COUNTED: u64 = 1 << 20;
+
 /// Saves of evaluations on the way: with `keep_best` each has a checkpoint.
 fn saves_of_best(config: &RunConfig, on_the_way: u64) -> u64 {
     if config.checkpoint.keep_best.is_none() {
@@ -231,18 +234,24 @@ fn both(first: u64, second: u64, most: u64) -> u64 {
     most.checked_div(multiple).unwrap_or(0)
 }
 
-/// Saves by number, or by time where updates are that slow; the last one at the end.
+/// Saves by number, by the time since the last one, and at the end. `seconds` are those of all updates, which take equally long.
 fn saves(config: &RunConfig, seconds: Option<f64>) -> u64 {
-    let (number, every) = (config.checkpoint.every, config.checkpoint.every_sec);
-    // The last update is saved whatever its number.
-    let by_number = if number > 0 { config.run.steps.div_ceil(number) } else { 0 };
-    let apart = float(every.max(1));
-    let by_time = seconds.filter(|_| every > 0).map_or(0, |seconds| {
-        let most = config.run.steps;
-        // Not more often than updates end, and once at the end.
-        (1..most.clamp(1, 1 << 20)).take_while(|&count| float(count) * apart < seconds).count() + 1
-    });
-    by_number.max(from_index(by_time)).max(u64::from(config.run.steps > 0))
+    let (steps, number, every) = (config.run.steps, config.checkpoint.every, config.checkpoint.every_sec);
+    if steps > UPDATES_COUNTED {
+        // The last update is saved whatever its number.
+        return if number > 0 { steps.div_ceil(number) } else { 1 };
+    }
+    let an_update = seconds.map_or(0.0, |seconds| seconds / float(steps.max(1)));
+    let (mut saves, mut since) = (0, 0.0);
+    for step in 1..=steps {
+        since += an_update;
+        let by_time = every > 0 && since >= float(every);
+        if step == steps || by_time || step.checked_rem(number) == Some(0) {
+            saves += 1;
+            since = 0.0;
+        }
+    }
+    saves
 }
 
 /// Elements of all adapters, those of experts on other ranks among them.
@@ -291,5 +300,8 @@ mod tests {
         assert_eq!(saves(&config, Some(100.0)), 1);
         config.checkpoint.every_sec = 40;
         assert_eq!(saves(&config, Some(100.0)), 3, "after 40 and 80 seconds, and at the end");
+        (config.checkpoint.every, config.checkpoint.every_sec) = (10, 60);
+        // An update takes 20 seconds: after 3, 6, 9, 10 of every ten.
+        assert_eq!(saves(&config, Some(600.0)), 12);
     }
 }
