@@ -48,6 +48,7 @@ const CLAIMS: &[Claim] = &[
     ("a_row_of_elementwise_kernels_has_the_same_bits_alone", fused::alone),
     ("a_layer_that_nobody_reads_passes_the_same_gradients", fused::unread),
     ("elementwise_kernels_are_right_past_two_to_the_31_elements", fused::many),
+    ("sums_of_gradients_by_a_kernel_have_the_bits_of_operators", fused::added),
     ("a_step_of_adamw_by_a_kernel_has_the_bits_of_operators", fused::adam),
     ("elementwise_kernels_take_these_milliseconds", fused::speed),
 ];

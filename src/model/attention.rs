@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::answers::AnswerState;
 use super::attention_rows::{
-    BackwardRows, KeyBlock, KeyValue, Merging, Queries, QueryRows, Rectangle, rows, saved_lse,
+    BackwardRows, KeyBlock, KeyValue, Merging, Queries, QueryRows, Rectangle, RowSum, rows, saved_lse,
 };
 use super::latent::LentIndex;
 use super::mixer::{
@@ -31,7 +31,7 @@ use crate::prompt::ring::{RingRuns, visit_runs, visit_runs_with_sums};
 use crate::runtime::units::{as_dim, from_dim};
 use crate::tensor::attention::{self, Merged, Partial};
 use crate::tensor::kernels::Kernel;
-use crate::tensor::{self, accumulation};
+use crate::tensor::{self, accumulation, fused};
 use crate::world::exchange::{gather_rows, return_rows, sum_in_order};
 
 /// Grouped-query attention with an optional sliding window.
@@ -134,11 +134,10 @@ impl Attention {
                 dout_thd: &rows(&all.dout_thd, &query_rows),
             };
             let part = attention::backward(kernel, &merged, &kv.k_tgd, &kv.v_tgd, tile.visible, self.scale);
-            // Added in the accumulation dtype, read in the kernel's.
-            let _ = rows(&all.dq_thd, &query_rows).g_add_(&part.dq_thd);
+            all.dq_thd.add(&query_rows, part.dq_thd);
             if let Some(gradient) = key_gradient {
-                let _ = rows(&gradient.k_tgd, &key_rows).g_add_(&part.dk_sgd);
-                let _ = rows(&gradient.v_tgd, &key_rows).g_add_(&part.dv_sgd);
+                fused::add_into(&mut rows(&gradient.k_tgd, &key_rows), &part.dk_sgd);
+                fused::add_into(&mut rows(&gradient.v_tgd, &key_rows), &part.dv_sgd);
             }
         }
     }
@@ -310,13 +309,12 @@ impl Mixer for Attention {
         past_gradient: &mut PastGradient,
     ) -> Result<MixerInput, tensor::Error> {
         let Backward { span, input, past, mixed, dout, later, .. } = backward;
-        let acc = accumulation(self.kind);
         // 1. Every rank gets queries, merged outputs and output gradients of all rows.
         let counts = span.counts();
         let gather = |x: &Tensor| gather_rows(cp_group.axis, x, &counts);
         let q_thd = gather(&Queries::from(&input.queries).q_thd);
         let all = BackwardRows {
-            dq_thd: Tensor::zeros(q_thd.size(), (acc, q_thd.device())),
+            dq_thd: RowSum::like(&q_thd),
             q_thd,
             out_thd: gather(&mixed.out),
             lse_th: gather(&saved_lse(mixed)),
@@ -340,7 +338,12 @@ impl Mixer for Attention {
             }
         }
         // 3. dq returns to the rows' rank and is summed in rank order.
-        let q_thd = sum_in_order(&return_rows(cp_group.axis, &all.dq_thd, &counts)).to_kind(self.kind);
+        let q_thd = if cp_group.axis.size() == 1 {
+            all.dq_thd.finish(self.kind)
+        } else {
+            let dq_thd = all.dq_thd.finish(accumulation(self.kind));
+            sum_in_order(&return_rows(cp_group.axis, &dq_thd, &counts)).to_kind(self.kind)
+        };
         Ok(MixerInput { queries: Queries { q_thd }.into(), state: own_gradient.to_kind(self.kind) })
     }
 }
@@ -394,10 +397,9 @@ impl RingMixer for Attention {
         own: ChunkState,
         later: ChunkState,
     ) -> CaptureGradient {
-        let acc = accumulation(self.kind);
         let backward_rows = |backward: BlockBackward| {
             let Queries { q_thd } = Queries::from(&backward.block.queries);
-            let dq_thd = Tensor::zeros(q_thd.size(), (acc, q_thd.device()));
+            let dq_thd = RowSum::like(&q_thd);
             let lse_th = saved_lse(&backward.mixed);
             let out_thd = backward.mixed.out;
             let all = BackwardRows { q_thd, out_thd, lse_th, dout_thd: backward.dout, dq_thd };
@@ -427,7 +429,7 @@ impl RingMixer for Attention {
         };
         let early = chunk_gradient(0, own.early, later.early);
         let late = chunk_gradient(1, own.late, later.late);
-        let queries = blocks.into_iter().map(|(_, all)| Queries { q_thd: all.dq_thd.to_kind(self.kind) }.into());
+        let queries = blocks.into_iter().map(|(_, all)| Queries { q_thd: all.dq_thd.finish(self.kind) }.into());
         CaptureGradient { queries: queries.collect(), state: ChunkState { early, late } }
     }
 }

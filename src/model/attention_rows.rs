@@ -1,6 +1,6 @@
 //! Rows of attention by name: queries, keys and values, the blocks that they form, and what is merged of them.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
@@ -10,6 +10,7 @@ use super::planes::Planes;
 use crate::prompt::layout::{Piece, Tile, positions};
 use crate::runtime::units::{Position, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::attention::Partial;
+use crate::tensor::{accumulation, fused};
 use crate::world::Axis;
 use crate::world::exchange::{gather_rows, merge_into, nothing};
 
@@ -189,8 +190,62 @@ pub(super) struct BackwardRows {
     pub(super) out_thd: Tensor,
     pub(super) lse_th: Tensor,
     pub(super) dout_thd: Tensor,
+    pub(super) dq_thd: RowSum,
+}
+
+/// Sum of parts of some rows in the accumulation dtype of theirs. A first part with all rows stays as it came until a second one
+/// is added: no zeros are written and read, and a sum of one part takes half the memory.
+pub(super) struct RowSum {
+    shape: Vec<i64>,
+    /// Dtype of the parts.
+    kind: Kind,
+    device: Device,
+    so_far: RefCell<SoFar>,
+}
+
+#[derive(Default)]
+enum SoFar {
+    #[default]
+    Nothing,
+    /// One part with all rows.
+    Part(Tensor),
     /// In the accumulation dtype.
-    pub(super) dq_thd: Tensor,
+    Sum(Tensor),
+}
+
+impl RowSum {
+    /// A sum of parts like `x`, its first dimension rows.
+    pub(super) fn like(x: &Tensor) -> RowSum {
+        RowSum { shape: x.size(), kind: x.kind(), device: x.device(), so_far: RefCell::default() }
+    }
+
+    /// Adds a part of the rows in `range`, which nobody else reads.
+    pub(super) fn add(&self, range: &Range<i64>, part: Tensor) {
+        let is_whole = *range == (0..self.shape[0]);
+        let so_far = match (self.so_far.take(), is_whole) {
+            (SoFar::Nothing, true) => SoFar::Part(if part.is_contiguous() { part } else { part.contiguous() }),
+            (SoFar::Part(first), true) => SoFar::Sum(fused::sum_of(&first, &part)),
+            (before, _) => {
+                let sum = self.in_kind(before, accumulation(self.kind));
+                fused::add_into(&mut rows(&sum, range), &part);
+                SoFar::Sum(sum)
+            }
+        };
+        self.so_far.replace(so_far);
+    }
+
+    /// The sum of all parts in dtype `kind`.
+    pub(super) fn finish(self, kind: Kind) -> Tensor {
+        let so_far = self.so_far.take();
+        self.in_kind(so_far, kind)
+    }
+
+    fn in_kind(&self, so_far: SoFar, kind: Kind) -> Tensor {
+        match so_far {
+            SoFar::Nothing => Tensor::zeros(&self.shape, (kind, self.device)),
+            SoFar::Part(x) | SoFar::Sum(x) => x.to_kind(kind),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -247,6 +302,36 @@ mod tests {
             assert!(merging.lse_th.allclose(&lse_th, 1e-14, 1e-14, false), "log-sum-exps in the order {order:?}");
             // No part has the last row.
             assert!(merging.lse_th.get(6).isneginf().all().int64_value(&[]) == 1, "{order:?}");
+        }
+    }
+
+    #[test]
+    fn a_row_sum_is_that_of_parts_added_to_zeros() {
+        tch::manual_seed(4);
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let like = Tensor::zeros(SHAPE, (kind, Device::Cpu));
+            let part = |range: &Range<i64>| {
+                // Laid out by heads, as kernels leave them.
+                let shape = [SHAPE[1], range.end - range.start, SHAPE[2]];
+                Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind).transpose(0, 1)
+            };
+            let all = 0..SHAPE[0];
+            for ranges in [
+                vec![],
+                vec![all.clone()],
+                vec![all.clone(); 3],
+                vec![2..5, 1..3],
+                vec![all.clone(), 0..2, all.clone()],
+                vec![0..2, all.clone(), 6..7],
+            ] {
+                let (sum, zeros) = (RowSum::like(&like), like.to_kind(Kind::Float).copy());
+                let parts: Vec<Tensor> = ranges.iter().map(part).collect();
+                for (range, part) in ranges.iter().zip(parts) {
+                    let _ = rows(&zeros, range).g_add_(&part);
+                    sum.add(range, part);
+                }
+                assert!(sum.finish(Kind::Float).equal(&zeros), "{kind:?} {ranges:?}");
+            }
         }
     }
 

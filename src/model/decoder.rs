@@ -47,6 +47,8 @@ pub enum Values {
     /// Those that a gradient depends on. What leaves the segment as the sum of a linear layer (v of plain attention, what the
     /// feed-forward adds) may be NaN: gradients go through it, and its product is left out.
     ForGradient,
+    /// Those besides the state: keys may be left out, and values be NaN.
+    WithoutState,
 }
 
 /// What segment B reads.
@@ -65,8 +67,11 @@ pub struct FinishRows<'a> {
 /// Output of segment B for some rows.
 #[derive(Debug)]
 pub struct Finished {
-    /// The block's output, [t, w]; in a layer with experts, without what they add.
+    /// The block's output, [t, w]; in a layer with experts, without what they add. With [`Values::ForGradient`] without
+    /// `unread_tw` too.
     pub y_tw: Tensor,
+    /// What the feed-forward adds to the output where nobody reads that sum: the output's gradient is its gradient too.
+    pub unread_tw: Option<Tensor>,
     /// What goes to experts, in a layer that has them.
     pub routed: Option<Routed>,
 }

@@ -100,8 +100,17 @@ impl ChunkState {
     /// All rows in position order, in dtype `kind`.
     #[must_use]
     pub fn join(self, kind: Kind) -> Planes {
-        let pairs = self.early.tensors().iter().zip(self.late.tensors());
-        pairs.map(|(early, late)| Tensor::cat(&[early, late], 0).to_kind(kind)).collect::<Vec<_>>().into()
+        let join = |(early, late): (Tensor, Tensor)| {
+            let mut shape = early.size();
+            let rows = [early.size()[0], late.size()[0]];
+            shape[0] = rows.iter().sum();
+            // Written in place: the chunks are not joined in their own dtype first.
+            let joined = Tensor::empty(shape, (kind, early.device()));
+            joined.narrow(0, 0, rows[0]).copy_(&early);
+            joined.narrow(0, rows[0], rows[1]).copy_(&late);
+            joined
+        };
+        self.early.into_tensors().into_iter().zip(self.late.into_tensors()).map(join).collect::<Vec<_>>().into()
     }
 }
 

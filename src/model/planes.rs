@@ -62,7 +62,7 @@ impl Planes {
     /// Zeros of the same shapes in the accumulation dtype: where gradients of these planes add up.
     #[must_use]
     pub fn zero_gradient(&self) -> Planes {
-        self.map(|plane| plane.zeros_like().to_kind(accumulation(plane.kind())))
+        self.map(|plane| Tensor::zeros(plane.size(), (accumulation(plane.kind()), plane.device())))
     }
 
     /// Every plane in another dtype.

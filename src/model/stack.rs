@@ -241,13 +241,20 @@ impl Decoder for Stack {
         let names = ["q", "k", "v"].map(|name| format!("{attention}.{name}_proj"));
         let dim = as_dim(spec.head_dim);
         let heads = |y: Tensor, width: i64| y.view([x_tw.size()[0], y.size()[1] / width, width]);
-        let valued = [true, true, values == Values::All];
+        let valued = [true, values != Values::WithoutState, values == Values::All];
         let [q, k, v] = self.formulas.linears_read(&x, names.each_ref().map(String::as_str), adapters, valued);
-        let mut q_thd = heads(q, if spec.gated_attention { 2 * dim } else { dim });
-        // A copy: a view would keep the queries alive beside it.
-        let gate = spec.gated_attention.then(|| q_thd.narrow(2, dim, dim).contiguous());
-        q_thd = q_thd.narrow(2, 0, dim);
-        let (k_tgd, v_tgd) = (heads(k, dim), heads(v, dim));
+        let (q_thd, gate) = if spec.gated_attention {
+            let both = heads(q, 2 * dim);
+            // A copy: a view would keep the queries alive beside it.
+            (both.narrow(2, 0, dim), Some(both.narrow(2, dim, dim).contiguous()))
+        } else {
+            (heads(q, dim), None)
+        };
+        let (mut k_tgd, v_tgd) = (heads(k, dim), heads(v, dim));
+        if values == Values::WithoutState {
+            // No head is normed and rotated.
+            k_tgd = k_tgd.narrow(1, 0, 0);
+        }
         // 2. Norms by head, then rotation.
         let angles = self.rotation_of(layer).angles(positions);
         let (q_thd, k_tgd) = self.formulas.turned([&q_thd, &k_tgd], &attention, &angles);
@@ -319,7 +326,9 @@ impl Decoder for Stack {
         };
         let out_tw = formulas.linear(&heads_tn, &format!("{block}.{output}"), adapters);
         let mlp = format!("{block}.mlp");
-        let added = values == Values::All;
+        let is_read = values == Values::All;
+        // What a feed-forward adds to the residual stream, or beside it where nobody reads the sum.
+        let with = |h_tw: Tensor, added_tw: Tensor| if is_read { (h_tw + added_tw, None) } else { (h_tw, Some(added_tw)) };
         if let Some(experts) = spec.experts_of(layer) {
             let name = format!("{block}.post_attention_layernorm");
             let (h_tw, normed_tw) = formulas.sum_norm(x_tw, out_tw, &name);
@@ -330,29 +339,29 @@ impl Decoder for Stack {
                 let part = format!("{block}.{}", experts.shared_name());
                 formulas.feed_forward(&normed_tw, &part, adapters, valued)
             };
-            let y_tw = match (experts.shared_width, experts.shared_gate) {
-                (0, _) => h_tw,
-                (_, false) => h_tw + shared(added),
+            let (y_tw, unread_tw) = match (experts.shared_width, experts.shared_gate) {
+                (0, _) => (h_tw, None),
+                (_, false) => with(h_tw, shared(is_read)),
                 (_, true) => {
                     let gate_1w = formulas.weights.get(&format!("{block}.mlp.shared_expert_gate.weight"));
-                    h_tw + linear(&normed_tw, &gate_1w, None, None).sigmoid() * shared(true)
+                    with(h_tw, linear(&normed_tw, &gate_1w, None, None).sigmoid() * shared(true))
                 }
             };
-            return Finished { y_tw, routed: Some(routed) };
+            return Finished { y_tw, unread_tw, routed: Some(routed) };
         }
-        let y_tw = match spec.block_norms {
+        let (y_tw, unread_tw) = match spec.block_norms {
             BlockNorms::Two => {
                 let name = format!("{block}.post_attention_layernorm");
                 let (h_tw, normed_tw) = formulas.sum_norm(x_tw, out_tw, &name);
-                h_tw + formulas.feed_forward(&normed_tw, &mlp, adapters, added)
+                with(h_tw, formulas.feed_forward(&normed_tw, &mlp, adapters, is_read))
             }
             BlockNorms::Four => {
                 let h_tw = x_tw + norm(&out_tw, "post_attention");
                 let y_tw = formulas.feed_forward(&norm(&h_tw, "pre_feedforward"), &mlp, adapters, true);
-                h_tw + norm(&y_tw, "post_feedforward")
+                with(h_tw, norm(&y_tw, "post_feedforward"))
             }
         };
-        Finished { y_tw, routed: None }
+        Finished { y_tw, unread_tw, routed: None }
     }
 
     fn kernel(&self) -> Kernel {

@@ -63,7 +63,7 @@ pub fn make_room(pass: &Pass, group: &PlacedGroup, keeping: Keeping) -> Result<(
         if keeping.attention && pass.travels(&tail) {
             for layer in (0..pass.decoder.layers()).map(LayerIndex) {
                 let mixed_row = pass.decoder.mixer(layer).mixed_row();
-                for piece in pass.kept_pieces(layer, &tail) {
+                for piece in pass.kept_pieces(layer, &tail, layout) {
                     add(1, piece.rows().0 * mixed_row.out * element);
                     add(1, piece.rows().0 * mixed_row.saved * acc_element);
                 }

@@ -3,7 +3,7 @@
 use longstraw::model::lora::{Adapter, linear};
 use longstraw::tensor::boundary::backward;
 use longstraw::tensor::fused::{
-    self, Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, plain, prepare,
+    self, Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, add_into, plain, prepare, sum_of,
 };
 use longstraw::world::World;
 use serde_json::{Map, Value, json};
@@ -273,7 +273,39 @@ pub(crate) fn many(_world: &World, device: Device) -> Vec<Value> {
     check(&gate(rows, 4_096, Activation::Silu, kind, device));
     check(&norm(rows, 4_096, Operation::SumNorm { one_plus: false }, kind, device));
     check(&heads(rows, [32, 2], [128, 64], true, kind, device));
+    let [first, part] = [(); 2].map(|()| Tensor::empty([rows, 4_096], (kind, device)).uniform_(-1.0, 1.0));
+    let mut sum = sum_of(&first, &part);
+    add_into(&mut sum, &first);
+    for at in [0, rows / 2, rows - 3] {
+        let of = |x: &Tensor| x.narrow(0, at, 3).to_kind(Kind::Float);
+        assert!(of(&sum).equal(&(of(&first) + of(&part) + of(&first))), "sums of rows from {at} on");
+    }
     vec![json!({"elements": rows * 4_096})]
+}
+
+/// Sums in float32 of parts in the model's dtype have the bits of operators, whatever the number of elements and however the
+/// parts lie in memory.
+pub(crate) fn added(_world: &World, device: Device) -> Vec<Value> {
+    tch::manual_seed(36);
+    for kind in [Kind::Half, Kind::BFloat16] {
+        prepare(device, kind);
+        for shape in [[3, 2, 8], [777, 8, 128], [5, 3, 4], [3, 3, 1], [0, 2, 8]] {
+            let [first, second, third] = [(); 3].map(|()| random(&shape, kind, device));
+            let by_heads = random(&[shape[1], shape[0], shape[2]], kind, device).transpose(0, 1);
+            let mut found = sum_of(&first, &second);
+            let mut wanted = first.to_kind(Kind::Float) + second.to_kind(Kind::Float);
+            for part in [&third, &by_heads] {
+                add_into(&mut found, part);
+                let _ = wanted.g_add_(part);
+            }
+            let middle = shape[0] / 3..shape[0] / 2;
+            let of = |x: &Tensor| x.narrow(0, middle.start, middle.end - middle.start);
+            add_into(&mut of(&found), &of(&first));
+            let _ = of(&wanted).g_add_(&of(&first));
+            assert!(found.equal(&wanted), "{kind:?} {shape:?}");
+        }
+    }
+    Vec::new()
 }
 
 /// One step in place gives the bits of the operators.

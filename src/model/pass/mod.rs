@@ -115,19 +115,21 @@ fn blocks_of(span: &Span, rank: Rank, rows_max: Tokens) -> Vec<MicroBlock> {
         let pieces: Vec<Piece> = span.of(rank).copied().collect();
         return if pieces.is_empty() { Vec::new() } else { vec![MicroBlock { pieces, first: 0 }] };
     }
-    let mut blocks = Vec::new();
     let mut first = 0;
-    for piece in span.of(rank) {
-        let mut start = piece.start;
-        while start < piece.stop {
-            let stop = start.plus(rows_max).min(piece.stop);
-            let block = MicroBlock { pieces: vec![Piece { rank, start, stop }], first };
-            first += block.rows();
-            blocks.push(block);
-            start = stop;
-        }
-    }
-    blocks
+    let block = |piece| {
+        let block = MicroBlock { pieces: vec![piece], first };
+        first += block.rows();
+        block
+    };
+    divided(span.of(rank), rows_max).map(block).collect()
+}
+
+/// The same positions in pieces of at most `rows_max` rows.
+fn divided<'a>(pieces: impl Iterator<Item = &'a Piece>, rows_max: Tokens) -> impl Iterator<Item = Piece> {
+    pieces.flat_map(move |&Piece { rank, start, stop }| {
+        let starts = (start.0..stop.0).step_by(rows_max.index()).map(Position);
+        starts.map(move |start| Piece { rank, start, stop: start.plus(rows_max).min(stop) })
+    })
 }
 
 /// One span's rows on this rank, for a backward.
@@ -357,13 +359,16 @@ impl Pass<'_> {
         let kept = kept.map(|kept| micro.rows_of(kept));
         let read = FinishRows { x_tw: &x, mixed: &mixed, handed: &handed, kept: kept.as_ref() };
         let finished = self.decoder.finish(layer, &read, self.adapters, Values::ForGradient);
-        if let (Some(routed), Some(experts)) = (&finished.routed, self.decoder.experts(layer)) {
-            let done = experts.backward(self.cp_group.ep, routed, &dy_tw, self.adapters)?;
-            let pairs = [(&finished.y_tw, &dy_tw), (&routed.x_tw, &done.dx_tw), (&routed.weight_tk, &done.dweight_tk)];
-            backward_graph(&pairs)?;
-        } else {
-            backward_graph(&[(&finished.y_tw, &dy_tw)])?;
+        let mut pairs: Vec<(&Tensor, &Tensor)> = Vec::with_capacity(4);
+        pairs.extend(std::iter::once(&finished.y_tw).chain(&finished.unread_tw).map(|y_tw| (y_tw, &dy_tw)));
+        let routed = finished.routed.as_ref().zip(self.decoder.experts(layer));
+        let of_experts = routed
+            .map(|(routed, experts)| experts.backward(self.cp_group.ep, routed, &dy_tw, self.adapters))
+            .transpose()?;
+        if let (Some((routed, _)), Some(done)) = (routed, &of_experts) {
+            pairs.extend([(&routed.x_tw, &done.dx_tw), (&routed.weight_tk, &done.dweight_tk)]);
         }
+        backward_graph(&pairs)?;
         Ok(FinishGradient { dx_tw: x.grad(), dmixed: mixed.grad(), dhanded: handed.map(Tensor::grad) })
     }
 

@@ -78,12 +78,12 @@ pub struct Tail<'a> {
 }
 
 impl Pass<'_> {
-    /// Positions of the blocks in which a layer's mixer takes this rank's rows of a span, as far as its output can be kept.
-    /// Equal on all ranks and in all phases.
+    /// Positions of the blocks in which a layer's mixer takes this rank's rows of a span of `layout`'s prompt, as far as its
+    /// output can be kept. Equal on all ranks and in all phases.
     #[must_use]
-    pub fn kept_pieces(&self, layer: LayerIndex, span: &Span) -> Vec<Piece> {
+    pub fn kept_pieces(&self, layer: LayerIndex, span: &Span, layout: &PromptLayout) -> Vec<Piece> {
         match self.decoder.mixer(layer).route() {
-            Route::Ring(_) => self.ring_blocks(span).into_iter().map(|block| block.piece).collect(),
+            Route::Ring(_) => self.ring_blocks(span, layout).into_iter().map(|block| block.piece).collect(),
             Route::Gathered(_) => self.gathered_pieces(span),
             Route::Recurrent(_) => Vec::new(),
         }

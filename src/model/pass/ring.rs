@@ -3,12 +3,12 @@
 use tch::{Device, Tensor};
 
 use super::prompt::{PromptOutput, PromptRows, Tail};
-use super::{BackwardRows, Finishing, MicroBlock, Pass, SpanRows, blocks_of, micro_blocks};
+use super::{BackwardRows, Finishing, MicroBlock, Pass, SpanRows, divided, micro_blocks};
 use crate::model::decoder::{Projected, Values};
 use crate::model::mixer::{BlockBackward, BlockQueries, Mixed, MixerInput, RingMixer};
 use crate::model::past::{ChunkState, PastGradient};
 use crate::model::planes::{Planes, join_rows};
-use crate::prompt::layout::{Piece, Span};
+use crate::prompt::layout::{Piece, PromptLayout, Span};
 use crate::prompt::pages::Choice;
 use crate::runtime::units::{LayerIndex, Tokens};
 use crate::tensor;
@@ -43,15 +43,18 @@ struct TailForward {
 }
 
 impl Pass<'_> {
-    /// This rank's rows of a span in blocks for the mixer. Equal on all ranks and in all phases, as micro-blocks are.
-    pub(super) fn ring_blocks(&self, span: &Span) -> Vec<MixerBlock> {
-        let rows_max = match self.decoder.device() {
-            Device::Cpu => self.micro_block,
-            _ => Tokens(self.micro_block.0 * (MIXED_ROWS / self.micro_block.0).max(1)),
-        };
+    /// This rank's rows of a span of `layout`'s prompt in blocks for the mixer. On a GPU row P−1, a micro-block of its own, is
+    /// in one block with the rows before it: alone it would take an attention kernel as long as a thousand rows. Equal on all
+    /// ranks and in all phases, as micro-blocks are.
+    pub(super) fn ring_blocks(&self, span: &Span, layout: &PromptLayout) -> Vec<MixerBlock> {
+        let rank = self.cp_group.axis.rank();
         let mut micro = micro_blocks(span, &self.cp_group, self.micro_block).into_iter().peekable();
-        let mut pieces: Vec<Piece> =
-            blocks_of(span, self.cp_group.axis.rank(), rows_max).into_iter().map(|block| block.piece()).collect();
+        let mut pieces: Vec<Piece> = if self.decoder.device() == Device::Cpu {
+            divided(span.of(rank), self.micro_block).collect()
+        } else {
+            let rows_max = Tokens(self.micro_block.0 * (MIXED_ROWS / self.micro_block.0).max(1));
+            divided(span.joined(rank, layout.cut()).iter(), rows_max).collect()
+        };
         if pieces.is_empty() {
             pieces.extend(micro.peek().map(MicroBlock::piece));
         }
@@ -70,7 +73,7 @@ impl Pass<'_> {
         rows: &PromptRows,
         keep: &mut dyn FnMut(&Piece, &Mixed) -> Result<(), tensor::Error>,
     ) -> Result<PromptOutput, tensor::Error> {
-        let blocks = self.ring_blocks(&rows.layout.span());
+        let blocks = self.ring_blocks(&rows.layout.span(), rows.layout);
         // 1. Segment A: state goes to the slabs, queries and what segment B reads are kept.
         let mut queries = Vec::with_capacity(blocks.len());
         let mut handed = Vec::new();
@@ -129,7 +132,7 @@ impl Pass<'_> {
         x_tw: &Tensor,
         tail: &Tail,
     ) -> Result<Tensor, tensor::Error> {
-        let blocks = self.ring_blocks(tail.span);
+        let blocks = self.ring_blocks(tail.span, tail.layout);
         let TailForward { mixed, handed, .. } = self.tail_mixed(mixer, layer, &blocks, x_tw, tail)?;
         let y_tw = x_tw.empty_like();
         let kept = tail.choices.stage(Choice::Experts, layer)?;
@@ -152,7 +155,7 @@ impl Pass<'_> {
             let mut parts = Vec::with_capacity(block.micro_blocks.len());
             for micro in &block.micro_blocks {
                 // The state lies in the pages.
-                let projected = self.project(layer, micro, x_tw, Values::ForGradient);
+                let projected = self.project(layer, micro, x_tw, Values::WithoutState);
                 parts.push(projected.input.queries);
                 handed.push(projected.handed);
             }
@@ -185,7 +188,7 @@ impl Pass<'_> {
         later: PastGradient,
     ) -> Result<Tensor, tensor::Error> {
         let SpanRows { span, x_tw, .. } = *rows;
-        let blocks = self.ring_blocks(span);
+        let blocks = self.ring_blocks(span, tail.layout);
         let kept = rows.choices.stage(Choice::Experts, layer)?;
         // 1. Segment A and the mixer, no graph.
         let TailForward { queries, mixed, handed } =

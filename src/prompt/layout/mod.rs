@@ -122,6 +122,20 @@ impl Span {
         self.pieces.iter().filter(move |piece| piece.rank == rank)
     }
 
+    /// The pieces of `rank`, those that stand next to each other as one, but for what begins at `apart`. The span has one
+    /// sequence.
+    #[must_use]
+    pub fn joined(&self, rank: Rank, apart: Position) -> Vec<Piece> {
+        let mut joined: Vec<Piece> = Vec::new();
+        for piece in self.of(rank) {
+            match joined.last_mut() {
+                Some(before) if before.stop == piece.start && piece.start != apart => before.stop = piece.stop,
+                _ => joined.push(*piece),
+            }
+        }
+        joined
+    }
+
     /// All pieces in position order.
     pub fn in_order(&self) -> impl Iterator<Item = &Piece> {
         self.pieces.iter()
@@ -357,6 +371,29 @@ mod tests {
                         let most = prompt.div_ceil(page).div_ceil(ranks as u64);
                         assert!(pages.iter().all(|&held| held <= most && held + 1 >= most), "{pages:?} of {most}");
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn joined_pieces_end_at_chunks_and_at_the_tails_start_alone() {
+        for (prompt, page, ranks) in [(1, 3, 1), (96, 7, 1), (449, 64, 3), (1000, 7, 8)] {
+            for tail in [0, 1, 2, 64, prompt].map(|tail: u64| tail.min(prompt)) {
+                let layout = layout(prompt, page, ranks, tail);
+                for (span, rank) in
+                    [layout.span(), layout.tail()].iter().flat_map(|span| (0..ranks).map(move |rank| (span, Rank(rank))))
+                {
+                    let joined = span.joined(rank, layout.cut());
+                    let of = |pieces: &[Piece]| -> Vec<u64> {
+                        pieces.iter().flat_map(|piece| piece.start.0..piece.stop.0).collect()
+                    };
+                    assert_eq!(of(&joined), of(&span.of(rank).copied().collect::<Vec<_>>()));
+                    assert!(joined.iter().all(|piece| piece.stop <= layout.cut() || piece.start >= layout.cut()));
+                    let [early, late] = layout.chunks_of(rank);
+                    // On one rank the two chunks stand next to each other.
+                    let chunks = if early.stop == late.start { 1 } else { 2 };
+                    assert!(joined.len() <= chunks + 1, "{joined:?}");
                 }
             }
         }

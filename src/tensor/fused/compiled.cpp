@@ -21,7 +21,7 @@ using torch::autograd::variable_list;
 
 constexpr std::array<const char*, kKernels> kNames = {"gate_forward",  "gate_backward",  "norm_forward", "norm_backward",
                                                       "heads_forward", "heads_backward", "merge",        "round_all",
-                                                      "widen_all",     "adam",           "raise"};
+                                                      "widen_all",     "adam",           "raise",        "add_part"};
 
 // Kernels of one dtype. They stay until the process ends.
 struct Loaded {
@@ -306,6 +306,12 @@ struct Merge {
   int heads, dim, part_is_wide;
 };
 
+struct Add {
+  void* sum;
+  const void *first, *part;
+  long long count;
+};
+
 struct Adam {
   void* weight[kTensors];
   const void* gradient[kTensors];
@@ -401,6 +407,15 @@ int longstraw_fused_merge(at::Tensor* out, at::Tensor* lse, at::Tensor* part, at
                    part_lse->stride(0), part_lse->stride(1), out->size(0), static_cast<int>(out->size(1)),
                    static_cast<int>(out->size(2)), rows.scalar_type() == c10::ScalarType::Float};
     start(kMerge, parts(out->size(0) * out->size(1), kThreads / 32), kThreads, argument);
+  });
+}
+
+// sum += part, or sum = first + part where `first` is not null: `sum` in float32, the others in the kernels' dtype, all without
+// gaps, from a multiple of 16 bytes on and of a multiple of four elements.
+int longstraw_fused_add(at::Tensor* sum, at::Tensor* first, at::Tensor* part, char* message, size_t capacity) {
+  return guarded(message, capacity, [&] {
+    Add argument{sum->data_ptr(), first == nullptr ? nullptr : first->data_ptr(), part->data_ptr(), sum->numel()};
+    start(kAddPart, parts(sum->numel(), 8 * kThreads), kThreads, argument);
   });
 }
 

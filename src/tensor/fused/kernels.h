@@ -19,6 +19,7 @@ enum Which {
   kWiden,
   kAdam,
   kRaise,
+  kAddPart,
   kKernels
 };
 

@@ -6,6 +6,7 @@
 //! norms and angles carry no gradient.
 
 mod adapted;
+mod gradients;
 pub mod plain;
 mod trial;
 
@@ -21,6 +22,7 @@ use crate::runtime::failure::out_of_memory;
 use crate::runtime::terminal::say;
 
 pub use adapted::{Layer, adapted};
+pub use gradients::{add_into, sum_of};
 
 const SOURCE: &str =
     concat!(include_str!("numbers.cu"), include_str!("rows.cu"), include_str!("sums.cu"), include_str!("products.cu"));

@@ -41,6 +41,40 @@ extern "C" __global__ void merge(const Merge a) {
   if (lane == 0) a.lse[item] = after;
 }
 
+// --- gradients in float32 ----------------------------------------------------------------------------------------
+
+// sum += part, or sum = first + part where `first` is given; `count` elements without gaps.
+struct Add {
+  float* sum;
+  const u16 *first, *part;
+  i64 count;
+};
+
+__device__ inline void widen(const Eight& x, float4& front, float4& back) {
+  front = make_float4(x[0], x[1], x[2], x[3]);
+  back = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+__device__ inline float4 plus(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+extern "C" __global__ void add_part(const Add a) {
+  const i64 first = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * 8, left = a.count - first;
+  if (left <= 0) return;
+  float4 part[2], before[2];
+  widen(load(a.part + first, left), part[0], part[1]);
+  auto* sum = reinterpret_cast<float4*>(a.sum + first);
+  if (a.first != nullptr) {
+    widen(load(a.first + first, left), before[0], before[1]);
+  } else {
+    before[0] = sum[0];
+    if (left > 4) before[1] = sum[1];
+  }
+  sum[0] = plus(before[0], part[0]);
+  if (left > 4) sum[1] = plus(before[1], part[1]);
+}
+
 // --- adapters ----------------------------------------------------------------------------------------------------
 
 constexpr int kTensors = 32;

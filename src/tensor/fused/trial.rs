@@ -3,8 +3,8 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, gated, merge_into, normed, plain,
-    sum_normed, turned,
+    Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, add_into, gated, merge_into, normed, plain,
+    sum_normed, sum_of, turned,
 };
 use crate::tensor::Error;
 use crate::tensor::boundary::backward;
@@ -191,6 +191,11 @@ fn sums_agree(device: Device, kind: Kind) -> Result<(), Refusal> {
     let (gradients, means, squares) = ([gradient], [mean], [square]);
     let tensors = AdamTensors { weights: &[&moved], gradients: &gradients, means: &means, squares: &squares };
     near("merge of attention", &[&out, &lse], &[&plain_out, &plain_lse])?;
+    let [first, second, third] = [1.1, 0.3, 0.8].map(|factor| of(&[7, 3, 4], factor).to_kind(kind));
+    let mut added = sum_of(&first, &second);
+    add_into(&mut added, &third);
+    let all = [first, second, third].map(|part| part.to_kind(Kind::Float)).iter().sum::<Tensor>();
+    near("sum of gradients", &[&added], &[&all])?;
     let stepped = adam_step(&tensors, &numbers);
     let found = [&moved, &means[0], &squares[0]];
     near("step of AdamW", if stepped { &found } else { &[] }, &[&wanted, &wanted_mean, &wanted_square])
