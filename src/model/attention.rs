@@ -105,7 +105,7 @@ impl Attention {
             let Rectangle { query_rows, kv, tile, .. } = rectangle;
             let q_thd = rows(q_thd, &query_rows);
             let part = attention::forward(kernel, &q_thd, &kv.k_tgd, &kv.v_tgd, tile.visible, self.scale);
-            merging.add(&query_rows, &part);
+            merging.add(&query_rows, part);
         }
     }
 
@@ -264,8 +264,9 @@ impl Mixer for Attention {
         let home = |x: &Tensor| return_rows(cp_group.axis, x, &counts);
         let own_rows = own_q.q_thd.size()[0];
         let merged = self.no_keys_yet(own_rows, q_thd.device());
-        for (out_thd, lse_th) in home(&merging.out_thd).into_iter().zip(home(&merging.lse_th)) {
-            merged.add(&(0..own_rows), &Partial { out_thd, lse_th });
+        let (out_thd, lse_th) = merging.into_acc();
+        for (out_thd, lse_th) in home(&out_thd).into_iter().zip(home(&lse_th)) {
+            merged.add(&(0..own_rows), Partial { out_thd, lse_th });
         }
         merged.finish(self.kind)
     }
@@ -290,13 +291,13 @@ impl Mixer for Attention {
             let rows = kv.k_tgd.size()[0];
             let hidden = (first - as_dim(run.start.0)).clamp(0, rows);
             if hidden < rows {
-                merging.add(&all, &few(&kv.rows(&(hidden..rows))));
+                merging.add(&all, few(&kv.rows(&(hidden..rows))));
             }
         }
         // 2. The answers' own rows on this rank, [answers, rows, g, d].
         let own_kv = KeyValue::from(&own.visible(self.window));
         if own_kv.k_tgd.size()[1] > 0 {
-            merging.add(&all, &few(&own_kv));
+            merging.add(&all, few(&own_kv));
         }
         // 3. Parts of all ranks.
         merging.of_all_ranks(cp_group.axis, self.kind)

@@ -1,6 +1,6 @@
 //! Rows of attention by name: queries, keys and values, the blocks that they form, and what is merged of them.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
@@ -12,7 +12,8 @@ use crate::runtime::units::{Position, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::attention::Partial;
 use crate::tensor::{accumulation, fused};
 use crate::world::Axis;
-use crate::world::exchange::{gather_rows, merge_into, nothing};
+use crate::tensor::fused::{merge_into, merge_of};
+use crate::world::exchange::{gather_rows, nothing};
 
 /// Queries of some rows after rotation: the one query plane.
 #[derive(Debug)]
@@ -120,61 +121,117 @@ impl QueryRows {
     }
 }
 
-/// Some queries' output and log-sum-exp over the keys seen so far, in the accumulation dtype.
+/// Some queries' output and log-sum-exp over the keys seen so far. A first part with all rows stays as it came until another one is
+/// merged with it, as in a [`RowSum`].
 pub(super) struct Merging {
-    pub(super) out_thd: Tensor,
-    pub(super) lse_th: Tensor,
-    /// The first of the rows that no part has been merged into yet, nor into any after it.
-    untouched: Cell<i64>,
+    /// Of the output, [t, h, d].
+    shape: [i64; 3],
+    acc: Kind,
+    device: Device,
+    so_far: RefCell<Merged>,
+}
+
+#[derive(Default)]
+enum Merged {
+    #[default]
+    Nothing,
+    /// One part with all rows.
+    Part(Partial),
+    /// In the accumulation dtype. No part has been merged into row `untouched` yet, nor into any after it.
+    Parts { out_thd: Tensor, lse_th: Tensor, untouched: i64 },
 }
 
 impl Merging {
     /// Queries that have seen no key yet; output of `shape` [t, h, d] in the accumulation dtype `acc`.
-    pub(super) fn new([rows, heads, head_dim]: [i64; 3], acc: Kind, device: Device) -> Merging {
-        let (out_thd, lse_th) = nothing(rows, heads, head_dim, acc, device);
-        Merging { out_thd, lse_th, untouched: Cell::new(0) }
+    pub(super) fn new(shape: [i64; 3], acc: Kind, device: Device) -> Merging {
+        Merging { shape, acc, device, so_far: RefCell::default() }
     }
 
     /// Merges a part over further keys into the rows `range`. The first part of rows is copied.
-    pub(super) fn add(&self, range: &Range<i64>, part: &Partial) {
-        let mut out_thd = rows(&self.out_thd, range);
-        let mut lse_th = rows(&self.lse_th, range);
-        let untouched = self.untouched.replace(self.untouched.get().max(range.end));
-        if range.start >= untouched {
-            out_thd.copy_(&part.out_thd);
-            lse_th.copy_(&part.lse_th);
-        } else {
-            merge_into(&mut out_thd, &mut lse_th, &part.out_thd, &part.lse_th);
-        }
+    pub(super) fn add(&self, range: &Range<i64>, part: Partial) {
+        let is_whole = *range == (0..self.shape[0]);
+        let so_far = match (self.so_far.take(), is_whole) {
+            (Merged::Nothing, true) => Merged::Part(part),
+            (Merged::Part(first), true) => {
+                let of = |part: &Partial| [part.out_thd.shallow_clone(), part.lse_th.shallow_clone()];
+                let (first, part) = (of(&first), of(&part));
+                let (out_thd, lse_th) = merge_of(first.each_ref(), part.each_ref());
+                Merged::Parts { out_thd, lse_th, untouched: range.end }
+            }
+            (before, _) => {
+                let (out_thd, lse_th, untouched) = self.in_acc(before);
+                let (mut out, mut lse) = (rows(&out_thd, range), rows(&lse_th, range));
+                if range.start >= untouched {
+                    out.copy_(&part.out_thd);
+                    lse.copy_(&part.lse_th);
+                } else {
+                    merge_into(&mut out, &mut lse, &part.out_thd, &part.lse_th);
+                }
+                Merged::Parts { out_thd, lse_th, untouched: untouched.max(range.end) }
+            }
+        };
+        self.so_far.replace(so_far);
     }
 
     /// Merges what the same rows have seen of other keys.
     pub(super) fn add_all(&self, other: Merging) {
-        let all = 0..self.out_thd.size()[0];
-        self.add(&all, &Partial { out_thd: other.out_thd, lse_th: other.lse_th });
+        let all = 0..self.shape[0];
+        let (out_thd, lse_th) = other.into_acc();
+        self.add(&all, Partial { out_thd, lse_th });
     }
 
     /// The output of the same rows on every rank in the model's dtype: each rank merges the parts of all in rank order, so that
     /// all hold the same bits.
     pub(in crate::model) fn of_all_ranks(self, axis: &Axis, kind: Kind) -> Tensor {
+        let Merging { shape, acc, device, .. } = self;
+        let (out_thd, lse_th) = self.into_acc();
         if axis.size() == 1 {
-            return self.out_thd.to_kind(kind);
+            return out_thd.to_kind(kind);
         }
-        let (rows, heads, width) = self.out_thd.size3().expect("output is laid out as [t, h, d]");
+        let rows = shape[0];
         let counts = vec![Tokens(from_dim(rows)); axis.size()];
-        let out_rhd = gather_rows(axis, &self.out_thd, &counts);
-        let lse_rh = gather_rows(axis, &self.lse_th, &counts);
-        let merged = Merging::new([rows, heads, width], self.out_thd.kind(), self.out_thd.device());
+        let out_rhd = gather_rows(axis, &out_thd, &counts);
+        let lse_rh = gather_rows(axis, &lse_th, &counts);
+        let merged = Merging::new(shape, acc, device);
         for rank in (0..axis.size()).map(|rank| as_dim(from_index(rank))) {
             let part = |x: &Tensor| x.narrow(0, rank * rows, rows);
-            merged.add(&(0..rows), &Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
+            merged.add(&(0..rows), Partial { out_thd: part(&out_rhd), lse_th: part(&lse_rh) });
         }
-        merged.out_thd.to_kind(kind)
+        merged.into_acc().0.to_kind(kind)
     }
 
     /// The output in the model's dtype, with the log-sum-exp as the one saved plane.
     pub(super) fn finish(self, kind: Kind) -> Mixed {
-        Mixed { out: self.out_thd.to_kind(kind), saved: vec![self.lse_th].into() }
+        let (out_thd, lse_th) = match self.so_far.take() {
+            Merged::Part(Partial { out_thd, lse_th }) => (out_thd, lse_th),
+            other => {
+                let (out_thd, lse_th, _) = self.in_acc(other);
+                (out_thd, lse_th)
+            }
+        };
+        Mixed { out: out_thd.to_kind(kind).contiguous(), saved: vec![lse_th.contiguous()].into() }
+    }
+
+    /// Output and log-sum-exp in the accumulation dtype, without gaps.
+    pub(super) fn into_acc(self) -> (Tensor, Tensor) {
+        let so_far = self.so_far.take();
+        let (out_thd, lse_th, _) = self.in_acc(so_far);
+        (out_thd, lse_th)
+    }
+
+    /// Output and log-sum-exp in the accumulation dtype, without gaps, and the first row that no part has been merged into.
+    fn in_acc(&self, so_far: Merged) -> (Tensor, Tensor, i64) {
+        let [rows, heads, head_dim] = self.shape;
+        match so_far {
+            Merged::Nothing => {
+                let (out_thd, lse_th) = nothing(rows, heads, head_dim, self.acc, self.device);
+                (out_thd, lse_th, 0)
+            }
+            Merged::Part(Partial { out_thd, lse_th }) => {
+                (out_thd.to_kind(self.acc).contiguous(), lse_th.to_kind(self.acc).contiguous(), rows)
+            }
+            Merged::Parts { out_thd, lse_th, untouched } => (out_thd, lse_th, untouched),
+        }
     }
 }
 
@@ -270,6 +327,10 @@ mod tests {
         parts
     }
 
+    fn copy(part: &Partial) -> Partial {
+        Partial { out_thd: part.out_thd.copy(), lse_th: part.lse_th.copy() }
+    }
+
     /// All orders of the numbers below `count`.
     fn orders(count: usize) -> Vec<Vec<usize>> {
         let Some(last) = count.checked_sub(1) else { return vec![Vec::new()] };
@@ -295,13 +356,14 @@ mod tests {
         for order in all {
             let merging = Merging::new(SHAPE, Kind::Double, Device::Cpu);
             for &number in &order {
-                merging.add(&RANGES[number], &parts[number]);
+                merging.add(&RANGES[number], copy(&parts[number]));
             }
+            let (found_thd, found_th) = merging.into_acc();
             let (out_thd, lse_th) = plainly(&order, &parts);
-            assert!(merging.out_thd.allclose(&out_thd, 1e-14, 1e-14, false), "outputs in the order {order:?}");
-            assert!(merging.lse_th.allclose(&lse_th, 1e-14, 1e-14, false), "log-sum-exps in the order {order:?}");
+            assert!(found_thd.allclose(&out_thd, 1e-14, 1e-14, false), "outputs in the order {order:?}");
+            assert!(found_th.allclose(&lse_th, 1e-14, 1e-14, false), "log-sum-exps in the order {order:?}");
             // No part has the last row.
-            assert!(merging.lse_th.get(6).isneginf().all().int64_value(&[]) == 1, "{order:?}");
+            assert!(found_th.get(6).isneginf().all().int64_value(&[]) == 1, "{order:?}");
         }
     }
 
@@ -339,13 +401,45 @@ mod tests {
     fn what_was_gathered_apart_merges_as_its_parts_do() {
         let parts = parts();
         let [merging, apart] = [(); 2].map(|()| Merging::new(SHAPE, Kind::Double, Device::Cpu));
-        merging.add(&RANGES[3], &parts[3]);
+        merging.add(&RANGES[3], copy(&parts[3]));
         for (range, part) in RANGES.iter().zip(&parts).take(3) {
-            apart.add(range, part);
+            apart.add(range, copy(part));
         }
         merging.add_all(apart);
+        let (found_thd, found_th) = merging.into_acc();
         let (out_thd, lse_th) = plainly(&[3, 0, 1, 2], &parts);
-        assert!(merging.out_thd.allclose(&out_thd, 1e-14, 1e-14, false));
-        assert!(merging.lse_th.allclose(&lse_th, 1e-14, 1e-14, false));
+        assert!(found_thd.allclose(&out_thd, 1e-14, 1e-14, false));
+        assert!(found_th.allclose(&lse_th, 1e-14, 1e-14, false));
+    }
+
+    #[test]
+    fn parts_of_all_rows_merge_as_into_rows_that_have_seen_nothing() {
+        tch::manual_seed(5);
+        let [rows, heads, dim] = SHAPE;
+        for kind in [Kind::Float, Kind::BFloat16] {
+            // Heads first, as kernels leave them; one row of the second part sees no key.
+            let part = || {
+                let random = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+                let out_thd = random(&[heads, rows, dim]).to_kind(kind).transpose(0, 1);
+                Partial { out_thd, lse_th: random(&[heads, rows]).transpose(0, 1) }
+            };
+            let parts = [part(), part(), part()];
+            let _ = parts[1].out_thd.get(0).zero_();
+            let _ = parts[1].lse_th.get(0).fill_(f64::NEG_INFINITY);
+            for count in 0..=3 {
+                let (mut out_thd, mut lse_th) = nothing(rows, heads, dim, Kind::Float, Device::Cpu);
+                let [merging, finished] = [(); 2].map(|()| Merging::new(SHAPE, Kind::Float, Device::Cpu));
+                for part in &parts[..count] {
+                    merge_into(&mut out_thd, &mut lse_th, &part.out_thd, &part.lse_th);
+                    merging.add(&(0..rows), copy(part));
+                    finished.add(&(0..rows), copy(part));
+                }
+                let (found_thd, found_th) = merging.into_acc();
+                assert!(found_thd.allclose(&out_thd, 1e-6, 1e-6, false), "{count} parts of {kind:?}");
+                assert!(found_th.allclose(&lse_th, 1e-6, 1e-6, false), "{count} parts of {kind:?}");
+                let mixed = finished.finish(kind);
+                assert!(mixed.out.equal(&found_thd.to_kind(kind)) && saved_lse(&mixed).equal(&found_th));
+            }
+        }
     }
 }

@@ -257,6 +257,14 @@ impl MixedPool {
         (0..self.blocks * self.planes).try_for_each(|span| self.pool.prefetch(Slot { span, layer }))
     }
 
+    /// As [`MixedPool::prefetch`], for stretch `block` alone.
+    ///
+    /// # Errors
+    /// When a copy cannot be made.
+    pub fn prefetch_block(&self, layer: LayerIndex, block: usize) -> Result<(), tensor::Error> {
+        (0..self.planes).try_for_each(|plane| self.pool.prefetch(Slot { span: block * self.planes + plane, layer }))
+    }
+
     /// Output and saved tensors of stretch `block` on the device; `None` if none were kept.
     ///
     /// # Errors
@@ -349,6 +357,14 @@ impl AnswerStates {
         let slot = self.slot(pack, layer);
         let is_there = self.on_device.as_ref().is_some_and(|(held, _)| *held == slot);
         if is_there { Ok(()) } else { self.inputs.prefetch(slot) }
+    }
+
+    /// Starts to copy the mixer's output of a pack to the device, if it was kept.
+    ///
+    /// # Errors
+    /// When a copy cannot be made.
+    pub fn prefetch_mixed(&self, pack: usize, layer: LayerIndex) -> Result<(), tensor::Error> {
+        self.mixed.prefetch_block(layer, pack)
     }
 
     /// Holds nothing on the device any longer.

@@ -144,11 +144,12 @@ fn below(layer: LayerIndex) -> Option<LayerIndex> {
 }
 
 impl Replay<'_> {
-    /// The first rows of answers that `layer` will need set out for the device, before the pages of the layer after the present one,
+    /// What `layer` will need first of the answers sets out for the device, before the pages of the layer after the present one,
     /// which are longer.
     fn expect_answers(&self, layer: Option<LayerIndex>) -> Result<(), Failure> {
         let Some((first, layer)) = self.first_with_rows().zip(layer) else { return Ok(()) };
-        Ok(self.states.prefetch_input(first, layer)?)
+        self.states.prefetch_input(first, layer)?;
+        Ok(self.states.prefetch_mixed(first, layer)?)
     }
 
     /// The first pack of which this rank has rows.
@@ -169,6 +170,10 @@ impl Replay<'_> {
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
         let first = self.first_tokens();
         let packs = std::mem::take(&mut self.packs);
+        let last = packs.iter().rposition(|pack| !pack.span.is_empty());
+        if last.is_none() {
+            self.expect_tail(Some(layer))?;
+        }
         for (index, pack) in packs.iter().enumerate() {
             if pack.span.is_empty() {
                 let _ = self.top_of(pack, &self.no_rows(), first.as_ref())?;
@@ -179,13 +184,15 @@ impl Replay<'_> {
             let y_rw = self.pass.forward(layer, &pack.span, &x_rw, &past, choices)?;
             let dy_rw = self.top_of(pack, &y_rw, first.as_ref())?;
             drop(y_rw);
+            if last == Some(index) {
+                // Beside the last step back, when the answers' logits have been let go.
+                self.expect_tail(Some(layer))?;
+            }
             let rows = SpanRows { span: &pack.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
             let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient, None)?;
             self.states.put_input(index, layer, &dx_rw)?;
         }
         self.packs = packs;
-        // While the GPU still works on the answers, whose logits the host has let go by now.
-        self.expect_tail(Some(layer))?;
         let dlast = self.first_token_gradient(first.as_ref())?;
         let dtail = self.tail_start(dlast);
         self.tracker.enter(Phase::Sweep);
@@ -215,8 +222,6 @@ impl Replay<'_> {
 
     fn down(&mut self, layer: LayerIndex, dtail: Option<Tensor>) -> Result<Option<Tensor>, Failure> {
         self.expect_answers(below(layer))?;
-        // What the first pack kept sets out before the pages of the layer below too.
-        let mut first = self.first_with_rows().map(|index| self.states.mixed(index, layer)).transpose()?.flatten();
         let staged = self.stage(layer, self.after(layer))?;
         let past = Past::of_answers(&staged, &self.work.layout);
         let mut gradient = PastGradient::zeros(&past, self.pass.decoder.mixer(layer).gradient_planes());
@@ -224,11 +229,8 @@ impl Replay<'_> {
             let above = LayerIndex(layer.0 + 1);
             let x_rw = self.states.input(index, layer)?;
             let dy_rw = self.states.input(index, above)?;
-            let mixed = match first.take() {
-                Some(kept) => Some(kept),
-                None => self.states.mixed(index, layer)?,
-            };
-            let mixed = mixed.map(|(out, saved)| Mixed { out, saved: saved.into() });
+            let kept = self.states.mixed(index, layer)?;
+            let mixed = kept.map(|(out, saved)| Mixed { out, saved: saved.into() });
             let choices = self.captured.choices.of_packed(&pack.sequences);
             let rows = SpanRows { span: &pack.span, x_tw: &x_rw, dy_tw: &dy_rw, choices };
             let dx_rw = self.pass.backward(layer, &rows, &past, None, &mut gradient, mixed)?;

@@ -122,7 +122,7 @@ impl LatentAttention {
                 let gathered = keys.gather(found, &part);
                 let q = q_thk.narrow(0, part.start, part.end - part.start);
                 let score_thm = self.scores(&q, &gathered.key_tmk, &gathered.absent_tm);
-                merging.add(&part, &self.softmax(score_thm, &gathered.key_tmk.narrow(2, 0, self.latent)));
+                merging.add(&part, self.softmax(score_thm, &gathered.key_tmk.narrow(2, 0, self.latent)));
             }
         }
         merging
@@ -313,15 +313,15 @@ impl Mixer for LatentAttention {
             let here = counts[cp_group.axis.rank().0];
             let q_thk = gather_rows(cp_group.axis, &of_round(own_q, first, here), &counts);
             let position_tn = gather_rows(cp_group.axis, &of_round(index.positions(), first, here), &counts);
-            let part = self.attend(&q_thk, &keys, &keys.find(&position_tn));
+            let (out_thd, lse_th) = self.attend(&q_thk, &keys, &keys.find(&position_tn)).into_acc();
             let home = |x: &Tensor| return_rows(cp_group.axis, x, &counts);
             let range = as_dim(first)..as_dim(first) + here.dim();
             if here.0 == 0 {
-                let _ = (home(&part.out_thd), home(&part.lse_th));
+                let _ = (home(&out_thd), home(&lse_th));
                 continue;
             }
-            for (out_thd, lse_th) in home(&part.out_thd).into_iter().zip(home(&part.lse_th)) {
-                all.add(&range, &Partial { out_thd, lse_th });
+            for (out_thd, lse_th) in home(&out_thd).into_iter().zip(home(&lse_th)) {
+                all.add(&range, Partial { out_thd, lse_th });
             }
         }
         all.finish(self.kind)
@@ -346,8 +346,8 @@ impl Mixer for LatentAttention {
             let start = as_dim(run.start.0);
             let run = KeyRun { positions: start..start + key_sk.size()[0], key_sk, gradient_sk: None };
             let keys = Keys::new(vec![run], self.key_width(), self.kind, device);
-            let Merging { out_thd, lse_th, .. } = self.attend(q_ahk, &keys, &keys.find(index.positions()));
-            merging.add(&all, &Partial { out_thd, lse_th });
+            let (out_thd, lse_th) = self.attend(q_ahk, &keys, &keys.find(index.positions())).into_acc();
+            merging.add(&all, Partial { out_thd, lse_th });
         }
         // 2. The answers' own keys on this rank, [answers, rows, k].
         let own_ark = key_plane(&own.visible(None)).shallow_clone();
@@ -360,7 +360,7 @@ impl Mixer for LatentAttention {
             let column_an = Tensor::full([1, 1], held, (Kind::Int64, device)).where_self(&here.logical_not(), &row_an);
             let seen = Tensor::zeros([answers, held + 1], (Kind::Bool, device)).scatter_value(1, &column_an, 1);
             let score_ahr = self.scores(q_ahk, &own_ark, &seen.narrow(1, 0, held).logical_not());
-            merging.add(&all, &self.softmax(score_ahr, &own_ark.narrow(2, 0, self.latent)));
+            merging.add(&all, self.softmax(score_ahr, &own_ark.narrow(2, 0, self.latent)));
         }
         // 3. Parts of all ranks.
         merging.of_all_ranks(cp_group.axis, self.kind)

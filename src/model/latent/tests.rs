@@ -109,8 +109,8 @@ fn no_key_at_all_is_found_where_a_rank_holds_none() {
         let keys = keys(runs(&labelled(20), stretches));
         let q_thk = Tensor::randn([5, HEADS, WIDTH], DOUBLE);
         let found = keys.find(&sets(&SETS));
-        let part = attention().attend(&q_thk, &keys, &found);
-        assert!(part.out_thd.equal(&part.out_thd.zeros_like()) && part.lse_th.isneginf().all().int64_value(&[]) == 1);
+        let (out_thc, lse_th) = attention().attend(&q_thk, &keys, &found).into_acc();
+        assert!(out_thc.equal(&out_thc.zeros_like()) && lse_th.isneginf().all().int64_value(&[]) == 1);
         keys.return_gradient(&mut held);
     }
 }
@@ -157,10 +157,9 @@ fn places_without_a_key_add_nothing_where_every_run_carries_gradient() {
     let keys = keys(held);
     let found = keys.find(&sets(&[&[7, 8], &[8], &[]]));
     let q_thk = Tensor::randn([3, HEADS, WIDTH], DOUBLE);
-    let out_thc = attention().attend(&q_thk, &keys, &found);
-    let dout_thc = out_thc.out_thd.ones_like();
-    let rows_of =
-        QueryGradient { q_thk: &q_thk, out_thc: &out_thc.out_thd, lse_th: &out_thc.lse_th, dout_thc: &dout_thc };
+    let (out_thc, lse_th) = attention().attend(&q_thk, &keys, &found).into_acc();
+    let dout_thc = out_thc.ones_like();
+    let rows_of = QueryGradient { q_thk: &q_thk, out_thc: &out_thc, lse_th: &lse_th, dout_thc: &dout_thc };
     let _dq = attention().backward_attend(&rows_of, &keys, &found);
     for position in (0..20).filter(|position| ![7, 8].contains(position)) {
         let row = gradient_sk.get(position);
@@ -206,12 +205,11 @@ fn attention_over_runs_is_that_of_a_masked_softmax_and_its_autograd() {
             .map(|(run, held)| KeyRun { gradient_sk: held.gradient_sk.as_ref().map(Tensor::shallow_clone), ..run });
         let keys = keys(again.collect());
         let found = keys.find(&position_tn);
-        let part = attention.attend(&q_thk, &keys, &found);
-        assert!(worst(&part.out_thd, &out) <= LIMIT, "{stretches:?}");
+        let (out_thc, merged_th) = attention.attend(&q_thk, &keys, &found).into_acc();
+        assert!(worst(&out_thc, &out) <= LIMIT, "{stretches:?}");
         // exp, since −∞ less −∞ is no number.
-        assert!(worst(&part.lse_th.exp(), &lse_th.exp()) <= LIMIT * 1e2, "{stretches:?}");
-        let rows_of =
-            QueryGradient { q_thk: &q_thk, out_thc: &part.out_thd, lse_th: &part.lse_th, dout_thc: &dout_thc };
+        assert!(worst(&merged_th.exp(), &lse_th.exp()) <= LIMIT * 1e2, "{stretches:?}");
+        let rows_of = QueryGradient { q_thk: &q_thk, out_thc: &out_thc, lse_th: &merged_th, dout_thc: &dout_thc };
         assert!(worst(&attention.backward_attend(&rows_of, &keys, &found), &dq) <= LIMIT, "{stretches:?}");
         keys.return_gradient(&mut held);
         for run in held {

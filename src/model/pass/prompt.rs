@@ -146,8 +146,8 @@ impl Pass<'_> {
         })
     }
 
-    /// One block backward over a tail whose rows stay: from the gradient of this rank's output rows to that of its input
-    /// rows. `later` is the gradient that the answers have left on the tail's state.
+    /// One block backward over a tail whose rows stay: from the gradient of this rank's output rows, which may be overwritten, to
+    /// that of its input rows. `later` is the gradient that the answers have left on the tail's state.
     ///
     /// # Errors
     /// When libtorch refuses.

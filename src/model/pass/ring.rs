@@ -178,7 +178,8 @@ impl Pass<'_> {
         Ok(TailForward { queries, mixed, handed })
     }
 
-    /// [`Pass::backward_tail`] where state travels. No rank holds rows of another, so a rank's memory grows with its own share of the tail only.
+    /// [`Pass::backward_tail`] where state travels. The gradient of each micro-block's input takes the place of its output's in
+    /// `rows.dy_tw`. No rank holds rows of another, so a rank's memory grows with its own share of the tail only.
     pub(super) fn ring_backward_tail(
         &self,
         mixer: &dyn RingMixer,
@@ -194,7 +195,7 @@ impl Pass<'_> {
         let TailForward { queries, mixed, handed } =
             tch::no_grad(|| self.tail_mixed(mixer, layer, &blocks, x_tw, tail))?;
         // 2. Segment B.
-        let dx_tw = x_tw.detach().empty_like();
+        let dx_tw = rows.dy_tw.shallow_clone();
         let mut backward = Vec::with_capacity(blocks.len());
         let mut dhanded = Vec::new();
         let mut next_handed = handed.iter();

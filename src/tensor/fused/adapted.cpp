@@ -98,7 +98,8 @@ void raise(at::Tensor& y, const at::Tensor& low, const at::Tensor& up, bool adds
   const int64_t rank = up.size(1), columns = up.size(0);
   Raise argument{y.data_ptr(), low.data_ptr(), up.data_ptr(), y.size(0), low.stride(0), static_cast<int>(columns),
                  static_cast<int>(rank), adds ? 1 : 0};
-  start_raw(kRaise, parts(columns, 64), parts(y.size(0), 128), kThreads, &argument);
+  // As in products.cu: 64 columns a block, 64 rows a warp.
+  start_raw(kRaise, parts(columns, 64), parts(y.size(0), 64 * kThreads / 32), kThreads, &argument);
 }
 
 // x · weightᵀ + bias + low · upᵀ. Without a bias the product of full width adds to the other one, whose result is so written
@@ -233,7 +234,8 @@ extern "C" {
 // Outputs of `layers` linear layers over x [t, w]. A layer without a bias or an adapter has null pointers there; one that is not
 // `valued` gives NaN, through which gradients go as through its output.
 int longstraw_fused_adapted(at::Tensor* x, size_t layers, at::Tensor** weights, at::Tensor** biases, at::Tensor** down,
-                            at::Tensor** up, const unsigned char* valued, double scale, at::Tensor** outputs, char* message, size_t capacity) {
+                            at::Tensor** up, const unsigned char* valued, double scale, at::Tensor** outputs,
+                            char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
     Frozen frozen{{}, {}, {}, scale, {}};
     std::vector<at::Tensor> pairs;

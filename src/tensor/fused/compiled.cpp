@@ -301,8 +301,8 @@ struct Turned : Function<Turned> {
 // As in sums.cu.
 struct Merge {
   void *out, *lse;
-  const void *part, *part_lse;
-  long long part_step, part_head, lse_step, lse_head, rows;
+  const void *part, *first, *part_lse, *first_lse;
+  long long part_step, part_head, lse_step, lse_head, first_step, first_head, first_lse_step, first_lse_head, rows;
   int heads, dim, part_is_wide;
 };
 
@@ -398,14 +398,24 @@ int longstraw_fused_heads(at::Tensor* q, at::Tensor* k, at::Tensor* query_weight
   });
 }
 
-// Merges a part over further keys into out [t, h, d] and lse [t, h], float32 without gaps.
-int longstraw_fused_merge(at::Tensor* out, at::Tensor* lse, at::Tensor* part, at::Tensor* part_lse, char* message,
-                          size_t capacity) {
+// Merges a part over further keys into out [t, h, d] and lse [t, h], float32 without gaps. Where `first` is not null, what was
+// there before is read from `first`, in the kernels' dtype, and `first_lse`.
+int longstraw_fused_merge(at::Tensor* out, at::Tensor* lse, at::Tensor* first, at::Tensor* first_lse, at::Tensor* part,
+                          at::Tensor* part_lse, char* message, size_t capacity) {
   return guarded(message, capacity, [&] {
-    const at::Tensor rows = laid(*part);
-    Merge argument{out->data_ptr(), lse->data_ptr(), rows.data_ptr(), part_lse->data_ptr(), rows.stride(0), rows.stride(1),
-                   part_lse->stride(0), part_lse->stride(1), out->size(0), static_cast<int>(out->size(1)),
-                   static_cast<int>(out->size(2)), rows.scalar_type() == c10::ScalarType::Float};
+    const at::Tensor rows = laid(*part), before = first == nullptr ? at::Tensor() : laid(*first);
+    Merge argument{};
+    argument.out = out->data_ptr(), argument.lse = lse->data_ptr();
+    argument.part = rows.data_ptr(), argument.part_lse = part_lse->data_ptr();
+    argument.part_step = rows.stride(0), argument.part_head = rows.stride(1);
+    argument.lse_step = part_lse->stride(0), argument.lse_head = part_lse->stride(1);
+    if (before.defined()) {
+      argument.first = before.data_ptr(), argument.first_lse = first_lse->data_ptr();
+      argument.first_step = before.stride(0), argument.first_head = before.stride(1);
+      argument.first_lse_step = first_lse->stride(0), argument.first_lse_head = first_lse->stride(1);
+    }
+    argument.rows = out->size(0), argument.heads = static_cast<int>(out->size(1));
+    argument.dim = static_cast<int>(out->size(2)), argument.part_is_wide = rows.scalar_type() == c10::ScalarType::Float;
     start(kMerge, parts(out->size(0) * out->size(1), kThreads / 32), kThreads, argument);
   });
 }

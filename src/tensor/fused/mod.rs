@@ -7,6 +7,7 @@
 
 mod adapted;
 mod gradients;
+mod merge;
 pub mod plain;
 mod trial;
 
@@ -23,6 +24,7 @@ use crate::runtime::terminal::say;
 
 pub use adapted::{Layer, adapted};
 pub use gradients::{add_into, sum_of};
+pub use merge::{merge_into, merge_of};
 
 const SOURCE: &str =
     concat!(include_str!("numbers.cu"), include_str!("rows.cu"), include_str!("sums.cu"), include_str!("products.cu"));
@@ -76,14 +78,6 @@ unsafe extern "C" {
         one_plus: c_int,
         q_out: *mut *mut torch_tensor,
         k_out: *mut *mut torch_tensor,
-        message: *mut c_char,
-        capacity: usize,
-    ) -> c_int;
-    fn longstraw_fused_merge(
-        out: *mut torch_tensor,
-        lse: *mut torch_tensor,
-        part: *mut torch_tensor,
-        part_lse: *mut torch_tensor,
         message: *mut c_char,
         capacity: usize,
     ) -> c_int;
@@ -341,26 +335,6 @@ fn takes_heads([q_thd, k_tgd]: [&Tensor; 2], scales: Option<&[Scale; 2]>, cos_tn
     let fits = dim % 16 == 0 && (16..=HEAD_MAX).contains(&dim) && pairs % 8 == 0 && 2 * pairs <= dim;
     let scaled = scales.is_none_or(|[q, k]| takes_norm(q_thd, q) && takes_norm(k_tgd, k));
     of_kind && shaped && fits && scaled && takes(q_thd)
-}
-
-/// Merges partial attention over further keys into `out_thd` and `lse_th` by log-sum-exp, in place, in their dtype, without
-/// a graph. Empty merged with empty stays empty: out 0, log-sum-exp −∞, no NaN.
-///
-/// # Panics
-/// When memory runs out, or the GPU refuses.
-pub fn merge_into(out_thd: &mut Tensor, lse_th: &mut Tensor, new_out_thd: &Tensor, new_lse_th: &Tensor) {
-    let float = [&*out_thd, &*lse_th, new_lse_th].iter().all(|x| x.kind() == Kind::Float);
-    let dense = out_thd.is_contiguous() && lse_th.is_contiguous() && out_thd.data_ptr().addr().is_multiple_of(16);
-    let shaped = new_out_thd.size() == out_thd.size() && new_lse_th.size() == lse_th.size();
-    let fits = out_thd.size3().is_ok_and(|(_, _, dim)| dim % 8 == 0);
-    let known = if new_out_thd.kind() == Kind::Float { usable(0) } else { takes(new_out_thd) };
-    if !(out_thd.device().is_cuda() && float && dense && shaped && fits && known) {
-        return plain::merge_into(out_thd, lse_th, new_out_thd, new_lse_th);
-    }
-    // SAFETY: live tensors of the shapes and dtypes that were checked.
-    done(call("a merge of partial attention", |message, capacity| unsafe {
-        longstraw_fused_merge(raw(out_thd), raw(lse_th), raw(new_out_thd), raw(new_lse_th), message, capacity)
-    }));
 }
 
 /// Tensors of one step of `AdamW`, in one order.

@@ -1,35 +1,43 @@
 // --- merge of partial attention ----------------------------------------------------------------------------------
 
-// Merges a part over further keys into `out` [t, h, d] and `lse` [t, h], float32, both without gaps. A warp takes a head.
-// Empty merged with empty stays empty: no NaN.
+// Merges a part over further keys into `out` [t, h, d] and `lse` [t, h], float32, both without gaps. Where `first` is given,
+// what was there before is in it and `first_lse`, and `out` and `lse` are written alone. A warp takes a head. Empty merged with
+// empty stays empty: no NaN.
 struct Merge {
   float *out, *lse;
   const void* part;
-  const float* part_lse;
-  i64 part_step, part_head, lse_step, lse_head, rows;
+  const u16* first;
+  const float *part_lse, *first_lse;
+  i64 part_step, part_head, lse_step, lse_head, first_step, first_head, first_lse_step, first_lse_head, rows;
   int heads, dim, part_is_wide;
 };
+
+__device__ inline float4 four(const u16* from) {
+  const uint2 read = *reinterpret_cast<const uint2*>(from);
+  return make_float4(low(read.x), high(read.x), low(read.y), high(read.y));
+}
 
 extern "C" __global__ void merge(const Merge a) {
   const i64 item = static_cast<i64>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (item >= a.rows * a.heads) return;
   const i64 row = item / a.heads;
   const int head = static_cast<int>(item - row * a.heads), lane = threadIdx.x % 32;
-  const float before = a.lse[item], more = a.part_lse[row * a.lse_step + head * a.lse_head];
+  const bool is_first = a.first != nullptr;
+  const float before = is_first ? a.first_lse[row * a.first_lse_step + head * a.first_lse_head] : a.lse[item];
+  const float more = a.part_lse[row * a.lse_step + head * a.lse_head];
   const float most = fmaxf(before, more), least = fminf(before, more);
   // Only two empty parts are empty: a NaN in either stays.
   const bool empty = most == __int_as_float(0xff800000), broken = before != before || more != more;
   const float after = empty ? before : broken ? before + more : most + log1pf(expf(least - most));
   const float keep = empty ? 0.0f : expf(before - after), add = empty ? 0.0f : expf(more - after);
   float* out = a.out + item * a.dim;
-  const i64 from = row * a.part_step + head * a.part_head;
+  const i64 from = row * a.part_step + head * a.part_head, from_first = row * a.first_step + head * a.first_head;
   for (int column = lane * 4; column < a.dim; column += 128) {
-    float4 sum = *reinterpret_cast<const float4*>(out + column), part;
+    float4 sum = is_first ? four(a.first + from_first + column) : *reinterpret_cast<const float4*>(out + column), part;
     if (a.part_is_wide != 0) {
       part = *reinterpret_cast<const float4*>(static_cast<const float*>(a.part) + from + column);
     } else {
-      const uint2 read = *reinterpret_cast<const uint2*>(static_cast<const u16*>(a.part) + from + column);
-      part = make_float4(low(read.x), high(read.x), low(read.y), high(read.y));
+      part = four(static_cast<const u16*>(a.part) + from + column);
     }
     sum.x = sum.x * keep + part.x * add;
     sum.y = sum.y * keep + part.y * add;

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, add_into, gated, merge_into, normed, plain,
+    Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, add_into, gated, merge_into, merge_of, normed, plain,
     sum_normed, sum_of, turned,
 };
 use crate::tensor::Error;
@@ -191,6 +191,11 @@ fn sums_agree(device: Device, kind: Kind) -> Result<(), Refusal> {
     let (gradients, means, squares) = ([gradient], [mean], [square]);
     let tensors = AdamTensors { weights: &[&moved], gradients: &gradients, means: &means, squares: &squares };
     near("merge of attention", &[&out, &lse], &[&plain_out, &plain_lse])?;
+    let (first, first_lse) = (of(&[5, 3, 24], 0.6).to_kind(kind), of(&[3, 5], 1.2).transpose(0, 1));
+    let (out, lse) = merge_of([&first, &first_lse], [&part, &part_lse]);
+    let (mut plain_out, mut plain_lse) = (first.to_kind(Kind::Float), first_lse.contiguous());
+    plain::merge_into(&mut plain_out, &mut plain_lse, &part, &part_lse);
+    near("merge of two parts", &[&out, &lse], &[&plain_out, &plain_lse])?;
     let [first, second, third] = [1.1, 0.3, 0.8].map(|factor| of(&[7, 3, 4], factor).to_kind(kind));
     let mut added = sum_of(&first, &second);
     add_into(&mut added, &third);

@@ -330,8 +330,12 @@ impl<'a> Bench<'a> {
             Device::Cpu => (&*self.decoder, Tokens(self.options.prompt.0.min(256))),
             _ => (&*self.short, self.options.prompt),
         };
-        for &gradient in &self.options.gradients {
-            self.paged(decoder, prompt, 1, gradient)?;
+        // Answers go through the layers in packs, whose sizes depend on the group.
+        let groups = if self.options.device == Device::Cpu { &[1][..] } else { &self.options.groups };
+        for &group in groups {
+            for &gradient in &self.options.gradients {
+                self.paged(decoder, prompt, group, gradient)?;
+            }
         }
         if self.options.conventional {
             self.conventional(decoder, prompt, 1)?;
