@@ -107,6 +107,9 @@ pub(super) struct BenchFlags {
     /// Layers, the first ones, whose pages lie on the device while tokens are sampled (default: all)
     #[arg(long, value_name = "LAYERS", requires = "draw")]
     resident: Option<usize>,
+    /// Run the update on 1, 2, 4 … ranks of this job, one number after another: strong and weak scaling in one table
+    #[arg(long, conflicts_with_all = ["draw", "conventional", "rates"])]
+    ranks_sweep: bool,
     /// Measure this machine's rates with this model instead (one rank only), for `plan --rates FILE`
     #[arg(long, value_name = "FILE", conflicts_with_all = ["draw", "conventional"])]
     rates: Option<PathBuf>,
@@ -234,6 +237,8 @@ pub(super) fn bench(flags: &BenchFlags) -> Result<Exit, Failure> {
         conventional: flags.conventional,
         draw: flags.draw.map(Tokens),
         resident: flags.resident,
+        ranks_sweep: flags.ranks_sweep,
+        through_host: flags.common.through_host,
         keeping: Keeping {
             pages: flags.pages,
             tail: flags.tail,

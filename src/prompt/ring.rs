@@ -99,7 +99,7 @@ impl<'a> Ring<'a> {
         let previous = Rank((rank + size - 1) % size);
         let send = direct::messages(outgoing, next);
         let receive = direct::messages(&incoming.planes, previous);
-        let done = direct::exchange(link, send, receive);
+        let done = direct::exchange(self.axis, link, send, receive);
         work();
         direct::wait(&done);
     }

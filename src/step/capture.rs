@@ -170,7 +170,9 @@ fn capture(pass: &Pass, group: &PlacedGroup, keeping: Keeping, tracker: &Tracker
         let state_rows = pass.decoder.mixer(layer).state_rows();
         let state = LayerState::zeros(&state_rows, layout, rank, pass.decoder.device());
         let state_held = ledger.hold(Purpose::Stage, MemorySpace::Device, state.bytes());
-        let rows = PromptRows { layout, x_pw: &x_pw, slabs: &state.slabs, borders: &state.borders, ledger };
+        let settle = || pages.settle();
+        let rows =
+            PromptRows { layout, x_pw: &x_pw, slabs: &state.slabs, borders: &state.borders, ledger, settle: &settle };
         let lent = index.as_ref().map(IndexSet::lend);
         let mut block = 0;
         let applied = pass.applied(layer);

@@ -12,7 +12,7 @@ use mpi::topology::{Color, Communicator, SimpleCommunicator};
 use mpi::traits::{CommunicatorCollectives, Destination, Root, Source};
 
 use crate::runtime::liveness::{SharedSite, Waiting};
-use crate::runtime::units::Rank;
+use crate::runtime::units::{Bytes, Rank, from_index};
 
 /// Tag of the message that ends a sleep.
 const WAKE_TAG: i32 = 7;
@@ -31,6 +31,8 @@ pub struct Axis {
     round_bytes: Cell<usize>,
     /// Another transport between the same ranks; its type belongs to the module that opened it.
     transport: OnceCell<Box<dyn Any>>,
+    /// Bytes that this rank has sent to others.
+    sent: Cell<u64>,
     /// Records every call that ends only when other ranks take part.
     site: SharedSite,
 }
@@ -39,7 +41,8 @@ impl Axis {
     pub(super) fn new(communicator: SimpleCommunicator, site: SharedSite) -> Self {
         let size = usize::try_from(communicator.size()).unwrap_or(1);
         // Receive displacements are C ints too, so the limit is shared by all ranks.
-        Axis { communicator, round_bytes: Cell::new((1 << 30) / size.max(1)), transport: OnceCell::new(), site }
+        let round_bytes = Cell::new((1 << 30) / size.max(1));
+        Axis { communicator, round_bytes, transport: OnceCell::new(), sent: Cell::new(0), site }
     }
 
     pub(super) fn split(&self, index: usize) -> Axis {
@@ -71,6 +74,17 @@ impl Axis {
     #[must_use]
     pub fn size(&self) -> usize {
         usize::try_from(self.communicator.size()).unwrap_or(1)
+    }
+
+    /// Bytes of tensors that this rank has sent to others of the axis so far, by MPI and by [`Axis::transport`].
+    #[must_use]
+    pub fn sent_bytes(&self) -> Bytes {
+        Bytes(self.sent.get())
+    }
+
+    /// Counts bytes that are sent to another rank.
+    pub(super) fn count_sent(&self, bytes: usize) {
+        self.sent.set(self.sent.get() + from_index(bytes));
     }
 
     /// Most bytes that one rank sends in one MPI call.
@@ -151,6 +165,18 @@ impl Axis {
         CommunicatorCollectives::barrier(&self.communicator);
     }
 
+    /// As [`Axis::barrier`], for long waits: a rank that is early sleeps, so that no core is busy.
+    pub fn quiet_barrier(&self) {
+        let _waiting = self.site.begin_wait();
+        let mut entered = self.communicator.immediate_barrier();
+        let mut poll_interval = POLL_INTERVAL_MIN;
+        while let Err(waiting) = entered.test() {
+            entered = waiting;
+            thread::sleep(poll_interval);
+            poll_interval = (2 * poll_interval).min(POLL_INTERVAL_MAX);
+        }
+    }
+
     /// Concatenates every rank's bytes in rank order, on every rank. Rank r sends `counts[r]` bytes.
     ///
     /// # Panics
@@ -159,6 +185,7 @@ impl Axis {
     pub fn all_gather(&self, send: &[u8], counts: &[usize]) -> Vec<u8> {
         let me = self.rank().0;
         assert_eq!((send.len(), counts.len()), (counts[me], self.size()), "this rank sends what it announced");
+        self.count_sent(send.len() * (self.size() - 1));
         let ends = ends(counts);
         let mut gathered = vec![0u8; ends.last().copied().unwrap_or(0)];
         for round in Rounds::over(counts.iter().copied().max().unwrap_or(0), self.round_bytes()) {
@@ -194,6 +221,7 @@ impl Axis {
         bytes_max: usize,
     ) -> Vec<u8> {
         assert_eq!(send.len(), send_counts.iter().sum::<usize>(), "this rank sends what it announced");
+        self.count_sent(send.len() - send_counts[self.rank().0]);
         let send_ends = ends(send_counts);
         let receive_ends = ends(receive_counts);
         let mut arrived = vec![0u8; receive_ends.last().copied().unwrap_or(0)];
@@ -230,6 +258,9 @@ impl Axis {
         let rank = self.communicator.rank();
         let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
         let limit = self.round_bytes();
+        if size > 1 {
+            self.count_sent(send.iter().map(|buffer| buffer.len()).sum());
+        }
         request::scope(|scope| {
             let arriving: Vec<_> = receive
                 .into_iter()

@@ -178,6 +178,12 @@ impl World {
         Ok(())
     }
 
+    /// The ranks of the job that name the same `part`, in their order. Every rank takes part.
+    #[must_use]
+    pub fn split(&self, part: usize) -> Axis {
+        self.all.split(part)
+    }
+
     /// Agrees on the outcome of an attempt that every rank makes: all succeed, or all fail. The lowest rank that failed
     /// keeps its own failure and the others get [`Error::Elsewhere`], so one message is printed and every rank can
     /// leave in order.

@@ -112,6 +112,7 @@ impl Pass<'_> {
         let key_sk = self.gathered_plane(rows.layout, rows.slabs, KEYS);
         let index_si = indexer.map(|_| self.gathered_plane(rows.layout, rows.slabs, INDEX_KEYS));
         let _foreign = self.hold_foreign(&[Some(&key_sk), index_si.as_ref()]);
+        (rows.settle)()?;
         // 3. Queries, index, attention, segment B.
         let y_pw = rows.x_pw.empty_like();
         let held = rows.hold(&y_pw);

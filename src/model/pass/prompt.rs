@@ -28,6 +28,9 @@ pub struct PromptRows<'a> {
     pub borders: &'a [Tensor],
     /// Counts the bytes of the output.
     pub ledger: &'a Ledger,
+    /// Called before attention: what the layer before has sent to host memory has left by then, and its memory is free for
+    /// the scratch of this one.
+    pub settle: &'a dyn Fn() -> Result<(), tensor::Error>,
 }
 
 impl PromptRows<'_> {

@@ -87,6 +87,7 @@ impl Pass<'_> {
             }
             queries.push(BlockQueries { piece: block.piece, queries: Planes::join(parts) });
         }
+        (rows.settle)()?;
         // 2. Attention over the pages of all ranks.
         let mixed = mixer.capture(&self.cp_group, rows.layout, &queries, ChunkState::filled(rows.slabs));
         drop(queries);

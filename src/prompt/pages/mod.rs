@@ -275,8 +275,8 @@ impl PagePool {
     ///
     /// # Errors
     /// When a copy has failed.
-    pub fn settle(&mut self) -> Result<(), Error> {
-        Ok(self.outbox.get_mut().settle()?)
+    pub fn settle(&self) -> Result<(), tensor::Error> {
+        self.outbox.borrow_mut().settle()
     }
 
     /// One layer's pages on the device, until the stage is dropped. On a GPU the layer `next` is prefetched, so that it

@@ -107,7 +107,7 @@ impl Bench<'_> {
         // Every layer's pages, and the last row: answers need nothing else of the prompt.
         let layout = PromptLayout::new(prompt, self.options.page_size, self.world.cp.size(), Tokens(1).min(prompt));
         let group = PlacedGroup::new(layout.clone(), ids.clone(), Vec::new());
-        let pass = self.pass(&*self.decoder);
+        let pass = self.pass(&*self.decoder, self.all_ranks());
         let keeping = Keeping { every: 1, attention: false, ..self.options.keeping };
         capture::make_room(&pass, &group, keeping)?;
         let meter = Meter::start(self.options.device)?;
@@ -172,7 +172,7 @@ impl Bench<'_> {
             choices: DrawnChoices::Use,
             calls: None,
         };
-        let pass = self.pass(&*self.decoder);
+        let pass = self.pass(&*self.decoder, self.all_ranks());
         let meter = Meter::start(self.options.device)?;
         self.world.tracker().enter(Phase::Rollout);
         let tracker = self.world.tracker();
@@ -209,7 +209,7 @@ impl Bench<'_> {
     fn gap(&self, prompt: &Prompt, sampled: &[SampledAnswer]) -> Result<f64, Failure> {
         let answers = sampled.iter().map(|answer| answer.ids.clone()).collect();
         let group = PlacedGroup::new(prompt.layout.clone(), prompt.ids.clone(), answers);
-        let pass = self.pass(&*self.decoder);
+        let pass = self.pass(&*self.decoder, self.all_ranks());
         let tracker = self.world.tracker();
         tracker.enter(Phase::Score);
         let (scores, _) = score::run(&pass, &self.head, &group, &prompt.captured, Leaves::Nothing, tracker)?;

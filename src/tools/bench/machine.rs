@@ -110,10 +110,10 @@ impl Bench<'_> {
             let decoder = self.spec.first_layers(layers).decoder(self.weights.clone(), self.options.kind);
             for prompt in prompts {
                 // Kernels are chosen for these sizes, and host memory is pinned.
-                self.paged(&*decoder, prompt, answers, gradient)?;
+                self.paged(&*decoder, self.all_ranks(), prompt, answers, gradient)?;
                 let mut runs: Vec<Run> = Vec::new();
                 while runs.len() < REPEATS && runs.iter().map(|run| run.total_seconds).sum::<f64>() < SECONDS_ENOUGH {
-                    runs.push(self.paged(&*decoder, prompt, answers, gradient)?);
+                    runs.push(self.paged(&*decoder, self.all_ranks(), prompt, answers, gradient)?);
                 }
                 let of = |seconds: fn(&Run) -> f64| middle(runs.iter().map(seconds).collect());
                 let first = &shape.layers[..layers];

@@ -10,6 +10,7 @@ mod kernels;
 mod machine;
 mod rates;
 mod report;
+mod scaling;
 
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -50,6 +51,7 @@ use rates::Rates;
 pub use draw::Draw;
 pub use machine::shorter_prompt;
 pub use report::{Report, Run};
+pub use scaling::{Row, Scaling};
 
 /// Why a bench cannot run.
 #[derive(Debug, thiserror::Error)]
@@ -79,6 +81,12 @@ pub enum Error {
         page_size: Tokens,
         /// Whether prompts carry gradient.
         exact: bool,
+    },
+    /// A part of the ranks has no part of the experts.
+    #[error("--ranks-sweep runs parts of the ranks, and experts are spread over {ep_size} of them: leave --ep-size out")]
+    SweepExperts {
+        /// Ranks that hold the experts together.
+        ep_size: usize,
     },
     /// Rates are those of one rank.
     #[error("--rates measures what one rank does: run it on 1 rank, not {ranks}")]
@@ -144,6 +152,10 @@ pub struct Options {
     pub draw: Option<Tokens>,
     /// How many layers, the first ones, have their pages on the device while tokens are sampled; `None`: all.
     pub resident: Option<usize>,
+    /// Whether the update runs on 1, 2, 4 … ranks, one number after another.
+    pub ranks_sweep: bool,
+    /// Whether tensors go through host memory between GPUs even if there is a transport from GPU to GPU.
+    pub through_host: bool,
     /// What is kept where for the way back.
     pub keeping: Keeping,
     /// Where the model computes.
@@ -175,8 +187,10 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         return world.agree(Err(Error::Ranks { ranks: world.all.size() }.into()));
     }
     let bench = Bench::open(world, options)?;
-    let (mut runs, mut apart, mut draws) = (Vec::new(), Vec::new(), Vec::new());
-    if let Some(tokens) = options.draw {
+    let (mut runs, mut apart, mut draws, mut scaling) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    if options.ranks_sweep {
+        scaling = scaling::sweep(&bench)?;
+    } else if let Some(tokens) = options.draw {
         for &group in &options.groups {
             draws.push(bench.drawn(options.prompt, group, tokens)?);
         }
@@ -185,7 +199,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
         for &group in &options.groups {
             let first = runs.len();
             for &gradient in &options.gradients {
-                runs.push(bench.paged(&*bench.decoder, options.prompt, group, gradient)?);
+                runs.push(bench.paged(&*bench.decoder, bench.all_ranks(), options.prompt, group, gradient)?);
             }
             if options.conventional {
                 runs.push(bench.conventional(&*bench.decoder, options.prompt, group)?);
@@ -196,7 +210,7 @@ pub fn run(world: &World, options: &Options) -> Result<Report, Failure> {
             }
         }
     }
-    Ok(bench.report(runs, draws, apart))
+    Ok(Report { scaling, ..bench.report(runs, draws, apart) })
 }
 
 /// Measures this machine's rates for the model's layers, on one rank.
@@ -317,11 +331,16 @@ impl<'a> Bench<'a> {
             runs,
             draws,
             apart,
+            scaling: Vec::new(),
         }
     }
 
-    fn pass<'b>(&'b self, decoder: &'b dyn Decoder) -> Pass<'b> {
-        let cp_group = CpGroup { axis: &self.world.cp, ep: &self.world.ep, ledger: self.world.ledger() };
+    /// All ranks of the job, which share the prompt.
+    fn all_ranks(&self) -> CpGroup<'_> {
+        CpGroup { axis: &self.world.cp, ep: &self.world.ep, ledger: self.world.ledger() }
+    }
+
+    fn pass<'b>(&'b self, decoder: &'b dyn Decoder, cp_group: CpGroup<'b>) -> Pass<'b> {
         Pass { decoder, adapters: &self.adapters, cp_group, micro_block: self.options.micro_block }
     }
 
@@ -334,7 +353,7 @@ impl<'a> Bench<'a> {
         let groups = if self.options.device == Device::Cpu { &[1][..] } else { &self.options.groups };
         for &group in groups {
             for &gradient in &self.options.gradients {
-                self.paged(decoder, prompt, group, gradient)?;
+                self.paged(decoder, self.all_ranks(), prompt, group, gradient)?;
             }
         }
         if self.options.conventional {
@@ -367,10 +386,18 @@ impl<'a> Bench<'a> {
         RandomGroup { prompt_ids, answer_ids, answers }
     }
 
-    fn paged(&self, decoder: &dyn Decoder, prompt: Tokens, answers: u64, gradient: Gradient) -> Result<Run, Failure> {
+    /// One update of the paged schedule on the ranks of `cp_group`, all of which take part.
+    fn paged(
+        &self,
+        decoder: &dyn Decoder,
+        cp_group: CpGroup,
+        prompt: Tokens,
+        answers: u64,
+        gradient: Gradient,
+    ) -> Result<Run, Failure> {
         let RandomGroup { prompt_ids, answer_ids, answers: trained } = self.group(prompt, answers);
         let transaction = Transaction {
-            policy: self.pass(decoder),
+            policy: self.pass(decoder, cp_group),
             reference: None,
             head: self.head,
             objective: Objective::DEFAULT,

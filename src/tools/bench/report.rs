@@ -5,6 +5,7 @@ use tch::Tensor;
 
 use super::draw::Draw;
 use super::rates::{self, Rates};
+use super::scaling::{self, Row};
 use crate::prompt::handoff::Keeping;
 use crate::runtime::units::{Bytes, Tokens};
 use crate::tensor::kernels::Kernel;
@@ -89,6 +90,9 @@ pub struct Report {
     pub draws: Vec<Draw>,
     /// Largest relative L2 distance of an adapter gradient, exact against conventional, by group size.
     pub apart: Vec<(u64, f64)>,
+    /// Updates on parts of the ranks, where they were asked for; then none runs on all of them alone.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub scaling: Vec<Row>,
 }
 
 impl Report {
@@ -113,6 +117,9 @@ impl Report {
             ),
         ];
         lines.extend(self.draws.iter().map(Draw::text));
+        if !self.scaling.is_empty() {
+            lines.extend(scaling::table(&self.scaling));
+        }
         lines.extend((!self.runs.is_empty()).then(|| {
             format!(
                 "{:<13} {:<9} {:>5} {:>9} {:>8} {:>9} {:>8} {:>9} {:>8} {:>12} {:>12}",

@@ -84,7 +84,7 @@ fn send_direct(link: &Link, axis: &Axis, x: &Tensor, send: &[Tokens], receive: &
         let peers = direct::others(axis, rows).into_iter();
         peers.map(|(peer, first, rows)| Message { tensor: whole.narrow(0, first, rows), peer }).collect()
     };
-    let done = direct::exchange(link, messages(x, send), messages(&arrived, receive));
+    let done = direct::exchange(axis, link, messages(x, send), messages(&arrived, receive));
     let me = axis.rank().0;
     let stays = x.narrow(0, total(&send[..me]), send[me].dim());
     arrived.narrow(0, total(&receive[..me]), receive[me].dim()).copy_(&stays);

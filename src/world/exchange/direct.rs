@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 use tch::{Device, Tensor};
 
-use crate::runtime::units::{Rank, Tokens, as_dim};
+use crate::runtime::units::{Rank, Tokens, as_dim, as_index};
 use crate::tensor::gpu::{self, Event};
 use crate::tensor::link::{self, Link, Message};
-use crate::tensor::{self};
+use crate::tensor::{self, element_bytes};
 use crate::world::Axis;
 
 /// Opens the transport if every rank of the axis has its own GPU and NCCL can be opened; returns whether it is open.
@@ -57,8 +57,10 @@ fn sent<T>(outcome: Result<T, tensor::Error>) -> T {
     outcome.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Sends and receives concurrently with the computation. Empty tensors are not sent: both sides know all sizes.
-pub(crate) fn exchange(link: &Link, send: Vec<Message>, receive: Vec<Message>) -> Event {
+/// Sends and receives between the ranks of `axis`, whose transport `link` is, concurrently with the computation. Empty tensors are
+/// not sent: both sides know all sizes.
+pub(crate) fn exchange(axis: &Axis, link: &Link, send: Vec<Message>, receive: Vec<Message>) -> Event {
+    axis.count_sent(send.iter().map(|one| one.tensor.numel() * as_index(element_bytes(one.tensor.kind()))).sum());
     let full = |messages: Vec<Message>| messages.into_iter().filter(|one| one.tensor.numel() > 0).collect::<Vec<_>>();
     sent(link.exchange(&full(send), &full(receive)))
 }
@@ -91,7 +93,7 @@ pub(crate) fn gather_rows(link: &Link, axis: &Axis, x: &Tensor, counts: &[Tokens
     let peers = others(axis, counts);
     let send = peers.iter().map(|&(peer, ..)| Message { tensor: x.shallow_clone(), peer }).collect();
     let receive = peers.iter().map(|&(peer, first, rows)| Message { tensor: all.narrow(0, first, rows), peer });
-    let done = exchange(link, send, receive.collect());
+    let done = exchange(axis, link, send, receive.collect());
     let first = counts[..axis.rank().0].iter().map(|count| count.dim()).sum();
     all.narrow(0, first, x.size()[0]).copy_(&x);
     wait(&done);
@@ -107,7 +109,7 @@ pub(crate) fn return_rows(link: &Link, axis: &Axis, parts: &Tensor, counts: &[To
     let peers = others(axis, counts);
     let send = peers.iter().map(|&(peer, first, rows)| Message { tensor: parts.narrow(0, first, rows), peer });
     let receive = peers.iter().map(|&(peer, ..)| Message { tensor: home[peer.0].shallow_clone(), peer });
-    let done = exchange(link, send.collect(), receive.collect());
+    let done = exchange(axis, link, send.collect(), receive.collect());
     let first = counts[..axis.rank().0].iter().map(|count| count.dim()).sum();
     home[axis.rank().0].shallow_clone().copy_(&parts.narrow(0, first, own.dim()));
     wait(&done);
