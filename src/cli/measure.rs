@@ -63,6 +63,7 @@ pub(super) struct ParityFlags {
 }
 
 #[derive(Args, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "a command's switches")]
 pub(super) struct BenchFlags {
     /// An HF folder, or just its config.json: only the shape is read
     model: PathBuf,

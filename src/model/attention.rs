@@ -27,8 +27,8 @@ use super::past::{ChunkState, Past, PastGradient};
 use super::planes::Planes;
 use crate::prompt::layout::{PromptLayout, Run, Span, TileSizes, tiles};
 use crate::prompt::pages::PlaneRow;
-use crate::prompt::ring::{RingRuns, visit_runs, visit_runs_with_sums};
-use crate::runtime::units::{as_dim, from_dim};
+use crate::prompt::ring::{visit_runs, visit_runs_with_sums};
+use crate::runtime::units::{Rank, as_dim, from_dim};
 use crate::tensor::attention::{self, Merged, Partial};
 use crate::tensor::kernels::Kernel;
 use crate::tensor::{self, accumulation, fused};
@@ -166,6 +166,14 @@ impl Attention {
         let end = keys.positions.end;
         vec![QueryRows { first: 0, positions: end..end + span.rows().dim() }]
     }
+}
+
+/// Keys and values.
+const STATE_PLANES: usize = 2;
+
+/// Rows of the planes of both chunks of a rank, which have these rows.
+fn rows_of_planes(chunks: [i64; 2]) -> Vec<i64> {
+    chunks.iter().flat_map(|&rows| [rows; STATE_PLANES]).collect()
 }
 
 /// Keys of a span's own rows on this rank.
@@ -350,7 +358,7 @@ impl Mixer for Attention {
 }
 
 impl RingMixer for Attention {
-    /// Keys and values of both chunks travel the ring, one chunk of every rank at a time.
+    /// Keys and values of both chunks travel the ring together.
     fn capture(
         &self,
         cp_group: &CpGroup,
@@ -362,22 +370,22 @@ impl RingMixer for Attention {
             blocks.iter().map(|block| (QueryRows::alone(&block.piece), Queries::from(&block.queries))).collect();
         let merging: Vec<Merging> =
             queries.iter().map(|(_, q)| self.no_keys_yet(q.q_thd.size()[0], q.q_thd.device())).collect();
-        for (chunk, travelling) in [own.early, own.late].into_iter().enumerate() {
-            let outcome: Result<(), Infallible> = visit_runs(
-                cp_group.axis,
-                cp_group.ledger,
-                travelling.into_tensors(),
-                |rank| layout.chunks_of(rank)[chunk],
-                |run, planes| {
+        let outcome: Result<(), Infallible> = visit_runs(
+            cp_group.axis,
+            cp_group.ledger,
+            own.into_tensors(),
+            &|rank| rows_of_planes(layout.chunks_of(rank).map(|run| run.rows().dim())),
+            |rank, planes| {
+                for (run, planes) in layout.chunks_of(rank).iter().zip(planes.chunks(STATE_PLANES)) {
                     let keys = KeyBlock::new(run.start, KeyValue::from(planes));
                     for ((rows, q), merging) in queries.iter().zip(&merging) {
                         self.attend(Sizes::Repeat, rows, &keys, &q.q_thd, merging);
                     }
-                    Ok(())
-                },
-            );
-            let Ok(()) = outcome;
-        }
+                }
+                Ok(())
+            },
+        );
+        let Ok(()) = outcome;
         merging.into_iter().map(|merging| merging.finish(self.kind)).collect()
     }
 
@@ -409,12 +417,9 @@ impl RingMixer for Attention {
         let blocks: Vec<(QueryRows, BackwardRows)> = blocks.into_iter().map(backward_rows).collect();
         let tail_start = |run: &Run| run.start.max(layout.cut());
         let tail_rows = |run: &Run| run.stop.since(tail_start(run)).dim();
-        let chunk_gradient = |chunk: usize, travelling: Planes, home: Planes| {
-            let travel = RingRuns {
-                run_of: &|rank| layout.chunks_of(rank)[chunk],
-                sum_rows: &|rank| tail_rows(&layout.chunks_of(rank)[chunk]),
-            };
-            let visit = |run: &Run, planes: &[Tensor], sums: &[Tensor]| {
+        let visit = |rank: Rank, planes: &[Tensor], sums: &[Tensor]| {
+            let chunks = planes.chunks(STATE_PLANES).zip(sums.chunks(STATE_PLANES));
+            for (run, (planes, sums)) in layout.chunks_of(rank).iter().zip(chunks) {
                 let kv = KeyValue::from(planes);
                 let constant_rows = run.rows().dim() - tail_rows(run);
                 let constants = KeyBlock::new(run.start, kv.rows(&(0..constant_rows)));
@@ -424,13 +429,20 @@ impl RingMixer for Attention {
                     self.backward_attend(Sizes::Repeat, rows, &constants, all, None);
                     self.backward_attend(Sizes::Repeat, rows, &tail, all, Some(&tail_gradient));
                 }
-            };
-            let (travelling, home) = (travelling.into_tensors(), home.into_tensors());
-            Planes::from(visit_runs_with_sums(cp_group.axis, cp_group.ledger, travelling, home, &travel, visit))
+            }
         };
-        let early = chunk_gradient(0, own.early, later.early);
-        let late = chunk_gradient(1, own.late, later.late);
+        let sums = visit_runs_with_sums(
+            cp_group.axis,
+            cp_group.ledger,
+            own.into_tensors(),
+            later.into_tensors(),
+            [
+                &|rank| rows_of_planes(layout.chunks_of(rank).map(|run| run.rows().dim())),
+                &|rank| rows_of_planes(layout.chunks_of(rank).map(|run| tail_rows(&run))),
+            ],
+            visit,
+        );
         let queries = blocks.into_iter().map(|(_, all)| Queries { q_thd: all.dq_thd.finish(self.kind) }.into());
-        CaptureGradient { queries: queries.collect(), state: ChunkState { early, late } }
+        CaptureGradient { queries: queries.collect(), state: ChunkState::from_tensors(sums) }
     }
 }

@@ -97,6 +97,19 @@ impl ChunkState {
         ChunkState { early: slabs[0].filled().into(), late: slabs[1].filled().into() }
     }
 
+    /// The planes of the early chunk, then those of the late one.
+    #[must_use]
+    pub fn into_tensors(self) -> Vec<Tensor> {
+        self.early.into_tensors().into_iter().chain(self.late.into_tensors()).collect()
+    }
+
+    /// The reverse of [`ChunkState::into_tensors`].
+    #[must_use]
+    pub fn from_tensors(mut early: Vec<Tensor>) -> ChunkState {
+        let late = early.split_off(early.len() / 2);
+        ChunkState { early: early.into(), late: late.into() }
+    }
+
     /// All rows in position order, in dtype `kind`.
     #[must_use]
     pub fn join(self, kind: Kind) -> Planes {

@@ -245,8 +245,8 @@ impl<'a> Sizes<'a> {
         vec![addend(
             "messages between ranks",
             Place::Host,
-            product(&[self.prompt_rows, self.passing_bytes + sums]),
-            format!("two runs of half a rank's {} positions × {} B", self.prompt_rows, self.passing_bytes + sums),
+            product(&[2, self.prompt_rows, self.passing_bytes + sums]),
+            format!("two other ranks' {} positions × {} B", self.prompt_rows, self.passing_bytes + sums),
             "use more ranks (parallel.cp_size)",
         )]
     }
@@ -259,8 +259,8 @@ impl<'a> Sizes<'a> {
         vec![within(
             phase,
             "foreign page runs",
-            product(&[self.prompt_rows, self.passing_bytes + sums]),
-            format!("two runs of half a rank's {} positions × {} B", self.prompt_rows, self.passing_bytes + sums),
+            product(&[2, self.prompt_rows, self.passing_bytes + sums]),
+            format!("two other ranks' {} positions × {} B", self.prompt_rows, self.passing_bytes + sums),
             "use more ranks (parallel.cp_size)",
         )]
     }

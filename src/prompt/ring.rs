@@ -1,18 +1,21 @@
-//! Page runs of all ranks, passed from rank to rank round the context-parallel group.
+//! State of all ranks, passed from rank to rank round the context-parallel group.
 //!
 //! ```text
-//!   step      0     1     2     3        Rank r holds run (r − step) mod R. While it computes with that run, it sends
-//!   rank 0   [0]   [3]   [2]   [1]       the run to rank r+1 and receives the next one from rank r−1, so it never holds
-//!   rank 1   [1]   [0]   [3]   [2]       more than two runs of other ranks. Run q is a stretch of the token line:
+//!   step      0     1     2     3        Rank r holds the state of rank (r − step) mod R. While it computes with it, it
+//!   rank 0   [0]   [3]   [2]   [1]       sends it to rank r+1 and receives the next one from rank r−1, so it never holds
+//!   rank 1   [1]   [0]   [3]   [2]       the state of more than two other ranks. That of rank q are its two chunks:
 //!   rank 2   [2]   [1]   [0]   [3]
-//!   rank 3   [3]   [2]   [1]   [0]         |--0--|--1--|--2--|--3--|--3--|--2--|--1--|--0--|   first and second chunks
+//!   rank 3   [3]   [2]   [1]   [0]         |--0--|--1--|--2--|--3--|--3--|--2--|--1--|--0--|
 //! ```
+//!
+//! Both chunks travel together: the causal pairs of a rank's queries with the two chunks of another rank are as many on every
+//! rank in every step, so that no rank waits for another. With one chunk after the other, rank R − 1 has nearly twice the pairs of
+//! rank 0 in the first and next to none in the second.
 
 use tch::{Device, Tensor};
 
-use crate::prompt::layout::Run;
 use crate::runtime::memory::{Held, Ledger, MemorySpace, Purpose};
-use crate::runtime::units::{Rank, as_dim};
+use crate::runtime::units::Rank;
 use crate::tensor::boundary::storage_bytes;
 use crate::tensor::link::Link;
 use crate::tensor::{gpu, views};
@@ -70,16 +73,16 @@ impl<'a> Ring<'a> {
         planes.iter().map(to_wire).collect()
     }
 
-    /// Buffers for planes like `like` with `rows` rows.
-    fn incoming(&self, like: &[Tensor], rows: i64) -> Transfer {
-        let buffer = |plane: &Tensor| {
+    /// Buffers for planes like `like`, each with its number of rows.
+    fn incoming(&self, like: &[&Tensor], rows: &[i64]) -> Transfer {
+        let buffer = |(plane, &rows): (&&Tensor, &i64)| {
             let mut shape = plane.size();
             shape[0] = rows;
             let device = if self.link.is_some() { self.device } else { Device::Cpu };
             let empty = Tensor::empty(shape, (plane.kind(), device));
             if self.device == Device::Cpu || self.link.is_some() { empty } else { pinned_like(&empty) }
         };
-        let planes: Vec<Tensor> = like.iter().map(buffer).collect();
+        let planes: Vec<Tensor> = like.iter().zip(rows).map(buffer).collect();
         let through_host = self.device != Device::Cpu && self.link.is_none();
         let space = if through_host { MemorySpace::Host } else { MemorySpace::Device };
         let held = vec![hold_foreign(self.ledger, space, &planes)];
@@ -124,36 +127,36 @@ fn hold_foreign(ledger: &Ledger, space: MemorySpace, planes: &[Tensor]) -> Held 
     ledger.hold(Purpose::Foreign, space, planes.iter().map(storage_bytes).sum())
 }
 
-/// Calls `visit` with every rank's run: this rank's own run first, then that of the next lower rank, and so on round
-/// the ring. `run_of` returns the run of a rank; `own` are the filled rows of this rank's run, one tensor for each
-/// plane. `visit` is not called for a run without rows, but the run is still passed on.
+/// Rows of the planes of a rank's state, the same for all ranks that ask.
+pub type RowsOf<'a> = &'a dyn Fn(Rank) -> Vec<i64>;
+
+/// Calls `visit` with every rank's state: this rank's own first, then that of the next lower rank, and so on round the ring. `own`
+/// are this rank's planes, `rows_of` says how many rows those of a rank have; planes without rows are passed on too.
 ///
 /// # Errors
-/// The first error of `visit`; all runs are passed on nevertheless, so that no rank is left waiting.
+/// The first error of `visit`, which is not called again; all state is passed on nevertheless, so that no rank is left waiting.
 pub fn visit_runs<E>(
     axis: &Axis,
     ledger: &Ledger,
     own: Vec<Tensor>,
-    run_of: impl Fn(Rank) -> Run,
-    mut visit: impl FnMut(&Run, &[Tensor]) -> Result<(), E>,
+    rows_of: RowsOf,
+    mut visit: impl FnMut(Rank, &[Tensor]) -> Result<(), E>,
 ) -> Result<(), E> {
     let ring = Ring::new(axis, ledger, &own);
     let mut current = Transfer { planes: ring.outgoing(&own), held: Vec::new() };
     let mut planes_here = own;
     let mut outcome = Ok(());
     for step in 0..axis.size() {
-        let run = run_of(ring.owner_at(step));
         let mut compute = |planes: &[Tensor]| {
-            if outcome.is_ok() && run.rows().0 > 0 {
-                outcome = visit(&run, planes);
+            if outcome.is_ok() {
+                outcome = visit(ring.owner_at(step), planes);
             }
         };
         if step + 1 == axis.size() {
             compute(&planes_here);
             break;
         }
-        let next_rows = as_dim(run_of(ring.owner_at(step + 1)).rows().0);
-        let mut next = ring.incoming(&current.planes, next_rows);
+        let mut next = ring.incoming(&current.planes.iter().collect::<Vec<_>>(), &rows_of(ring.owner_at(step + 1)));
         ring.step(&current.planes, &mut next, || compute(&planes_here));
         planes_here = ring.to_device(&mut next);
         current = next;
@@ -161,59 +164,65 @@ pub fn visit_runs<E>(
     outcome
 }
 
-/// The runs of [`visit_runs_with_sums`], and the rows of their sums.
-pub struct RingRuns<'a> {
-    /// The run of a rank.
-    pub run_of: &'a dyn Fn(Rank) -> Run,
-    /// Rows of the sums for a rank's run.
-    pub sum_rows: &'a dyn Fn(Rank) -> i64,
-}
-
-/// As [`visit_runs`], with sums that are passed on with their run and return to the run's owner. `own_sums` are this
-/// rank's sums for its own run, one tensor for each plane. Each rank adds its part while it holds the run; one more
-/// step returns the sums to their owner, complete. Sums are formed in ring order from the owner on, so they repeat bit
-/// for bit.
+/// As [`visit_runs`], with sums that follow the state and return to its owner. `own_sums` are this rank's sums for its own state, one
+/// tensor for each plane, of which `sum_rows` says the rows. What a rank adds while it holds some state is a sum of its own; the
+/// sums of the ranks before it arrive meanwhile, and leave with its own part while it computes with the next state. So they are
+/// formed in ring order from the owner on, and repeat bit for bit; only their way home has no computation beside it.
 pub fn visit_runs_with_sums(
     axis: &Axis,
     ledger: &Ledger,
     own: Vec<Tensor>,
     own_sums: Vec<Tensor>,
-    runs: &RingRuns,
-    mut visit: impl FnMut(&Run, &[Tensor], &[Tensor]),
+    [rows_of, sum_rows]: [RowsOf; 2],
+    mut visit: impl FnMut(Rank, &[Tensor], &[Tensor]),
 ) -> Vec<Tensor> {
     let ring = Ring::new(axis, ledger, &own);
-    let mut current = Transfer { planes: ring.outgoing(&own), held: Vec::new() };
-    let mut planes_here = own;
-    let mut sums = own_sums;
-    // Counts other ranks' sums while this rank holds them.
-    let mut held = Vec::new();
-    for step in 0..axis.size() {
-        let run = (runs.run_of)(ring.owner_at(step));
-        let next_owner = ring.owner_at(step + 1);
-        let mut compute = |planes: &[Tensor]| {
-            if run.rows().0 > 0 {
-                visit(&run, planes, &sums);
-            }
-        };
-        if step + 1 == axis.size() {
-            compute(&planes_here);
-        } else {
-            let next_rows = as_dim((runs.run_of)(next_owner).rows().0);
-            let mut next = ring.incoming(&current.planes, next_rows);
-            ring.step(&current.planes, &mut next, || compute(&planes_here));
-            planes_here = ring.to_device(&mut next);
-            current = next;
-        }
-        if axis.size() == 1 {
-            break;
-        }
-        // Sums are sent only after this rank has added its part, so sending cannot overlap with the computation.
-        let outgoing = ring.outgoing(&sums);
-        let mut incoming = ring.incoming(&outgoing, (runs.sum_rows)(next_owner));
-        ring.step(&outgoing, &mut incoming, || ());
-        sums = ring.to_device(&mut incoming);
-        held = incoming.held;
+    let size = axis.size();
+    if size == 1 {
+        visit(axis.rank(), &own, &own_sums);
+        return own_sums;
     }
-    drop(held);
-    sums
+    let mut state = Transfer { planes: ring.outgoing(&own), held: Vec::new() };
+    let mut planes_here = own;
+    let mut part = own_sums;
+    let mut part_held = None;
+    // Complete up to this rank, for the state that was held the step before.
+    let mut complete = Vec::new();
+    for step in 0..size {
+        let passed_on = if step + 1 < size { state.planes.len() } else { 0 };
+        let mut like: Vec<&Tensor> = state.planes[..passed_on].iter().collect();
+        let mut rows = if passed_on > 0 { rows_of(ring.owner_at(step + 1)) } else { Vec::new() };
+        if step > 0 {
+            like.extend(&part);
+            rows.extend(sum_rows(ring.owner_at(step)));
+        }
+        let mut arriving = ring.incoming(&like, &rows);
+        let mut leaving: Vec<Tensor> = state.planes[..passed_on].iter().map(Tensor::shallow_clone).collect();
+        leaving.extend(ring.outgoing(&complete));
+        ring.step(&leaving, &mut arriving, || visit(ring.owner_at(step), &planes_here, &part));
+        let mut arrived = ring.to_device(&mut arriving);
+        let sums = arrived.split_off(passed_on);
+        for (sum, part) in sums.iter().zip(&part) {
+            let _ = sum.shallow_clone().g_add_(part);
+        }
+        complete = if step == 0 { part } else { sums };
+        planes_here = arrived;
+        arriving.planes.truncate(passed_on);
+        state = arriving;
+        part = Vec::new();
+        if step + 1 < size {
+            let zeros = |(plane, rows): (&Tensor, i64)| {
+                let mut shape = plane.size();
+                shape[0] = rows;
+                Tensor::zeros(shape, (plane.kind(), plane.device()))
+            };
+            part = complete.iter().zip(sum_rows(ring.owner_at(step + 1))).map(zeros).collect();
+            part_held = Some(hold_foreign(ledger, MemorySpace::Device, &part));
+        }
+    }
+    drop((part_held, planes_here));
+    let like: Vec<&Tensor> = complete.iter().collect();
+    let mut home = ring.incoming(&like, &sum_rows(axis.rank()));
+    ring.step(&ring.outgoing(&complete), &mut home, || ());
+    ring.to_device(&mut home)
 }

@@ -1,13 +1,15 @@
 //! Bytes between ranks.
 
 use longstraw::prompt::layout::PromptLayout;
-use longstraw::prompt::ring::visit_runs;
+use longstraw::prompt::ring::{visit_runs, visit_runs_with_sums};
 use longstraw::runtime::failure::{Exit, Failure};
 use longstraw::runtime::memory::{Ledger, Purpose};
-use longstraw::runtime::units::{Bytes, Tokens, as_dim};
+use longstraw::runtime::units::{Bytes, Rank, Tokens, as_dim, float, from_index};
 use longstraw::world::World;
 use longstraw::world::exchange::{gather_rows, return_rows, sum_over_ranks};
 use tch::{Device, Kind, Tensor};
+
+const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 /// Uneven counts, some of them zero.
 fn counts(size: usize) -> Vec<Tokens> {
@@ -66,35 +68,73 @@ pub(crate) fn ring(world: &mut World) {
         let value = |start: u64, rows: i64| {
             Tensor::arange_start(as_dim(start), as_dim(start) + rows, (Kind::Double, Device::Cpu)).view([rows, 1])
         };
-        for pass in 0..2 {
-            let ledger = Ledger::default();
-            let own = layout.chunks_of(axis.rank())[pass];
-            let planes = vec![value(own.start.0, own.rows().dim()), value(own.start.0, own.rows().dim()) * 2.0];
-            let mut seen = Vec::new();
-            let outcome: Result<(), ()> = visit_runs(
-                axis,
-                &ledger,
-                planes,
-                |rank| layout.chunks_of(rank)[pass],
-                |run, planes| {
-                    let expected = value(run.start.0, run.rows().dim());
-                    assert!(planes[0].equal(&expected) && planes[1].equal(&(expected * 2.0)));
-                    seen.push(run.rank.0);
-                    Ok(())
-                },
-            );
-            assert!(outcome.is_ok());
-            let me = axis.rank().0;
-            let order = (0..axis.size()).map(|step| (me + axis.size() - step) % axis.size());
-            let filled = |rank: &usize| layout.chunks_of(longstraw::runtime::units::Rank(*rank))[pass].rows().0 > 0;
-            assert_eq!(seen, order.filter(filled).collect::<Vec<_>>(), "every run once, in ring order");
-            let largest = (0..axis.size())
-                .map(|rank| layout.chunks_of(longstraw::runtime::units::Rank(rank))[pass].rows().0 * 16)
-                .max()
-                .unwrap_or(0);
-            assert!(ledger.peak(Purpose::Foreign) <= Bytes(2 * largest), "two runs at most");
-            assert_eq!(ledger.now(Purpose::Foreign), Bytes(0), "nothing foreign stays");
+        let ledger = Ledger::default();
+        let runs = |rank: Rank| layout.chunks_of(rank);
+        let planes_of = |rank: Rank| -> Vec<Tensor> {
+            runs(rank).iter().map(|run| value(run.start.0, run.rows().dim())).flat_map(|x| [x.copy(), x * 2.0]).collect()
+        };
+        let mut seen = Vec::new();
+        let outcome: Result<(), ()> = visit_runs(
+            axis,
+            &ledger,
+            planes_of(axis.rank()),
+            &|rank| planes_of(rank).iter().map(|plane| plane.size()[0]).collect(),
+            |rank, planes| {
+                let expected = planes_of(rank);
+                assert!(planes.len() == 4 && planes.iter().zip(&expected).all(|(found, wanted)| found.equal(wanted)));
+                seen.push(rank.0);
+                Ok(())
+            },
+        );
+        assert!(outcome.is_ok());
+        let me = axis.rank().0;
+        let order = (0..axis.size()).map(|step| (me + axis.size() - step) % axis.size());
+        assert_eq!(seen, order.collect::<Vec<_>>(), "the state of every rank once, in ring order");
+        let bytes = |rank| runs(Rank(rank)).iter().map(|run| run.rows().0 * 16).sum::<u64>();
+        let largest = (0..axis.size()).map(bytes).max().unwrap_or(0);
+        assert!(ledger.peak(Purpose::Foreign) <= Bytes(2 * largest), "the state of two ranks at most");
+        assert_eq!(ledger.now(Purpose::Foreign), Bytes(0), "nothing foreign stays");
+    }
+}
+
+/// Sums follow the state of every rank and come home complete, formed in ring order from the owner on.
+pub(crate) fn ring_sums(world: &mut World) {
+    let axis = &world.all;
+    let size = axis.size();
+    for (prompt, page, tail) in [(1, 3, 1), (50, 7, 50), (130, 3, 40)] {
+        let layout = PromptLayout::new(Tokens(prompt), Tokens(page), size, Tokens(tail));
+        let rows = |rank: Rank| layout.chunks_of(rank).map(|run| run.rows().dim());
+        let tails = |rank: Rank| layout.chunks_of(rank).map(|run| run.stop.since(run.start.max(layout.cut())).dim());
+        let state = |rank: Rank| rows(rank).map(|rows| Tensor::full([rows, 2], as_dim(from_index(rank.0)), FLOAT));
+        // What `by` adds to the sums of `of`: the order of addition shows in the last bits.
+        let part = |by: Rank, of: Rank| {
+            let factor = 10f64.powi(i32::try_from(by.0 % 4).unwrap_or(0) * 3) * float(from_index(of.0 + 1));
+            tails(of).map(|rows| (Tensor::arange(rows * 2, FLOAT) * 0.1 + 0.7).view([rows, 2]) * factor)
+        };
+        let ledger = Ledger::default();
+        let own = part(axis.rank(), axis.rank());
+        let found = visit_runs_with_sums(
+            axis,
+            &ledger,
+            state(axis.rank()).into(),
+            own.iter().map(Tensor::zeros_like).collect(),
+            [&|rank| rows(rank).into(), &|rank| tails(rank).into()],
+            |rank, planes, sums| {
+                assert!(planes.iter().zip(state(rank)).all(|(found, wanted)| found.equal(&wanted)));
+                for (sum, part) in sums.iter().zip(part(axis.rank(), rank)) {
+                    let _ = sum.shallow_clone().g_add_(&part);
+                }
+            },
+        );
+        let me = axis.rank();
+        let mut wanted = own;
+        for by in (1..size).map(|step| Rank((me.0 + step) % size)) {
+            for (sum, part) in wanted.iter().zip(part(by, me)) {
+                let _ = sum.shallow_clone().g_add_(&part);
+            }
         }
+        assert!(found.len() == 2 && found.iter().zip(&wanted).all(|(found, wanted)| found.equal(wanted)));
+        assert_eq!(ledger.now(Purpose::Foreign), Bytes(0), "nothing foreign stays");
     }
 }
 
