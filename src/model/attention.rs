@@ -436,10 +436,9 @@ impl RingMixer for Attention {
             cp_group.ledger,
             own.into_tensors(),
             later.into_tensors(),
-            [
-                &|rank| rows_of_planes(layout.chunks_of(rank).map(|run| run.rows().dim())),
-                &|rank| rows_of_planes(layout.chunks_of(rank).map(|run| tail_rows(&run))),
-            ],
+            [&|rank| rows_of_planes(layout.chunks_of(rank).map(|run| run.rows().dim())), &|rank| {
+                rows_of_planes(layout.chunks_of(rank).map(|run| tail_rows(&run)))
+            }],
             visit,
         );
         let queries = blocks.into_iter().map(|(_, all)| Queries { q_thd: all.dq_thd.finish(self.kind) }.into());

@@ -10,9 +10,9 @@ use super::planes::Planes;
 use crate::prompt::layout::{Piece, Tile, positions};
 use crate::runtime::units::{Position, Tokens, as_dim, from_dim, from_index};
 use crate::tensor::attention::Partial;
+use crate::tensor::fused::{merge_into, merge_of};
 use crate::tensor::{accumulation, fused};
 use crate::world::Axis;
-use crate::tensor::fused::{merge_into, merge_of};
 use crate::world::exchange::{gather_rows, nothing};
 
 /// Queries of some rows after rotation: the one query plane.

@@ -328,7 +328,8 @@ impl Decoder for Stack {
         let mlp = format!("{block}.mlp");
         let is_read = values == Values::All;
         // What a feed-forward adds to the residual stream, or beside it where nobody reads the sum.
-        let with = |h_tw: Tensor, added_tw: Tensor| if is_read { (h_tw + added_tw, None) } else { (h_tw, Some(added_tw)) };
+        let with =
+            |h_tw: Tensor, added_tw: Tensor| if is_read { (h_tw + added_tw, None) } else { (h_tw, Some(added_tw)) };
         if let Some(experts) = spec.experts_of(layer) {
             let name = format!("{block}.post_attention_layernorm");
             let (h_tw, normed_tw) = formulas.sum_norm(x_tw, out_tw, &name);

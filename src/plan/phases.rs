@@ -95,8 +95,8 @@ impl Sizes<'_> {
     /// layer's input and output are held.
     fn captured_row(&self, layer: &Layer) -> u64 {
         let widths = layer.mix.widths();
-        // Slabs of this layer, and those of the layer before.
-        let state = widths.state * self.model_bytes + self.leaving(|after| DeltaSizes::of(after).is_none());
+        // What the layer before sends to host memory has left before rows attend.
+        let state = widths.state * self.model_bytes;
         match layer.mix {
             Mix::Latent { .. } => self.shape.width * self.model_bytes + state,
             _ => {
@@ -314,6 +314,12 @@ impl Sizes<'_> {
         model * self.model_bytes + (widths.ask + widths.beside) * self.acc_bytes
     }
 
+    /// Hidden states of a tail row in the sweep, and what they are beside the row: where state travels, dx takes the place of dy.
+    fn hidden_of_tail(&self) -> (u64, &'static str) {
+        let gathered = self.shape.layers.iter().any(|layer| matches!(layer.mix, Mix::Latent { .. }));
+        if gathered { (3, "dy, dx") } else { (2, "dy or dx") }
+    }
+
     /// Saved inputs of the tail, and what the sweep computes in.
     pub(super) fn tail(&self) -> Vec<Addend> {
         let Sizes { model_bytes: model, acc_bytes: acc, tail_rows: tail, .. } = *self;
@@ -341,11 +347,14 @@ impl Sizes<'_> {
         };
         let is_delta = |layer: &Layer| DeltaSizes::of(layer).is_some();
         let delta = self.delta_sweep(next + next_outputs(&is_delta));
+        let (hidden, hidden_words) = self.hidden_of_tail();
         let mut attending = vec![within(
             Phase::Sweep,
             "tail on its way back",
-            product(&[tail, 3 * width * model + back + next + next_outputs(&|layer| !is_delta(layer))]),
-            format!("{tail} positions × (rows in, dy, dx; queries, outputs, dout, dq; what comes for the next layer)"),
+            product(&[tail, hidden * width * model + back + next + next_outputs(&|layer| !is_delta(layer))]),
+            format!(
+                "{tail} positions × (rows in, {hidden_words}; queries, outputs, dout, dq; what comes for the next layer)"
+            ),
             "set grpo.gradient = \"response\"",
         )];
         attending.push(self.state_gradient(Phase::Sweep));

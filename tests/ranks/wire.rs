@@ -71,7 +71,11 @@ pub(crate) fn ring(world: &mut World) {
         let ledger = Ledger::default();
         let runs = |rank: Rank| layout.chunks_of(rank);
         let planes_of = |rank: Rank| -> Vec<Tensor> {
-            runs(rank).iter().map(|run| value(run.start.0, run.rows().dim())).flat_map(|x| [x.copy(), x * 2.0]).collect()
+            runs(rank)
+                .iter()
+                .map(|run| value(run.start.0, run.rows().dim()))
+                .flat_map(|x| [x.copy(), x * 2.0])
+                .collect()
         };
         let mut seen = Vec::new();
         let outcome: Result<(), ()> = visit_runs(
@@ -127,7 +131,7 @@ pub(crate) fn ring_sums(world: &mut World) {
             },
         );
         let me = axis.rank();
-        let mut wanted = own;
+        let wanted = own;
         for by in (1..size).map(|step| Rank((me.0 + step) % size)) {
             for (sum, part) in wanted.iter().zip(part(by, me)) {
                 let _ = sum.shallow_clone().g_add_(&part);

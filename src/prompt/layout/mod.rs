@@ -381,8 +381,9 @@ mod tests {
         for (prompt, page, ranks) in [(1, 3, 1), (96, 7, 1), (449, 64, 3), (1000, 7, 8)] {
             for tail in [0, 1, 2, 64, prompt].map(|tail: u64| tail.min(prompt)) {
                 let layout = layout(prompt, page, ranks, tail);
-                for (span, rank) in
-                    [layout.span(), layout.tail()].iter().flat_map(|span| (0..ranks).map(move |rank| (span, Rank(rank))))
+                for (span, rank) in [layout.span(), layout.tail()]
+                    .iter()
+                    .flat_map(|span| (0..ranks).map(move |rank| (span, Rank(rank))))
                 {
                     let joined = span.joined(rank, layout.cut());
                     let of = |pieces: &[Piece]| -> Vec<u64> {

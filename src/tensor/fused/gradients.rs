@@ -51,7 +51,11 @@ pub fn sum_of(first: &Tensor, part: &Tensor) -> Tensor {
 fn takes_sum(sum: &Tensor, parts: &[&Tensor]) -> bool {
     let dense = |x: &Tensor| x.is_contiguous() && x.data_ptr().addr().is_multiple_of(16) && x.size() == sum.size();
     let fits = |x: &&Tensor| x.kind() == parts[0].kind() && dense(x);
-    sum.kind() == Kind::Float && dense(sum) && sum.numel().is_multiple_of(4) && parts.iter().all(fits) && takes(parts[0])
+    sum.kind() == Kind::Float
+        && dense(sum)
+        && sum.numel().is_multiple_of(4)
+        && parts.iter().all(fits)
+        && takes(parts[0])
 }
 
 fn add(sum: &Tensor, first: Option<&Tensor>, part: &Tensor) {

@@ -3,8 +3,8 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, add_into, gated, merge_into, merge_of, normed, plain,
-    sum_normed, sum_of, turned,
+    Activation, AdamNumbers, AdamTensors, Layer, Scale, adam_step, adapted, add_into, gated, merge_into, merge_of,
+    normed, plain, sum_normed, sum_of, turned,
 };
 use crate::tensor::Error;
 use crate::tensor::boundary::backward;

@@ -83,7 +83,9 @@ pub enum Error {
         exact: bool,
     },
     /// A part of the ranks has no part of the experts.
-    #[error("--ranks-sweep runs parts of the ranks, and experts are spread over {ep_size} of them: leave --ep-size out")]
+    #[error(
+        "--ranks-sweep runs parts of the ranks, and experts are spread over {ep_size} of them: leave --ep-size out"
+    )]
     SweepExperts {
         /// Ranks that hold the experts together.
         ep_size: usize,

@@ -122,9 +122,8 @@ pub(super) fn sweep(bench: &Bench) -> Result<Vec<Row>, Failure> {
                 for &gradient in &options.gradients {
                     let (run, sent_bytes) = measured(bench, &*bench.decoder, &part, prompt, group, gradient)?;
                     let Some(run) = run else { continue };
-                    let is_base = |row: &&Row| {
-                        row.ranks == 1 && row.run.group == run.group && row.run.gradient == run.gradient
-                    };
+                    let is_base =
+                        |row: &&Row| row.ranks == 1 && row.run.group == run.group && row.run.gradient == run.gradient;
                     let told = Told::of(&bench.spec, ranks, prompt, &run);
                     let one = rows.iter().find(is_base).map(|row| Told::of(&bench.spec, 1, row.prompt, &row.run));
                     let efficiency = one.map_or(1.0, |one| told.efficiency(scaling, &one));
@@ -168,7 +167,18 @@ fn measured(
 pub(super) fn table(rows: &[Row]) -> Vec<String> {
     let head = format!(
         "{:<7} {:>5} {:>10} {:<9} {:>5} {:>9} {:>8} {:>9} {:>8} {:>9} {:>10} {:>12}",
-        "scaling", "ranks", "prompt", "gradient", "group", "capture", "score", "answers", "tail", "total s", "efficiency", "sent"
+        "scaling",
+        "ranks",
+        "prompt",
+        "gradient",
+        "group",
+        "capture",
+        "score",
+        "answers",
+        "tail",
+        "total s",
+        "efficiency",
+        "sent"
     );
     let line = |row: &Row| {
         let run = &row.run;
