@@ -112,7 +112,7 @@ fn a_plan_that_does_not_fit_is_refused_with_the_knobs_that_bring_it_in() {
     let said = plan(&["--device-gib", "16", "--json"]);
     said.refused(
         5,
-        &["one rank needs 43.28 GiB of device memory and 16.00 GiB are there", "weights, 15.25 GiB a rank"],
+        &["one rank needs 44.28 GiB of device memory and 16.00 GiB are there", "weights, 15.25 GiB a rank"],
     );
     said.json();
     plan(&["--host-gib", "900", "--device-gib", "80"]).ended(0, &[]);
