@@ -240,8 +240,7 @@ impl PromptLayout {
         Position(self.prompt.0)
     }
 
-    /// Both chunks of `rank` in position order, also if empty: the runs of the first and of the second pass of the
-    /// ring.
+    /// Both chunks of `rank` in position order, also if empty; they travel the ring together.
     #[must_use]
     pub fn chunks_of(&self, rank: Rank) -> [Run; 2] {
         [self.chunks[rank.0], self.chunks[2 * self.ranks - 1 - rank.0]]
