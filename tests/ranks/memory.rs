@@ -116,10 +116,10 @@ pub(crate) fn foreign_runs(world: &mut World) {
     let _ = own(&model.adapters);
     let layout = placed(world, &model, &group, how).layout;
     let row_bytes = model.decoder.mixer(LayerIndex(0)).planes().iter().map(PlaneRow::bytes).sum::<Bytes>().0;
-    let chunks = (0..world.cp.size()).flat_map(|rank| layout.chunks_of(Rank(rank)));
-    let largest = chunks.map(|run| run.rows().0 * row_bytes).max().unwrap_or(0);
+    let pages_of = |rank| layout.chunks_of(Rank(rank)).iter().map(|run| run.rows().0 * row_bytes).sum::<u64>();
+    let largest = (0..world.cp.size()).map(pages_of).max().unwrap_or(0);
     let peak = done.ledger.peak(Purpose::Foreign);
-    assert!(peak <= Bytes(2 * largest), "{peak} of foreign runs, a run is at most {}", Bytes(largest));
+    assert!(peak <= Bytes(2 * largest), "{peak} are foreign, a rank's pages are at most {}", Bytes(largest));
     assert!(world.cp.size() == 1 || peak > Bytes(0));
     assert!(!done.pages_have_graph);
 }
