@@ -8,11 +8,15 @@
 #       directory. It is not requeued if only the receipt says stopped
 #   4 or above 128   a rank or its node has died. The job is requeued if RETRIES_MAX of the site allows it
 #   8   the ranks left with 0 and the receipt does not say passed, or a gate's new receipt says that a check failed
+#   1   three times in turn, no rank has started, although the launcher left with 0
 #   otherwise the launcher's own code
 # The code of a single rank decides nothing: a launcher that ends the other ranks may report their code instead.
 
 # The folder of the file that defines the module command.
 MODULE_FILES=${MODULE_FILES:-/etc/profile.d}
+
+# Between two tries to start the ranks.
+LAUNCH_PAUSE_S=5
 
 launcher_pid=
 stop_signal=
@@ -81,12 +85,27 @@ launch_words() {
     LAUNCH+=(${further[@]+"${further[@]}"})
 }
 
-# Starts the ranks and waits for them. Returns the launcher's exit code.
-start_and_wait() { # WORD...
+# Starts the ranks and waits for them. Returns the launcher's exit code. A launcher may fail before any rank has started: after
+# a requeue the number of a step is used again, and srun cannot launch it while the node still cleans up after the step before;
+# srun then leaves with 0. So every rank makes the file BEGUN, and without it the ranks are started again.
+start_and_wait() { # BEGUN WORD...
+    local begun=$1 try code
+    for try in 1 2 3; do
+        code=0
+        start_once "$@" || code=$?
+        [ ! -e "$begun" ] || return "$code"
+        say "no rank has started, and $LAUNCHER left with $code: try $try of 3; its own lines above tell why"
+        [ "$try" = 3 ] || sleep "$LAUNCH_PAUSE_S"
+    done
+    [ "$code" != 0 ] || code=1
+    return "$code"
+}
+
+start_once() { # BEGUN WORD...
     local code
     # A signal must not end a rank that has no handler yet. What is ignored here stays ignored after exec.
-    # shellcheck disable=SC2016 # the rank's shell expands $@
-    "${LAUNCH[@]}" bash -c 'trap "" USR1 USR2; exec "$@"' rank "$@" &
+    # shellcheck disable=SC2016 # the rank's shell expands $1 and $@
+    "${LAUNCH[@]}" bash -c 'trap "" USR1 USR2; : >"$1" || exit 1; shift; exec "$@"' rank "$@" &
     launcher_pid=$!
     [ -z "$stop_signal" ] || repeat_signal
     while :; do
@@ -148,15 +167,16 @@ run_job() { # NAME
     # So this start has a stamp of its own, and an old file `requeue` is told by its age.
     started=$directory/.started.$SLURM_JOB_ID
     : >"$started"
-    # shellcheck disable=SC2064 # the path as it is now
-    trap "rm -f '$started'" EXIT
+    rm -f "$started.ranks"
+    # shellcheck disable=SC2064 # the paths as they are now
+    trap "rm -f '$started' '$started.ranks'" EXIT
     # Under a launcher that binds, a rank sees its own cores only and would divide them again.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
 
     say "start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST: ${LAUNCH[*]} $LONGSTRAW ${WORDS[*]}"
     [ -z "$stop_signal" ] || requeue "$name" REQUEUES_MAX 75
     failures=$(own_failures "$directory")
-    start_and_wait "$LONGSTRAW" "${WORDS[@]}" --set "run.grace_sec=$SIGNAL_SECONDS" || code=$?
+    start_and_wait "$started.ranks" "$LONGSTRAW" "${WORDS[@]}" --set "run.grace_sec=$SIGNAL_SECONDS" || code=$?
 
     if [ "$code" != 0 ]; then
         if [ "$name" != train ] && new_receipt "$name" "$started" && check_failed "$name"; then
