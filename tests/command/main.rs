@@ -33,6 +33,7 @@ mod merge;
 mod mix;
 mod objective;
 mod online;
+mod paper;
 mod parity;
 mod ping;
 mod plan;
