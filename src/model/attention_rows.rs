@@ -153,9 +153,7 @@ impl Merging {
         let so_far = match (self.so_far.take(), is_whole) {
             (Merged::Nothing, true) => Merged::Part(part),
             (Merged::Part(first), true) => {
-                let of = |part: &Partial| [part.out_thd.shallow_clone(), part.lse_th.shallow_clone()];
-                let (first, part) = (of(&first), of(&part));
-                let (out_thd, lse_th) = merge_of(first.each_ref(), part.each_ref());
+                let (out_thd, lse_th) = merge_of([&first.out_thd, &first.lse_th], [&part.out_thd, &part.lse_th]);
                 Merged::Parts { out_thd, lse_th, untouched: range.end }
             }
             (before, _) => {

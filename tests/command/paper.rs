@@ -77,8 +77,10 @@ fn one_gpu_is_what_was_measured_and_ranks_with_free_links_share_its_work() {
         "--ranks",
         "8",
     ]);
-    let [capture, _, _, tail, total, efficiency, one_by_one] = row(&table, 1)[..] else { panic!("{table}") };
-    assert_eq!([capture, tail, total, efficiency, one_by_one], [12.0, 30.0, 42.0, 1.0, 42.0]);
+    assert!(
+        table.contains("| 131,072 | 1 | exact | 12.00 | 0.00 | 0.00 | 30.00 | **42.00** | 1.00 | 42.00 |"),
+        "{table}"
+    );
     for (ranks, share) in [(2, 6.0), (8, 1.5)] {
         let cells = row(&table, ranks);
         assert!((cells[0] - share).abs() < 0.011, "both chunks together wait for nobody:\n{table}");

@@ -57,8 +57,8 @@ fn prompts(prompt: Tokens, ranks: usize) -> Vec<(Scaling, Tokens)> {
     std::iter::once((Scaling::Strong, prompt)).chain(longer).collect()
 }
 
-/// What the efficiency of a run is told by.
-struct Told {
+/// Work and seconds of a run, which its efficiency is computed from.
+struct Pace {
     ranks: f64,
     /// Operations of a pass over the prompt, 10¹².
     tera: f64,
@@ -66,14 +66,14 @@ struct Told {
     total_seconds: f64,
 }
 
-impl Told {
-    fn of(spec: &Spec, ranks: usize, prompt: Tokens, run: &Run) -> Told {
+impl Pace {
+    fn of(spec: &Spec, ranks: usize, prompt: Tokens, run: &Run) -> Pace {
         let tera = Work::of(spec, prompt).tera();
         let prompt_seconds = run.capture_seconds + run.tail_seconds;
-        Told { ranks: float(from_index(ranks)), tera, prompt_seconds, total_seconds: run.total_seconds }
+        Pace { ranks: float(from_index(ranks)), tera, prompt_seconds, total_seconds: run.total_seconds }
     }
 
-    fn efficiency(&self, scaling: Scaling, one: &Told) -> f64 {
+    fn efficiency(&self, scaling: Scaling, one: &Pace) -> f64 {
         match scaling {
             Scaling::Strong => one.total_seconds / (self.ranks * self.total_seconds),
             Scaling::Weak => self.tera / one.tera * one.prompt_seconds / (self.ranks * self.prompt_seconds),
@@ -124,9 +124,9 @@ pub(super) fn sweep(bench: &Bench) -> Result<Vec<Row>, Failure> {
                     let Some(run) = run else { continue };
                     let is_base =
                         |row: &&Row| row.ranks == 1 && row.run.group == run.group && row.run.gradient == run.gradient;
-                    let told = Told::of(&bench.spec, ranks, prompt, &run);
-                    let one = rows.iter().find(is_base).map(|row| Told::of(&bench.spec, 1, row.prompt, &row.run));
-                    let efficiency = one.map_or(1.0, |one| told.efficiency(scaling, &one));
+                    let pace = Pace::of(&bench.spec, ranks, prompt, &run);
+                    let one = rows.iter().find(is_base).map(|row| Pace::of(&bench.spec, 1, row.prompt, &row.run));
+                    let efficiency = one.map_or(1.0, |one| pace.efficiency(scaling, &one));
                     rows.push(Row { scaling, ranks, prompt, efficiency, sent_bytes, run });
                 }
             }
@@ -225,14 +225,14 @@ mod tests {
 
     #[test]
     fn ranks_that_keep_one_ranks_pace_are_fully_efficient() {
-        let one = Told { ranks: 1.0, tera: 100.0, prompt_seconds: 10.0, total_seconds: 12.0 };
-        let strong = Told { ranks: 4.0, tera: 100.0, prompt_seconds: 2.5, total_seconds: 3.0 };
+        let one = Pace { ranks: 1.0, tera: 100.0, prompt_seconds: 10.0, total_seconds: 12.0 };
+        let strong = Pace { ranks: 4.0, tera: 100.0, prompt_seconds: 2.5, total_seconds: 3.0 };
         // Four times the positions: sixteen times the attention on four ranks.
-        let weak = Told { ranks: 4.0, tera: 1_600.0, prompt_seconds: 40.0, total_seconds: 48.0 };
+        let weak = Pace { ranks: 4.0, tera: 1_600.0, prompt_seconds: 40.0, total_seconds: 48.0 };
         let near = |found: f64, wanted: f64| assert!((found - wanted).abs() < 1e-12, "{found}, {wanted}");
         near(strong.efficiency(Scaling::Strong, &one), 1.0);
         near(weak.efficiency(Scaling::Weak, &one), 1.0);
-        near(Told { total_seconds: 4.0, ..strong }.efficiency(Scaling::Strong, &one), 0.75);
-        near(Told { prompt_seconds: 80.0, ..weak }.efficiency(Scaling::Weak, &one), 0.5);
+        near(Pace { total_seconds: 4.0, ..strong }.efficiency(Scaling::Strong, &one), 0.75);
+        near(Pace { prompt_seconds: 80.0, ..weak }.efficiency(Scaling::Weak, &one), 0.5);
     }
 }
