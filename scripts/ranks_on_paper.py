@@ -4,8 +4,8 @@
     ranks_on_paper.py                         checks against the runs of docs/benchmarks, then the tables of that document
     ranks_on_paper.py --check                 the checks alone; leaves with 1 if a capture, or a total of `exact`, is further off than 7 %
     ranks_on_paper.py --run FILE --shape CONFIG --prompt P --ranks R
-                                              from another machine's run: FILE is what `longstraw bench` printed on one GPU
-                                              (JSON), CONFIG the model's config.json; --prompt and --ranks may be repeated
+                                              from another H200's run: FILE is what `longstraw bench --json` printed on one
+                                              GPU, CONFIG the model's config.json; --prompt and --ranks may be repeated
 
 Capture and sweep are played layer by layer and step by step for every rank: rank r holds chunks r and 2R−1−r of the prompt, its
 queries meet the state of rank (r − step) mod R in each step, and a step ends when its computation and its messages have ended.
@@ -14,8 +14,9 @@ divide by the ranks, and every exchange of an answer's rows costs what it cost o
 
 Inputs, in `Machine`: the rates of the attention kernel (measured, one for each head width) and of the device's memory (measured),
 of links (nominal, one way), the seconds of an exchange (from the two-GPU runs; so answers are no independent check there). Only
-models whose layers all attend to every position before them are simulated. Not in it: adapters'
-gradients through MPI and the optimizer, loading, pinning, imbalance of machines, host memory that 8 ranks share.
+models whose layers all attend to every position before them are simulated. Not in it: what messages cost a computation beside
+them, attention outputs that are not kept, adapters' gradients through MPI and the optimizer, loading, pinning, imbalance of
+machines, host memory that 8 ranks share.
 """
 import argparse
 import dataclasses
@@ -284,7 +285,10 @@ def main():
     counts = arguments.ranks or [1, 2, 4, 8, 64]
     if arguments.run:
         shape = Shape.read(arguments.shape)
-        for one in Measured.all_of(json.loads(pathlib.Path(arguments.run).read_text())):
+        result = json.loads(pathlib.Path(arguments.run).read_text())
+        if result.get("ranks", 1) != 1 or not result["runs"]:
+            parser.error("--run must hold updates that `bench --json` measured on one rank")
+        for one in Measured.all_of(result):
             print(f"{one.gradient}, G = {one.group}")
             ladder(one, shape, machine, prompts, counts)
         return 0

@@ -95,7 +95,9 @@ start_and_wait() { # BEGUN WORD...
         start_once "$@" || code=$?
         [ ! -e "$begun" ] || return "$code"
         say "no rank has started, and $LAUNCHER left with $code: try $try of 3; its own lines above tell why"
-        [ "$try" = 3 ] || sleep "$LAUNCH_PAUSE_S"
+        # A job that is to stop starts nothing more. A signal ends this wait.
+        [ -n "$stop_signal" ] || [ "$try" = 3 ] || { sleep "$LAUNCH_PAUSE_S" & wait $! || true; }
+        [ -z "$stop_signal" ] || break
     done
     [ "$code" != 0 ] || code=1
     return "$code"
@@ -177,6 +179,8 @@ run_job() { # NAME
     [ -z "$stop_signal" ] || requeue "$name" REQUEUES_MAX 75
     failures=$(own_failures "$directory")
     start_and_wait "$started.ranks" "$LONGSTRAW" "${WORDS[@]}" --set "run.grace_sec=$SIGNAL_SECONDS" || code=$?
+    # As if the signal had come before the first try.
+    [ -e "$started.ranks" ] || [ -z "$stop_signal" ] || requeue "$name" REQUEUES_MAX 75
 
     if [ "$code" != 0 ]; then
         if [ "$name" != train ] && new_receipt "$name" "$started" && check_failed "$name"; then

@@ -8,8 +8,9 @@ use crate::tensor::boundary::backward;
 use crate::tensor::{self};
 
 /// Fewest rows of a product with the head's weight on a CPU. Below, the library sums over the vocabulary entry by entry in
-/// backward: the gradient of row P−1 was ten times less accurate than that of any other row.
-const PRODUCT_ROWS_MIN: i64 = 4;
+/// backward, on some processors for up to eleven rows that are no multiple of four: their gradient is up to ten times less
+/// accurate than that of any other row.
+const PRODUCT_ROWS_MIN: i64 = 12;
 
 /// Logits of the rows, [t, v], in the model's dtype. On a CPU few rows get copies of the last one as company.
 fn logits(decoder: &dyn Decoder, x_tw: &Tensor) -> Tensor {
@@ -162,8 +163,8 @@ mod tests {
         let found = head.backward_of_row(&*decoder, &x_1w, &targets, &dlogprobs).unwrap();
         let off = error(&found, &in_float64(&weights, eps, &x_1w, &dlogprobs_1v));
         assert!(off < 1.5e-6, "row P−1: {off:e}");
-        // Chunks of six rows; what is left over are one to three.
-        for rows in [1, 2, 3, 7, 9] {
+        // Chunks of six rows; what is left over are one to five.
+        for rows in [1, 2, 3, 7, 9, 11] {
             let x_tw = Tensor::randn([rows, width], (Kind::Float, Device::Cpu));
             let targets = Tensor::randint(vocabulary, [rows], (Kind::Int64, Device::Cpu));
             let dlogprobs = Tensor::ones([rows], (Kind::Float, Device::Cpu));

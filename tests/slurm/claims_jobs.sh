@@ -127,15 +127,19 @@ a_training_that_lost_a_rank_comes_back_where_the_site_says_so() {
     grep -q "requeueing, time 1 of at most 1" "$here/runs/slurm/train-$id.out"
 }
 
-# The launcher of the tests leaves with 0 before it has started a rank, as srun does when it cannot launch a step.
-ranks_that_the_launcher_could_not_start_are_started_again() {
-    local id
-    use_site srun 1 8
+# A launcher that leaves with 0 before it has started a rank, FAILING times, as srun does when it cannot launch a step.
+failing_launcher() {
     mkdir "$here/bin"
     # shellcheck disable=SC2016 # the launcher's shell expands them
     printf '%s\n' '#!/bin/sh' 'n=$(cat "$STAND_IN/tries" 2>/dev/null || echo 0)' 'echo $((n + 1)) >"$STAND_IN/tries"' \
         '[ "$n" -lt "$FAILING" ] || exec /usr/bin/srun "$@"' >"$here/bin/srun"
     chmod +x "$here/bin/srun"
+}
+
+ranks_that_the_launcher_could_not_start_are_started_again() {
+    local id
+    use_site srun 1 8
+    failing_launcher
     id=$(PATH=$here/bin:$PATH FAILING=2 slurm/submit gate2_32k)
     expect_end "$id" "COMPLETED 0:0"
     grep -q "no rank has started, and srun left with 0: try 2 of 3" "$here/runs/slurm/gate2_32k-$id.out"
@@ -146,6 +150,18 @@ ranks_that_the_launcher_could_not_start_are_started_again() {
     expect_end "$id" "FAILED 1:0"
     expect_equal "$(cat "$here/tries")" 3 "tries"
     ! grep -q "all ranks left with 0" "$here/runs/slurm/gate2_32k-$id.out"
+}
+
+a_signal_between_two_tries_requeues_the_job() {
+    local id
+    use_site srun 1 8
+    failing_launcher
+    id=$(PATH=$here/bin:$PATH FAILING=1 slurm/submit train)
+    wait_until yes 60 has_line "try 1 of 3" "$here/runs/slurm/train-$id.out"
+    signal "$id" USR1
+    start_requeued "$id"
+    expect_end "$id" "COMPLETED 0:0"
+    expect_equal "$(cat "$here/tries")" 2 "tries, one of them in the second start"
 }
 
 a_training_that_ended_by_itself_or_a_default_site_does_not_come_back() {

@@ -63,6 +63,7 @@ wait_until() { # WANTED SECONDS COMMAND...: waits until the command prints WANTE
 }
 
 has_lines() { if [ -s "$1" ]; then echo yes; else echo no; fi; } # FILE
+has_line() { if grep -qs "$1" "$2"; then echo yes; else echo no; fi; } # TEXT FILE
 state() { scontrol -o show job "$1" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p'; }
 restarts() { scontrol -o show job "$1" | sed -n 's/.* Restarts=\([0-9]*\).*/\1/p'; }
 signal() { scancel --batch "--signal=$2" "$1"; } # JOB SIGNAL
