@@ -2,7 +2,8 @@
 """Simulates the seconds of an update on many GPUs from one GPU's measured seconds, on paper: no GPU is needed.
 
     ranks_on_paper.py                         checks against the runs of docs/benchmarks, then the tables of that document
-    ranks_on_paper.py --check                 the checks alone; leaves with 1 if a capture, or a total of `exact`, is further off than 7 %
+    ranks_on_paper.py --check                 the checks alone; leaves with 1 if a capture, or a total of `exact`, is further off
+                                              than 7 %
     ranks_on_paper.py --run FILE --shape CONFIG --prompt P --ranks R
                                               from another H200's run: FILE is what `longstraw bench --json` printed on one
                                               GPU, CONFIG the model's config.json; --prompt and --ranks may be repeated
@@ -66,14 +67,10 @@ class Shape:
         width = config.get("head_dim") or config["hidden_size"] // heads
         return cls(config["num_hidden_layers"], heads, config["num_key_value_heads"], width)
 
-    def attention(self, pairs):
-        """Operations of a forward over (query, key) pairs, one layer."""
-        return 4.0 * self.heads * self.head_dim * pairs
-
     def seconds(self, pairs, back):
-        """Of a forward or a backward over the pairs, one layer, at the rates of the measured head width that is nearest."""
+        """Of a forward or a backward over (query, key) pairs, one layer, at the rates of the nearest measured head width."""
         forward, backward = ATTENTION[min(ATTENTION, key=lambda width: abs(width - self.head_dim))]
-        return self.attention(pairs) / (backward / BACKWARD_WORK if back else forward)
+        return 4.0 * self.heads * self.head_dim * pairs / (backward / BACKWARD_WORK if back else forward)
 
     def state_bytes(self, rows):
         return 2.0 * rows * self.key_heads * self.head_dim * MODEL_BYTES
@@ -111,10 +108,9 @@ def attention(begin, shape, prompt, machine, back, together):
     computation (decision 0058); otherwise one after the other, sums after each step's computation."""
     ranks = len(begin)
     length = prompt / (2 * ranks)
-    owner = lambda rank, step: (rank - step) % ranks
 
     def seconds(rank, step, which):
-        keys = [chunks(ranks, owner(rank, step))[chunk] for chunk in which]
+        keys = [chunks(ranks, (rank - step) % ranks)[chunk] for chunk in which]
         of_all = sum(pairs(query, key, length) for query in chunks(ranks, rank) for key in keys)
         return shape.seconds(of_all, back)
 
@@ -197,8 +193,7 @@ def predict(one, shape, machine, prompt, ranks, together=True, packs=True):
 
 def results(name):
     """What `bench` printed, line by line."""
-    text = (BENCHMARKS / name).read_text()
-    for line in text.splitlines():
+    for line in (BENCHMARKS / name).read_text().splitlines():
         record = json.loads(line)
         record = record.get("result", record)
         if "runs" in record:
@@ -216,7 +211,7 @@ QWEN3_8B, QWEN25_HALF_B = Shape(), Shape(24, 14, 2, 64)
 ONE = ("2026-11-30-h200-qwen3-8b-131072-paged.json", "2af7d10")
 TWO = ("2026-11-30-two-h200-qwen3-8b-131072-direct.json", "3e864f8")
 LONG, SHORT = ("2026-11-29-h200-qwen3-8b-131072-paged.json", "535e515"), ("2026-11-29-h200-qwen3-8b-65536-paged.json", "8a8be5a")
-RATES = ("2026-12-01-h200-measured-rates.jsonl", "")
+RATES = ("2026-12-01-h200-measured-rates.jsonl", "5806631")
 # The program that is predicted from.
 NOW = ("2026-12-02-h200-sums-and-first-parts.jsonl", "c890b8e")
 # Shape, runs and prompt to predict from, runs, prompt and GPUs that are predicted.
