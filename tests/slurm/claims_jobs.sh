@@ -127,15 +127,6 @@ a_training_that_lost_a_rank_comes_back_where_the_site_says_so() {
     grep -q "requeueing, time 1 of at most 1" "$here/runs/slurm/train-$id.out"
 }
 
-# A launcher that leaves with 0 before it has started a rank, FAILING times, as srun does when it cannot launch a step.
-failing_launcher() {
-    mkdir "$here/bin"
-    # shellcheck disable=SC2016 # the launcher's shell expands them
-    printf '%s\n' '#!/bin/sh' 'n=$(cat "$STAND_IN/tries" 2>/dev/null || echo 0)' 'echo $((n + 1)) >"$STAND_IN/tries"' \
-        '[ "$n" -lt "$FAILING" ] || exec /usr/bin/srun "$@"' >"$here/bin/srun"
-    chmod +x "$here/bin/srun"
-}
-
 ranks_that_the_launcher_could_not_start_are_started_again() {
     local id
     use_site srun 1 8

@@ -88,6 +88,16 @@ submit_waiting() {
     wait_until 8 60 events "$1" waits
 }
 
+# A launcher in $here/bin that leaves with 0 before it has started a rank, FAILING times, as srun does when it cannot launch a
+# step.
+failing_launcher() {
+    mkdir "$here/bin"
+    # shellcheck disable=SC2016 # the launcher's shell expands them
+    printf '%s\n' '#!/bin/sh' 'n=$(cat "$STAND_IN/tries" 2>/dev/null || echo 0)' 'echo $((n + 1)) >"$STAND_IN/tries"' \
+        '[ "$n" -lt "$FAILING" ] || exec /usr/bin/srun "$@"' >"$here/bin/srun"
+    chmod +x "$here/bin/srun"
+}
+
 receipt() { # RUN_DIR KEY...
     python3 -c 'import json, sys; r = json.load(open(sys.argv[1])); print(*(r[key] for key in sys.argv[2:]))' \
         "$1/receipt.json" "${@:2}"
